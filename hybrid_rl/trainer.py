@@ -36,7 +36,7 @@ from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.others import Tenant, make_way, warn_of_training
+from hybrid_rl.run.others import Tenant, bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
@@ -101,6 +101,7 @@ class Trainer(Tenant):
                     f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
                 )
         data = (train_dataset, eval_dataset)
+        bring_back(model)
         with contextlib.ExitStack() as closing:
             run = prepare(
                 model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes, closing=closing

@@ -16,13 +16,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
 from hybrid_rl.cli import run_recipe
-from hybrid_rl.config import TrainerConfig, load_config, num_training_steps, resolve
+from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.run.checks import check_attention
 from hybrid_rl.run.prepare import find_hardware
 from recipes.quickstart.model import build_model, build_tokenizer
-from recipes.quickstart.run import improve
+from recipes.quickstart.run import check, improve
 from recipes.quickstart.task import Task, build_task
 from recipes.quickstart.warm_start import (
     WARM_START_STEPS,
@@ -87,11 +86,9 @@ def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> N
     config, given = load_config(settings, arguments=arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
-    # Invalid settings are refused before the warm start.
-    hardware = find_hardware(config)
-    resolved = resolve(config, given, hardware=hardware)
-    check_attention(resolved, hardware)
-    num_training_steps(resolved, len(task.train))
+    # What cannot run is refused before the warm start; that keys do nothing, while it is known which ones were given.
+    resolve(config, given, hardware=find_hardware(config))
+    check(build_model(tokenizer, config.seed), tokenizer, task, config)
     model, warm = warm_started(task, tokenizer, config.seed)
     supervised = [copy.deepcopy(model) for _ in range(2 if compares else 0)]
     outcome = improve(model, tokenizer, task, config)

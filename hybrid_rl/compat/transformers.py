@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -83,6 +84,7 @@ NAMES = {
     "transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "the same, of reward models",
     "transformers.models.auto.modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": "the same, of critics",
     "transformers.models.auto.modeling_auto.MODEL_MAPPING": "the same, of backbones",
+    "transformers.masking_utils.find_packed_sequence_indices": "finds samples packed into a row, by their numbers",
     "transformers.utils.output_capturing.OutputRecorder": "tells a router's logits from its other outputs",
 }
 # Attributes that transformers gives to instances, so that no class shows them.
@@ -208,3 +210,15 @@ def loaded_conversions(model: PreTrainedModel) -> list[Any] | None:
 def remember_conversions(model: PreTrainedModel, conversions: Sequence[Any]) -> None:
     """Note the conversions that a model was loaded with, for transformers' saving and for ours."""
     model._weight_conversions = list(conversions)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def unpacked_masks() -> Iterator[None]:
+    """Let models make masks without looking for packed samples: they read numbers for that, which a model on the meta
+    device does not have. Not for two threads at a time."""
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own

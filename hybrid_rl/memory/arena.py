@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,9 +126,8 @@ class _Slot:
         slot = cls(content, None)
         if pinned:
             # PyTorch's own pinned memory comes in powers of two: up to twice what is asked for.
-            cudart = torch.cuda.cudart()
-            torch.cuda.check_error(int(cudart.cudaHostRegister(content.data_ptr(), num_bytes, 0)))
-            slot.unpin = weakref.finalize(slot, cudart.cudaHostUnregister, content.data_ptr())
+            torch.cuda.check_error(_cuda_runtime("cudaHostRegister")(content.data_ptr(), num_bytes, 0))
+            slot.unpin = weakref.finalize(slot, _cuda_runtime("cudaHostUnregister"), content.data_ptr())
         return slot
 
     @property
@@ -139,6 +138,11 @@ class _Slot:
         """Unpin. The mapping goes with the last tensor over it."""
         if self.unpin is not None:
             self.unpin()
+
+
+def _cuda_runtime(name: str) -> Callable[..., int]:
+    """Look up a function of CUDA's runtime, which a PyTorch without CUDA does not have."""
+    return getattr(torch.cuda.cudart(), name)
 
 
 class _HostCopies:

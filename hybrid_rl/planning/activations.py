@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Jagged
+from hybrid_rl.compat.transformers import unpacked_masks
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, ShapeRecorder
@@ -26,7 +27,8 @@ from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.models.offload import NUM_AHEAD
-from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.planning.models import built
 from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations
@@ -192,6 +194,11 @@ class Counted:
         zero = torch.zeros(1, dtype=torch.int64, device="meta")
         with torch.no_grad(), self._named(), Kernels(self.device_type):
             model.hidden_states(zero, zero, recorder)
+        if not recorder.layers:
+            raise ModelError(
+                f"{type(self.module).__name__} has no layer of attention that can read packed samples, and so no pages "
+                "of a cache; choose rollout.engine=hf"
+            )
         return recorder.layers
 
     def cache_size(self) -> CacheSize:
@@ -231,7 +238,8 @@ class Counted:
     def _named(self) -> Iterator[None]:
         """Raise ModelError for whatever keeps a model from running without memory."""
         try:
-            yield
+            with unpacked_masks() if not self.is_packed else nullcontext():
+                yield
         except HybridRLError:
             raise
         except Exception as error:  # foreign code: NotImplementedError of meta kernels, RuntimeError and others
@@ -271,7 +279,7 @@ def _shortened(module: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     if getattr(settings, "layer_types", None):
         settings.layer_types = settings.layer_types[:num_layers]
     dtype = next(module.parameters()).dtype
-    return build_on_meta(replace(recipe, config=config), dtype)
+    return built(replace(recipe, config=config), dtype)
 
 
 class CannotCount(ModelError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
@@ -53,9 +55,16 @@ class RunModels:
 
 def _on_meta(model: Given, config: TrainerConfig, *, scores: bool = False) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
-        return build_on_meta(ModelRecipe.of_module(model, StateSource({})), model.dtype)
+        return built(ModelRecipe.of_module(model, StateSource({})), model.dtype)
     if isinstance(model, str):
         trusts = config.model.trust_remote_code
         make = classifier_recipe if scores else ModelRecipe.of_folder
         model = make(model, trust_remote_code=trusts)
-    return build_on_meta(model, DTYPES[config.model.dtype])
+    return built(model, DTYPES[config.model.dtype])
+
+
+def built(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model without any numbers: also its buffers are on the meta device, as on a GPU all are on the GPU."""
+    module = build_on_meta(recipe, dtype)
+    nn.Module.to(module, "meta")
+    return module

@@ -35,7 +35,8 @@ class AttentionKernel:
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Same arguments as TorchKernel.forward."""
-        return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        return out, query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
 
     def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
         """Same arguments as TorchKernel.backward."""
@@ -69,6 +70,8 @@ class Kernels(TorchFunctionMode):
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.empty_like(mask, dtype=args[0].dtype)  # kernels add it to the scores
             return apply(*args[:3], mask)
+        if name == "__contains__":  # transformers looks for padding, to warn of it; there is none
+            return False
         if name in ("grouped_mm", "_grouped_mm"):
             apply = _GroupedProduct.apply
             return apply(args[0], args[1])

@@ -17,6 +17,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.config.schema import RayControllerConfig
 from hybrid_rl.errors import ConfigError, HybridRLError, counted
+from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.run.guard import StepGuard
 
 logger = logging.getLogger("hybrid_rl")
@@ -202,6 +203,28 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
             "closing the Trainer of %s because a new Trainer in this process needs %s", other.run_folder, what
         )
         other.close(f"a later one of this process needed {what};")
+
+
+def bring_back(module: Any) -> None:
+    """Close a Trainer that lets this module's weights leave memory, so that a new one finds them: what both need would
+    come and go under them. Anything but such a module is left alone.
+
+    Raises ConfigError while that Trainer is in a training step.
+    """
+    for other in _open_here():
+        if other.module is not module or module is None or ACTOR not in (other.config.memory.offload or ()):
+            continue
+        if other._work:
+            raise ConfigError(
+                f"a Trainer of this process moves this module to host memory and back (memory.offload names {ACTOR}), "
+                f"and its {other._work[0]} is running; wait for it, or pass a copy.deepcopy made before"
+            )
+        logger.warning(
+            "closing the Trainer of %s because a new Trainer is made of its module, which is in memory only when that "
+            "Trainer needs it (memory.offload names %s)",
+            *(other.run_folder, ACTOR),
+        )
+        other.close("a later one of this process was made of its module;")
 
 
 def _colocated(config: TrainerConfig) -> str | None:

@@ -116,7 +116,7 @@ HARMLESS = frozenset(
 ) | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size),
     *(Tensor.storage_offset, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
-    *(Tensor.get_device, Tensor.untyped_storage),
+    *(Tensor.get_device, Tensor.untyped_storage, Tensor.is_inference),
 }
 
 

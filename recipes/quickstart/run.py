@@ -1,7 +1,8 @@
-"""The quickstart with any algorithm: its training rows, and the improvement of a warm-started model by a config."""
+"""The quickstart with any algorithm: its training rows, its checks, and the improvement of a model by a config."""
 
 import contextlib
 import copy
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,8 @@ from hybrid_rl import Trainer
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.run.callbacks import Callback
-from hybrid_rl.run.prepare import find_hardware
+from hybrid_rl.run.memory import planned
+from hybrid_rl.run.prepare import find_hardware, prepare
 from recipes.quickstart.task import Row, Task, exact_answer
 from recipes.quickstart.warm_start import train_on_answers
 
@@ -53,16 +55,28 @@ class Curve(Callback):
         self.accuracy[step] = metrics["eval/accuracy"]
 
 
+def check(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig) -> None:
+    """Refuse what `improve` would refuse before it starts, for a model of the same shape that may still be untrained,
+    and is moved as `improve` would. Logs nothing: `improve` will.
+
+    Raises what the Trainer raises.
+    """
+    logger = logging.getLogger("hybrid_rl")
+    level = logger.level
+    with teacher(model, tokenizer, task, config, is_taught=False) as settings, contextlib.ExitStack() as closing:
+        closing.callback(logger.setLevel, level)
+        logger.setLevel(logging.ERROR)
+        place(model, settings)
+        rows = (training_rows(task, config), task.heldout)
+        planned(prepare(model, tokenizer, exact_answer, *rows, settings, {}, closing=closing))
+
+
 def improve(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig) -> Outcome:
     """Train a warm-started model in place, to the end of the config's steps; on the GPU, in bfloat16, if there is one
     and the config does not say otherwise."""
     curve = Curve()
     with teacher(model, tokenizer, task, config) as settings:
-        where = resolve(settings, hardware=find_hardware(settings))
-        module: nn.Module = model
-        if where.controller.backend == "local":  # ranks on Ray copy it onto their own devices
-            module.to(where.model.device)
-        module.to(DTYPES[where.model.dtype])
+        place(model, settings)
         started = time.perf_counter()
         with Trainer(
             model,
@@ -78,6 +92,15 @@ def improve(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: T
     return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder)
 
 
+def place(model: Qwen2ForCausalLM, config: TrainerConfig) -> None:
+    """Give a model the device and the dtype in which the config trains."""
+    where = resolve(config, hardware=find_hardware(config))
+    module: nn.Module = model
+    if where.controller.backend == "local":  # ranks on Ray copy it onto their own devices
+        module.to(where.model.device)
+    module.to(DTYPES[where.model.dtype])
+
+
 def training_rows(task: Task, config: TrainerConfig) -> list[Row]:
     """Return the problems, with their right answers as completions if the algorithm learns from them."""
     if "demonstrations" not in config.advantage.needs:
@@ -87,17 +110,23 @@ def training_rows(task: Task, config: TrainerConfig) -> list[Row]:
 
 @contextlib.contextmanager
 def teacher(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: Task,
+    config: TrainerConfig,
+    *,
+    is_taught: bool = True,
 ) -> Iterator[TrainerConfig]:
     """Return the config with a teacher, if the algorithm needs one and none is named: the same model, trained further
-    on right answers."""
+    on right answers; just a copy if not is_taught."""
     wanted = "teacher_logprobs" in config.advantage.needs
     if not wanted or config.advantage.teacher_path is not None:  # type: ignore[attr-defined]
         yield config
         return
     with tempfile.TemporaryDirectory(prefix="quickstart-teacher-") as folder:
         learned = copy.deepcopy(model)
-        train_on_answers(learned, tokenizer, task, config.seed, TEACHER_STEPS)
+        if is_taught:
+            train_on_answers(learned, tokenizer, task, config.seed, TEACHER_STEPS)
         learned.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         yield load_config(config, {"advantage.teacher_path": folder})[0]

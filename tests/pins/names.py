@@ -318,6 +318,13 @@ def own_names(trees: Iterable[ast.Module]) -> set[str]:
     return names
 
 
+def exported_names(root: Path) -> set[str]:
+    """Functions that the project's own libraries declare for ctypes."""
+    return {
+        name for file in (root / "csrc").glob("*.h") for name in re.findall(r"\bhybrid_rl_\w+(?=\()", file.read_text())
+    }
+
+
 def python_names(modules: Iterable[str]) -> set[str]:
     """Attributes of Python's own types, of these modules, and of the classes and modules in them (os.path)."""
     names: set[str] = set()
@@ -373,7 +380,7 @@ def missing(root: Path, places: Iterable[str]) -> Iterator[tuple[Use, str]]:
     # Of what is not installed nothing is known, nor of the values that come from it.
     closed = {path for path, names in imported.items() if names <= installed}
     unknown = {use.name[1:] for use in uses if use.name.startswith(".") and use.path in closed}
-    unknown -= own_names(trees.values()) | FLASH_ATTENTION
+    unknown -= own_names(trees.values()) | exported_names(root) | FLASH_ATTENTION
     unknown -= python_names(name for name in installed if name in sys.stdlib_module_names)
     unknown -= defined_in_sources(unknown, installed - {"hybrid_rl"})
     for use in uses:

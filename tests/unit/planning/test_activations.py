@@ -7,7 +7,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id, tree_leaves
+from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.planning import activations
@@ -19,6 +21,8 @@ from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.spec import LossSpec, MiniBatch
 from hybrid_rl.weights.sources import StateSource
+from tests.unit.models.families import build
+from tests.unit.models.hybrids import build_hybrid
 from tests.unit.planning.tiny_run import TINY, meta_model, settings
 
 WIDE = {
@@ -175,3 +179,27 @@ def test_values_are_counted_to_a_thousandth():
     critic = RunModels.of(policy, config).critic
     counted = Counted(critic, config, "cpu").update_values(rows, 0.2, is_first=True)
     assert counted.fullest.total == pytest.approx(real.peak, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [("youtu", "inplace"), ("deepseek-v3", "inplace"), ("gpt2", "inplace"), ("llama", "hf"), ("mixtral", "hf")],
+)
+def test_passes_of_other_families_are_those_of_real_ones(family, engine):
+    """Values of another width than keys; experts chosen with numbers in a buffer; a warning that reads tokens; and
+    masks of the model's own."""
+    config, packed = settings(engine=engine), engine == "inplace"
+    module, rows = build(family), samples(is_packed=packed)
+    model, spec = CausalLM(module, "auto" if packed else UNPACKED), LossSpec.of(config)
+    batch = learning_batch(rows, config, spec)
+    with RealStorages([*module.parameters(), *module.buffers()]) as real:
+        micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec))[0].backward()
+    counted = Counted(RunModels.of(module, config).policy, config, "cpu", is_packed=packed)
+    assert counted.update(rows, is_first=True).fullest.total == pytest.approx(real.peak, rel=0.02)
+
+
+def test_a_model_without_attention_has_no_pages():
+    module = build_hybrid("mamba")
+    config = settings()
+    with pytest.raises(ModelError, match=r"MambaForCausalLM has no layer of attention .* rollout.engine=hf"):
+        Counted(RunModels.of(module, config).policy, config, "cpu").layer_shapes()

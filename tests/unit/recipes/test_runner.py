@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,41 @@ def test_help_shows_the_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GSPO: the docstring" in capsys.readouterr().out
 
 
-def test_the_quickstart_refuses_an_attention_before_its_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("gspo", ["attention=varlen"], "model.attention=varlen cannot run here: it needs a CUDA device"),
+        ("gspo", ["memory.offload=[optimizer,actor]"], "memory.offload names actor, but"),
+        pytest.param("gspo", ["device_memory=1MB"], "which has 1.00 MB", marks=pytest.mark.slow),
+        ("distillation", ["memory.offload=[critic]"], "memory.offload names"),  # its teacher is not there yet either
+    ],
+)
+def test_the_quickstart_refuses_before_its_warm_start_what_cannot_run(
+    name: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def warm_started(*_: object) -> None:
         raise AssertionError("the warm start began")
 
     monkeypatch.setattr(runner, "warm_started", warm_started)
-    with pytest.raises(ConfigError, match="model.attention=varlen cannot run here: it needs a CUDA device"):
-        main(["attention=varlen", "device=cpu"], settings_file("gspo"), "")
+    with pytest.raises(ConfigError, match=message):
+        main([*arguments, "device=cpu", f"output_dir={tmp_path / 'runs'}"], settings_file(name), "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_quickstart_checks_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """What the Trainer will say is not said twice."""
+
+    def warm_started(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "warm_started", warm_started)
+    with pytest.raises(KeyboardInterrupt):
+        main(["device=cpu", "resume=auto", f"output_dir={tmp_path}"], settings_file("gspo"), "")
+    assert "resume=auto" not in caplog.text
+    logging.getLogger("hybrid_rl").warning("heard again")
+    assert "heard again" in caplog.text
 
 
 @pytest.mark.parametrize("argument", ["reward=my.py:score", "data.train_path=train.jsonl"])

@@ -213,6 +213,25 @@ def test_parameters_without_memory_are_refused_whoever_holds_them(run: Callable[
         assert held[0].norm() > 0
 
 
+def test_a_new_trainer_of_a_module_finds_its_weights(
+    run: Callable[..., Trainer], make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cell of a notebook that is run again, or one with another engine."""
+    first = run("bfloat16")
+    first.step()
+    module = first.module
+    assert module is not None and "actor" not in worker_of(first).leases.awake
+    expected = weights_in(state_of(first))
+    with worker_of(first).lease(frozenset()):
+        pass
+    second = make_trainer(module, run_name="second", engine="inplace")
+    assert "is in memory only when that Trainer needs it (memory.offload names actor)" in caplog.text
+    assert_equal({f"actor/{n}": p for n, p in module.named_parameters()}, expected)
+    assert second.step().metrics["reward"] > 0
+    with pytest.raises(HybridRLError, match="closed: a later one of this process was made of its module"):
+        first.step()
+
+
 def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, when: Callable[..., bool]) -> None:
     """Let a method fail the first time that `when` says so of its arguments."""
     method, told = getattr(owner, name), []
