@@ -25,7 +25,7 @@ FEWER = {"max_num_batched_tokens": (2048, 256), "max_num_seqs": (32, 8, 1)}  # o
 
 NO_REMEDY = (
     "no keys of memory, micro-batches, the engine, checkpointing or sharding make it fit, not even all together at "
-    f"their smallest on up to {MOST_RANKS} ranks; take a smaller model, shorter completions, or devices with more memory"
+    f"their smallest on up to {MOST_RANKS} ranks; take a smaller model, shorter completions, or larger devices"
 )
 
 

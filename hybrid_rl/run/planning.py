@@ -55,8 +55,10 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     shape = RunShape(models, length, length)
     budget, passes = _budget(config, machine), Passes(shape)
     memory = plan_memory(shape, config, budget, passes=passes)
-    remedies = () if memory.fits else tuple(
-        _with_gpus(remedy, config, machine) for remedy in find_remedies(shape, config, budget, passes)
+    remedies = (
+        ()
+        if memory.fits
+        else tuple(_with_gpus(remedy, config, machine) for remedy in find_remedies(shape, config, budget, passes))
     )
     notes = (*memory.notes, *([note] if note else []), UNKNOWN_REWARDS)
     decided = with_choices(config, memory.choices)
