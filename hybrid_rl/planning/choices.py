@@ -23,11 +23,13 @@ from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
 from hybrid_rl.planning.phases import NOTES, StepMemory
+from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.training.cycle import memory_phases
 
 # What leaves first: what is needed least often, and costs no more than its way through the bus.
 ORDER = (OPTIMIZER, REFERENCE, TEACHER, REWARD_MODELS, CRITIC_OPTIMIZER, CRITIC, ACTOR)
 SPARE_SHARE = 0.05  # of the device, that a chosen cache leaves free
+RESERVE_SHARE = 0.02  # of the device, that every phase leaves if some choice can, for what is not counted
 CACHE_SHARE = 0.5  # of the cache that all sequences want: if there is less, more residents leave while it is awake
 FEWEST_TOKENS = 1024  # of a micro-batch that is made smaller: below, passes only get slower
 
@@ -43,13 +45,20 @@ def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passe
     if fitting(attempts, passes, budget) is None:
         return least_demanding(attempts, passes, budget)
     cramped: MemoryPlan | None = None
+    tight: MemoryPlan | None = None
     for attempt in attempts:
         plan = attempt.plan(passes, budget)
-        if plan.fits and not _is_cramped(plan, passes, attempt):
+        if not plan.fits:
+            continue
+        if (plan.free_bytes or 0) < RESERVE_SHARE * (budget.device_bytes or 0):
+            tight = tight or plan
+        elif not _is_cramped(plan, passes, attempt):
             return plan
-        cramped = cramped or (plan if plan.fits else None)
-    assert cramped is not None
-    return cramped
+        else:
+            cramped = cramped or plan
+    found = cramped or tight
+    assert found is not None
+    return found
 
 
 def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
@@ -112,7 +121,7 @@ class Attempt:
     def plan(self, passes: Passes, budget: Budget) -> MemoryPlan:
         """Plan it, with the largest cache that fits."""
         step, given = self.step(passes), given_cache_bytes(self.config)
-        cache_bytes = _cache_bytes(step, budget) if given is None else given
+        cache_bytes, limit = _cache_bytes(step, budget) if given is None else (given, "")
         config = self.config
         assert config.num_ranks != "auto"
         default = tokens_per_micro_batch(config, passes.shape.max_length)
@@ -122,11 +131,12 @@ class Attempt:
         if config.memory.optimizer_on_host is None and self.optimizer_on_host:
             reasons["memory.optimizer_on_host"] = "masters and moments do not fit on the device with the gradients"
         if given is None:
-            reasons["kv_cache_memory_bytes"] = "what the other residents leave while it is awake, or all that is wanted"
+            reasons["kv_cache_memory_bytes"] = limit
         if self.max_tokens < default:
             reasons["optimizer.tokens_per_micro_batch"] = f"activations of {default} tokens would not fit"
         choices = Choices(self.offload, self.optimizer_on_host, cache_bytes, self.max_tokens, reasons)
-        return MemoryPlan(config.num_ranks, config.model.device, budget, choices, step.phases(cache_bytes), NOTES)
+        device, phases = config.model.device, step.phases(cache_bytes)
+        return MemoryPlan(config.num_ranks, device, budget, choices, phases, NOTES[device])
 
 
 def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
@@ -157,16 +167,23 @@ def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
                 yield Attempt(config, tuple(leaving), on_host, size)
 
 
-def _cache_bytes(step: StepMemory, budget: Budget) -> int:
-    """Return the size of the cache: all that is wanted, or what is left in the phases in which it is in memory, and at
-    least room for one sequence."""
+def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:
+    """Return the size of the cache, and what limits it: all that is wanted, or what is left in the phases in which it
+    is in memory, and at least room for one sequence."""
     cache = step.cache()
+    wanted = f"room for all {cache.num_sequences} sequences at full length; more would stay empty"
     if budget.device_bytes is None:
-        return cache.wanted_bytes
+        return cache.wanted_bytes, wanted
     there = [phase for phase in step.phases(0) if _has_cache(step, phase.phase)]
     spare = int(SPARE_SHARE * budget.device_bytes)
-    left = budget.device_bytes - spare - max(phase.device_bytes for phase in there)
-    return max(cache.smallest_bytes, min(cache.wanted_bytes, left))
+    fullest = max(there, key=lambda phase: phase.device_bytes)
+    left = budget.device_bytes - spare - fullest.device_bytes
+    if left >= cache.wanted_bytes:
+        return cache.wanted_bytes, wanted
+    if left <= cache.smallest_bytes:
+        return cache.smallest_bytes, f"room for one sequence at full length: others leave no more in {fullest.name}"
+    all_ = f"all {cache.num_sequences} sequences at full length would take {size_text(cache.wanted_bytes)}"
+    return left, f"what others leave in {fullest.name}, but {SPARE_SHARE:.0%} of the device; {all_}"
 
 
 def _has_cache(step: StepMemory, name: str) -> bool:

@@ -56,12 +56,16 @@ from hybrid_rl.training.optimizer import SLICE_ELEMENTS
 CONTEXT_BYTES = 800 * 1000**2  # the CUDA context, kernels that were loaded, workspaces of cuBLAS
 NCCL_BYTES = 800 * 1000**2  # buffers of the channels between ranks
 GRAPH_BYTES = 1000**3  # vLLM's CUDA graphs
-NOTES = (
-    f"a process on a GPU takes {size_text(CONTEXT_BYTES)} for CUDA, and {size_text(NCCL_BYTES)} for NCCL if there are "
-    "several ranks",
-    "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length",
-    "gaps between tensors in the allocator's segments are not counted",
-)
+FULL_NOTE = "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length"
+NOTES = {
+    "cuda": (
+        f"a process on a GPU takes {size_text(CONTEXT_BYTES)} for CUDA, and {size_text(NCCL_BYTES)} for NCCL if there "
+        "are several ranks",
+        FULL_NOTE,
+        "gaps between tensors in the allocator's segments are not counted",
+    ),
+    "cpu": (FULL_NOTE,),
+}
 
 
 @dataclass(frozen=True)

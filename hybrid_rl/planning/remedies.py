@@ -31,14 +31,16 @@ NO_REMEDY = (
 
 @dataclass(frozen=True)
 class Remedy:
-    """Keys and the values with which a run would fit."""
+    """Keys and the values with which a run would fit. note: what they need elsewhere; may be empty."""
 
     values: tuple[tuple[str, Any], ...]
+    note: str = ""
 
     @property
     def words(self) -> str:
-        """The keys as a user writes them."""
-        return " and ".join(f"{path}={_written(value)}" for path, value in self.values)
+        """The keys as a user writes them, and the note."""
+        keys = " and ".join(f"{path}={_written(value)}" for path, value in self.values)
+        return f"{keys} ({self.note})" if self.note else keys
 
     @property
     def num_ranks(self) -> int | None:
@@ -101,7 +103,15 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
     def fits(remedies: Sequence[Remedy]) -> bool:
         return _fits(sum_of(remedies), shape, config, budget, passes)
 
-    singles, more_ranks = list(_singles(config, shape)), list(_more_ranks(config, budget))
+    def told(remedy: Remedy) -> Remedy:
+        """Return a remedy with what it needs of the host, if shards go there."""
+        if "fsdp.cpu_offload" not in dict(remedy.values) or HOST_MEMORY in dict(remedy.values):
+            return remedy
+        plan = smallest_plan(shape, remedy.apply(config), remedy.budget(budget), passes)
+        return dataclasses.replace(remedy, note=f"needs {size_text(plan.bytes_of_host)} per host")
+
+    singles = [*_singles(config, shape), *_vllm(config, shape)]
+    more_ranks = list(_more_ranks(config, budget))
     found: list[Remedy] = []
     for one in singles:
         is_new = not any(other.values[0][0] == one.values[0][0] for other in found)
@@ -112,18 +122,18 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
     if budget.host_bytes is not None and len(found) < MOST_NAMED:
         more = (_more_of_the_host(one, shape, config, budget, passes) for one in (Remedy(()), *_to_the_host(config)))
         found += [one for one in more if one is not None][:1]
-    if found:
-        return found
-    for ranks in ([], *([one] for one in more_ranks)):
-        together = [*ranks, *_singles(sum_of(ranks).apply(config), shape)]
-        if fits(together):
-            for one in reversed(together[len(ranks) :]):  # those that cost most time first
-                fewer = [other for other in together if other is not one]
-                together = fewer if fits(fewer) else together
-            found.append(sum_of([*together[len(ranks) :], *ranks]))
-            if ranks:
+    for ranks in () if found else (Remedy(()), *more_ranks):
+        for engine in (Remedy(()), *_vllm(ranks.apply(config), shape)):
+            keys = list(_singles(sum_of([ranks, engine]).apply(config), shape))
+            if fits([ranks, engine, *keys]):
+                for one in reversed(list(keys)):  # those that cost most time first
+                    fewer = [other for other in keys if other is not one]
+                    keys = fewer if fits([ranks, engine, *fewer]) else keys
+                found.append(sum_of([engine, *keys, ranks]))
                 break
-    return found
+        if found and ranks.num_ranks:
+            break
+    return [told(one) for one in found]
 
 
 def _to_the_host(config: TrainerConfig) -> list[Remedy]:
@@ -199,19 +209,30 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
     if is_cuda and not model.activation_offload:
         yield one("model.activation_offload", True)
     if isinstance(config.rollout, VLLMRolloutConfig):
-        assert config.num_ranks != "auto"
-        own = config.rollout.vllm.tensor_parallel_size
-        for number in (2, 4, 8, 16):
-            if number > own and config.num_ranks % number == 0:
+        for number in _replica_sizes(config, shape):
+            if number > config.rollout.vllm.tensor_parallel_size:
                 yield one("rollout.vllm.tensor_parallel_size", number)
-    elif several and is_cuda and config.num_ranks % 8 == 0:  # an embedded engine has the whole model on every rank
-        yield Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", 8)))
     if is_cuda and model.dtype == "float32":
         yield one("model.dtype", "bfloat16")
     if is_cuda and not several and config.memory.optimizer_on_host is False:
         yield one("memory.optimizer_on_host", True)
     if is_cuda and several and not config.fsdp.cpu_offload:
         yield one("fsdp.cpu_offload", True)
+
+
+def _replica_sizes(config: TrainerConfig, shape: RunShape) -> list[int]:
+    """Return the numbers of ranks over which vLLM can cut the model."""
+    heads = getattr(shape.models.policy.config.get_text_config(), "num_attention_heads", None) or 1
+    assert config.num_ranks != "auto"
+    return [number for number in (2, 4, 8, 16) if config.num_ranks % number == 0 and heads % number == 0]
+
+
+def _vllm(config: TrainerConfig, shape: RunShape) -> list[Remedy]:
+    """Return another engine where an embedded one has the whole model on every rank."""
+    sizes = [] if isinstance(config.rollout, VLLMRolloutConfig) else _replica_sizes(config, shape)
+    if config.model.device != "cuda" or not sizes:
+        return []
+    return [Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", sizes[-1])))]
 
 
 def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:

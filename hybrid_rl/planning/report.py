@@ -68,9 +68,10 @@ def tables(
     handoff: HandoffPlan,
     time: StepTime | None,
     time_missing: str,
+    workload: str,
 ) -> RenderableType:
     """Return all parts of a plan, in the order in which they are read."""
-    parts: list[RenderableType] = [Text(title, style="bold"), _verdict(memory)]
+    parts: list[RenderableType] = [Text(title, style="bold"), *map(Text, _given(workload, memory)), _verdict(memory)]
     if remedies:
         parts += [*_section("What would make it fit"), *_lines(remedies)]
     elif not memory.fits:
@@ -198,6 +199,17 @@ def _legend(cycle: Cycle, memory: MemoryPlan) -> str:
     return states_explained(shown)
 
 
+def _given(workload: str, memory: MemoryPlan) -> Iterator[str]:
+    """Yield what the plan is for, in a line or two: the work, and the memory that there is."""
+    budget, unit = memory.budget, "a GPU" if memory.device == "cuda" else "a rank"
+    if workload:
+        yield workload
+    sizes = ((unit, budget.device_bytes, budget.device), ("a host", budget.host_bytes, budget.host))
+    known = [f"{size_text(size)} of {of}" + (f" ({source})" if source else "") for of, size, source in sizes if size]
+    if known:
+        yield f"memory: {', '.join(known)}"
+
+
 def _verdict(memory: MemoryPlan) -> Text:
     """Say whether the run fits, with the numbers that decide it."""
     peak, budget = memory.peak, memory.budget
@@ -241,7 +253,7 @@ def _chosen(memory: MemoryPlan) -> Iterator[RenderableType]:
 def _handoff(handoff: HandoffPlan) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(handoff.words)]
     if handoff.missing:
-        return [*parts, Text(f"bytes by link are not known: {handoff.missing}")]
+        return [*parts, Text(f"bytes by link: not known, because {handoff.missing}")]
     if not handoff.links:
         return parts
     table = _table("from", "read", "written")
@@ -260,6 +272,8 @@ def _handoff(handoff: HandoffPlan) -> list[RenderableType]:
 def _time(time: StepTime) -> list[RenderableType]:
     table = _table("part", "share", "seconds")
     for part, seconds in time.seconds.items():
-        table.add_row(part, f"{time.share(part):.0%}", f"~{seconds_text(seconds)}")
-    table.add_row("step", "", f"~{seconds_text(time.total)}", style="bold")
+        known = ("", "not known") if seconds is None else (f"{time.share(part):.0%}", f"~{seconds_text(seconds)}")
+        table.add_row(part, *known)
+    rest = " and what is not known" if None in time.seconds.values() else ""
+    table.add_row("step", "", f"~{seconds_text(time.total)}{rest}", style="bold")
     return [table, *_lines(time.assumptions)]

@@ -50,6 +50,13 @@ class Machine:
                 memory_bytes(text, name)
 
     @property
+    def device_memory(self) -> str | None:
+        """What a run may take of a GPU."""
+        if self.gpu_memory is not None or self.num_gpus is None or self.rates is None:
+            return self.gpu_memory
+        return self.rates.memory
+
+    @property
     def device_option(self) -> str:
         """The option that says how much memory a GPU has; empty if none does."""
         if self.gpu_memory is not None:
@@ -71,7 +78,7 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     machine.check()
     base, settings, arguments = _base(words)
     keys = [argument.partition("=")[0] for argument in arguments]
-    options = {"device_memory": _device_memory(machine), "host_memory": machine.host_memory}
+    options = {"device_memory": machine.device_memory, "host_memory": machine.host_memory}
     for name, value in options.items():
         if value is not None and not {name, f"memory.{name}"} & set(keys):
             arguments.append(f"memory.{name}={value}")
@@ -91,18 +98,11 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     return resolve(config, given, hardware=gpus)
 
 
-def _device_memory(machine: Machine) -> str | None:
-    """Return what the run may take of a GPU."""
-    if machine.gpu_memory is not None or machine.num_gpus is None or machine.rates is None:
-        return machine.gpu_memory
-    return machine.rates.memory
-
-
 def _refuse_more_than_there_is(config: TrainerConfig, machine: Machine) -> None:
     """Raise ConfigError for keys that allow a run more memory than the machine has."""
     gpu = machine.device_option
     for name, option, there in (
-        ("device_memory", gpu, _device_memory(machine)),
+        ("device_memory", gpu, machine.device_memory),
         ("host_memory", f"--host-memory {machine.host_memory}", machine.host_memory),
     ):
         given = getattr(config.memory, name)

@@ -74,6 +74,21 @@ def test_cache_takes_what_generating_leaves():
     budget = roomy.of("generate").device_bytes
     less = plan(config, budget, passes=passes)
     assert less.fits and less.choices.kv_cache_memory_bytes == wanted - int(0.05 * budget)
+    reasons = [found.choices.reasons["kv_cache_memory_bytes"] for found in (roomy, less)]
+    assert reasons[0].startswith("room for all 256 sequences")
+    assert reasons[1].startswith("what others leave in generate, but 5% of the device; all 256 sequences")
+
+
+def test_every_phase_leaves_a_reserve_where_some_choice_can():
+    config = settings(device="cuda", dtype="bfloat16", max_completion_length=1000, num_generations=64)
+    passes = Passes(shape_of(config, max_length=1024, **MIDDLE | {"max_position_embeddings": 1024}))
+    peak = plan(config, 10**12, passes=passes).peak.device_bytes
+    barely = plan(config, int(peak / 0.981), passes=passes)
+    assert barely.fits and barely.free_bytes >= 0.02 * barely.budget.device_bytes
+    assert barely.choices != plan(config, int(peak / 0.979), passes=passes).choices
+    given = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload=[], optimizer_on_host=False))
+    given = dataclasses.replace(given, optimizer=dataclasses.replace(config.optimizer, tokens_per_micro_batch=16384))
+    assert plan(given, int(peak / 0.981), passes=passes).fits  # nothing to choose: it fits, barely
 
 
 def test_smaller_micro_batches_come_before_the_optimizer_on_the_host():
