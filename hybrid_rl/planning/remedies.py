@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
-from hybrid_rl.config.schema import VLLMRolloutConfig
+from hybrid_rl.config.schema import RolloutConfig, VLLMConfig, VLLMRolloutConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit, smallest_plan
@@ -51,6 +51,7 @@ class Remedy:
         """Return the configuration with them."""
         values = dict(self.values)
         num_ranks = values.pop("num_ranks", None)  # what else several ranks need is not a matter of memory
+        config = _on_vllm(config) if values.pop("rollout.engine", None) else config
         config = load_config(config, values)[0] if values else config
         return config if num_ranks is None else dataclasses.replace(config, num_ranks=num_ranks)
 
@@ -117,22 +118,29 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
         is_new = not any(other.values[0][0] == one.values[0][0] for other in found)
         if len(found) < MOST_NAMED and is_new and fits([one]):
             found.append(one)
-    if len(found) < MOST_NAMED:
-        found += [one for one in more_ranks if fits([one])][:1]
+    # If most ranks are not enough, fewer are not.
+    if len(found) < MOST_NAMED and more_ranks and fits([more_ranks[-1]]):
+        found.append(next(one for one in more_ranks if fits([one])))
     if budget.host_bytes is not None and len(found) < MOST_NAMED:
         more = (_more_of_the_host(one, shape, config, budget, passes) for one in (Remedy(()), *_to_the_host(config)))
         found += [one for one in more if one is not None][:1]
-    for ranks in () if found else (Remedy(()), *more_ranks):
+    if found:
+        return [told(one) for one in found]
+
+    def together(ranks: Remedy) -> Remedy | None:
+        """Return the fewest of all keys that suffice with these ranks, on vLLM if they do not otherwise."""
         for engine in (Remedy(()), *_vllm(ranks.apply(config), shape)):
             keys = list(_singles(sum_of([ranks, engine]).apply(config), shape))
             if fits([ranks, engine, *keys]):
                 for one in reversed(list(keys)):  # those that cost most time first
                     fewer = [other for other in keys if other is not one]
                     keys = fewer if fits([ranks, engine, *fewer]) else keys
-                found.append(sum_of([engine, *keys, ranks]))
-                break
-        if found and ranks.num_ranks:
-            break
+                return sum_of([engine, *keys, ranks])
+        return None
+
+    most = together(more_ranks[-1]) if more_ranks else None
+    several = next(filter(None, map(together, more_ranks)), None) if most else None
+    found = [one for one in (together(Remedy(())), several) if one is not None]
     return [told(one) for one in found]
 
 
@@ -154,7 +162,7 @@ def _more_of_the_host(
         return None
     if not plan.fits:
         return None
-    return Remedy((*remedy.values, (HOST_MEMORY, f"{-(-plan.bytes_of_host // 10**9)}GB")))
+    return Remedy((*remedy.values, (HOST_MEMORY, f"{-(-plan.bytes_of_host // 10**9)}GB")), "if a host has so much")
 
 
 def sum_of(remedies: Sequence[Remedy]) -> Remedy:
@@ -233,6 +241,16 @@ def _vllm(config: TrainerConfig, shape: RunShape) -> list[Remedy]:
     if config.model.device != "cuda" or not sizes:
         return []
     return [Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", sizes[-1])))]
+
+
+def _on_vllm(config: TrainerConfig) -> TrainerConfig:
+    """Return a run with vLLM in place of its engine, with all that is common to both, and of the engine's own keys
+    those that were given."""
+    rollout, own = config.rollout, getattr(config.rollout, config.rollout.engine)
+    names = {item.name for item in dataclasses.fields(VLLMConfig)} & {item.name for item in dataclasses.fields(own)}
+    given = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(type(own)(), name)}
+    common = {item.name: getattr(rollout, item.name) for item in dataclasses.fields(RolloutConfig)} | {"engine": "vllm"}
+    return dataclasses.replace(config, rollout=VLLMRolloutConfig(**common, vllm=VLLMConfig(**given)))
 
 
 def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:

@@ -19,7 +19,7 @@ from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
-from hybrid_rl.planning.remedies import Remedy, find_remedies
+from hybrid_rl.planning.remedies import HOST_MEMORY, Remedy, find_remedies
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.planning.sizes import count_text
 from hybrid_rl.planning.step_time import StepTime, step_time
@@ -162,12 +162,13 @@ def _budget(config: TrainerConfig, machine: Machine) -> Budget:
 
 
 def _with_gpus(remedy: Remedy, config: TrainerConfig, machine: Machine) -> str:
-    """Return a remedy as it is to be followed here, where GPUs are given by an option."""
+    """Return a remedy as it is to be followed here, where the machine is given by options."""
     number = remedy.num_ranks
     if number is None or machine.num_gpus is None:
-        return remedy.words
+        return remedy.words.replace(f"{HOST_MEMORY}=", "--host-memory ")
     apart = reference_ranks(config) if needs_reference(config) else 0
-    return remedy.words.replace(f"num_ranks={number}", f"num_ranks={number} (--gpus {number + apart})")
+    option = f"--gpus {number + apart}"
+    return replace(remedy, note=f"{option}; {remedy.note}" if remedy.note else option).words
 
 
 def _longest_prompt(config: TrainerConfig, models: RunModels) -> tuple[int, str]:
