@@ -44,21 +44,17 @@ def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passe
     attempts = list(_attempts(config, shape))
     if fitting(attempts, passes, budget) is None:
         return least_demanding(attempts, passes, budget)
-    cramped: MemoryPlan | None = None
-    tight: MemoryPlan | None = None
+    reserve = int(RESERVE_SHARE * (budget.device_bytes or 0))
+    found: list[tuple[int, bool, MemoryPlan]] = []
     for attempt in attempts:
         plan = attempt.plan(passes, budget)
-        if not plan.fits:
-            continue
-        if (plan.free_bytes or 0) < RESERVE_SHARE * (budget.device_bytes or 0):
-            tight = tight or plan
-        elif not _is_cramped(plan, passes, attempt):
-            return plan
-        else:
-            cramped = cramped or plan
-    found = cramped or tight
-    assert found is not None
-    return found
+        if plan.fits:
+            left, is_roomy = min(plan.free_bytes or 0, reserve), not _is_cramped(plan, passes, attempt)
+            if left == reserve and is_roomy:
+                return plan
+            found.append((left, is_roomy, plan))
+    # A small cache is slow, but what is not counted may end a run. Of equal ones the first.
+    return max(found, key=lambda one: one[:2])[2]
 
 
 def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
@@ -78,10 +74,12 @@ def fitting(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> Memo
 
 
 def least_demanding(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> MemoryPlan:
-    """Return the plan that misses least of the device, and of those the one that needs least of the host."""
+    """Return the plan that misses least of the device: of several that fit on it the one that needs least of the host,
+    else the one that has least there."""
 
     def demand(plan: MemoryPlan) -> tuple[int, int]:
-        return max(0, -(plan.free_bytes or 0)), plan.bytes_of_host
+        missing = max(0, -(plan.free_bytes or 0))
+        return missing, 0 if missing else plan.bytes_of_host
 
     return min(_frugal(attempts, passes, budget), key=demand)
 
@@ -133,7 +131,7 @@ class Attempt:
         if given is None:
             reasons["kv_cache_memory_bytes"] = limit
         if self.max_tokens < default:
-            reasons["optimizer.tokens_per_micro_batch"] = f"activations of {default} tokens would not fit"
+            reasons["optimizer.tokens_per_micro_batch"] = f"{default} tokens would not fit, or leave no reserve"
         choices = Choices(self.offload, self.optimizer_on_host, cache_bytes, self.max_tokens, reasons)
         device, phases = config.model.device, step.phases(cache_bytes)
         return MemoryPlan(config.num_ranks, device, budget, choices, phases, NOTES[device])
@@ -157,8 +155,9 @@ def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
     most = tokens_per_micro_batch(config, shape.max_length)
     sizes = [most]
     if config.optimizer.tokens_per_micro_batch is None:
-        while sizes[-1] // 2 >= max(shape.max_length, FEWEST_TOKENS):
-            sizes.append(sizes[-1] // 2)
+        fewest = max(shape.max_length, FEWEST_TOKENS)
+        while sizes[-1] > fewest:
+            sizes.append(max(sizes[-1] // 2, fewest))
     for on_host in hosts:
         own = [tag for tag in may_leave if tag != OPTIMIZER or not on_host]
         sets = [own[:count] for count in range(len(own) + 1)] if memory.offload is None else [memory.offload]

@@ -208,7 +208,8 @@ class StepMemory:
 
     def _row_words(self) -> str:
         samples = self.passes.samples(self.config)
-        return f"counted: a row of {samples.num_tokens:,} tokens, {len(samples.prompts)} samples"
+        count = len(samples.prompts)
+        return f"counted: a row of {samples.num_tokens:,} tokens, {count} sample{'s' if count > 1 else ''}"
 
     def _of_pass(self, count: PassMemory) -> list[Share]:
         held = count.fullest

@@ -165,7 +165,9 @@ def _with_gpus(remedy: Remedy, config: TrainerConfig, machine: Machine) -> str:
     """Return a remedy as it is to be followed here, where the machine is given by options."""
     number = remedy.num_ranks
     if number is None or machine.num_gpus is None:
-        return remedy.words.replace(f"{HOST_MEMORY}=", "--host-memory ")
+        return (
+            remedy.words if machine.host_memory is None else remedy.words.replace(f"{HOST_MEMORY}=", "--host-memory ")
+        )
     apart = reference_ranks(config) if needs_reference(config) else 0
     option = f"--gpus {number + apart}"
     return replace(remedy, note=f"{option}; {remedy.note}" if remedy.note else option).words

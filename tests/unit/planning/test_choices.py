@@ -83,14 +83,17 @@ def test_cache_takes_what_generating_leaves():
 
 def test_every_phase_leaves_a_reserve_where_some_choice_can():
     config = settings(device="cuda", dtype="bfloat16", max_completion_length=1000, num_generations=64)
-    passes = Passes(shape_of(config, max_length=1024, **MIDDLE | {"max_position_embeddings": 1024}))
+    passes = Passes(shape_of(config, max_length=1100, **MIDDLE | {"max_position_embeddings": 2048}))
     peak = plan(config, 10**12, passes=passes).peak.device_bytes
     barely = plan(config, int(peak / 0.981), passes=passes)
     assert barely.fits and barely.free_bytes >= 0.02 * barely.budget.device_bytes
-    assert barely.choices != plan(config, int(peak / 0.979), passes=passes).choices
-    given = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload=[], optimizer_on_host=False))
-    given = dataclasses.replace(given, optimizer=dataclasses.replace(config.optimizer, tokens_per_micro_batch=16384))
-    assert plan(given, int(peak / 0.981), passes=passes).fits  # nothing to choose: it fits, barely
+    assert barely.choices.tokens_per_micro_batch < 16384
+    assert plan(config, int(peak / 0.979), passes=passes).choices.tokens_per_micro_batch == 16384
+    # A reserve that no choice can leave refuses nothing. What leaves most is chosen, down to rows of a single sample.
+    least = plan(config, 1, passes=passes)
+    assert not least.fits and least.choices.tokens_per_micro_batch == 1100 and least.choices.optimizer_on_host
+    tight = plan(config, int(least.of("update").device_bytes * 1.01), passes=passes)
+    assert tight.fits and tight.choices.tokens_per_micro_batch == 1100
 
 
 def test_smaller_micro_batches_come_before_the_optimizer_on_the_host():

@@ -8,6 +8,7 @@ import pytest
 
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.memory.cycle import ACTOR, CRITIC, KV_CACHE, OPTIMIZER, REFERENCE, TEACHER
+from hybrid_rl.planning.remedies import Remedy
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.run import planning
 from hybrid_rl.run.planning import PROMPT_TOKENS, plan_words
@@ -78,6 +79,17 @@ def test_what_does_not_fit_comes_with_remedies_that_help_and_without_times(folde
     assert "in MB of 1,000,000 bytes" in plan.text()  # a tiny model is shown in small units
     remedy = plan.remedies[0].split(" and ")
     assert plan_of(folder, *words, *remedy, machine=Machine()).fits
+
+
+def test_remedies_are_named_as_options_where_the_machine_is_given_by_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Remedy((("num_ranks", 16),), "needs 1 GB per host"), Remedy((("memory.host_memory", "98GB"),), "if so")]
+    monkeypatch.setattr(planning, "find_remedies", lambda *_: found)
+    words = plan_of(folder, machine=Machine(1, "1MB", "H100", "1GB")).remedies
+    assert words == ("num_ranks=16 (--gpus 16; needs 1 GB per host)", "--host-memory 98GB (if so)")
+    words = plan_of(folder, "device=cpu", "device_memory=1kB", machine=Machine()).remedies
+    assert words == tuple(one.words for one in found)
 
 
 def test_lengths_that_nobody_gave_are_assumed_and_named(folder: Path) -> None:
