@@ -1,17 +1,20 @@
 """Plans: phases added up, what is auto decided, what cannot fit refused."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, OPTIMIZER, REFERENCE
 from hybrid_rl.planning import remedies
-from hybrid_rl.planning.choices import plan_memory, with_choices
+from hybrid_rl.planning.choices import least_demanding, plan_memory, with_choices
 from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, GRADIENTS, Budget
 from hybrid_rl.planning.passes import Passes
 from hybrid_rl.planning.remedies import Remedy, check_fits, find_remedies, too_much
 from hybrid_rl.planning.sizes import size_text
+from tests.unit.planning.made import memory as made_memory
+from tests.unit.planning.made import share as made_share
 from tests.unit.planning.tiny_run import settings, shape_of
 
 KL = {"kl": "loss", "beta": 0.1}
@@ -141,14 +144,15 @@ def budget_for(device_bytes, host_bytes=None, ranks=1, gpus_per_host=8):
     return Budget(device_bytes, host_bytes, ranks, "given", "given", gpus_per_host)
 
 
-def test_a_plan_that_does_not_fit_is_the_least_demanding():
-    """One that only a host is too small for takes of it what the device must give up, and no more."""
-    config = settings(**KL)
-    passes = Passes(shape_of(config, **MIDDLE))
-    roomy = plan(config, 10**9, passes=passes)
-    tight = plan(config, roomy.peak.device_bytes - 1, passes=passes)
-    refused = plan(config, roomy.peak.device_bytes - 1, tight.bytes_of_host // 4, passes=passes)
-    assert not refused.fits and refused.free_bytes >= 0 and refused.bytes_of_host <= tight.bytes_of_host
+@pytest.mark.parametrize(("device_gigabytes", "shown"), [(40.0, 8), (30.0, 32)])
+def test_a_refusal_shows_what_asks_least_of_the_memory_that_is_too_small(device_gigabytes, shown):
+    """Of the host if only that is too small; else the plan that keeps least on the device, whatever it takes there."""
+    much = made_memory(device_gigabytes, 1.0)  # 4 ranks with 8 GB each on the host
+    phases = (dataclasses.replace(phase, host=tuple(made_share(ARENA, 2) for _ in phase.host)) for phase in much.phases)
+    little = dataclasses.replace(much, phases=tuple(phases))
+    attempts = [SimpleNamespace(max_tokens=1, plan=lambda *_, it=it: it) for it in (little, much)]
+    found = least_demanding(attempts, None, much.budget)
+    assert not found.fits and found.bytes_of_host == shown * 10**9
 
 
 def test_an_embedded_engine_gives_way_to_vllm_over_several_ranks():
