@@ -134,7 +134,7 @@ class Chat:
 
     def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
         """Return the tokens of a prompt that is text (see `ChatFormat`)."""
-        return list(self.tokenizer(text, add_special_tokens=not goes_on)["input_ids"])
+        return self._encode_after(text) if goes_on else list(self.tokenizer(text)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -242,9 +242,10 @@ class Chat:
         # Where the template does not know thinking apart, it stays in the content; no call is looked for in it.
         kept = ""
         if self.template.knows_reasoning:
-            if reasoning.strip():
-                message["reasoning_content"] = _bare_thinking(reasoning)
+            if reasoning:
                 message["content"] = said.lstrip("\n")
+            if thought := _bare_thinking(reasoning):
+                message["reasoning_content"] = thought
         else:
             kept = reasoning
             message["content"] = reasoning + said
@@ -266,7 +267,7 @@ class Chat:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": hashlib.blake2b(f"{digest}{place}".encode(), digest_size=5).hexdigest()[:9],
+                    "id": call.id or hashlib.blake2b(f"{digest}{place}".encode(), digest_size=5).hexdigest()[:9],
                     "type": "function",
                     "function": {"name": call.name, "arguments": dict(call.arguments)},
                 }

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -66,19 +67,17 @@ class HttpAgent:
             await asyncio.wait([result, session.failure], return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 session.failure.result()
-            try:
-                value = result.result()
-            except Exception as error:
-                if session.limit is not None:
-                    raise TrajectoryEndedError(session.limit) from error
-                raise
+            value = result.result()
+            if isinstance(value, _Raised):
+                if session.limit is not None and isinstance(value.error, Exception):
+                    raise TrajectoryEndedError(session.limit) from value.error
+                raise value.error
         finally:
-            if not result.cancel() and not result.cancelled():
-                result.exception()  # it was seen
+            result.cancel()
             await self._server.end(session)
         _take_result(value, trajectory)
-        if session.limit is not None:
-            trajectory.end(session.limit)
+        if session.limit is not None or session.is_cut:
+            trajectory.end(session.limit or "length")
 
     def close(self) -> None:
         """Stop the endpoint and the event loop of the functions. Idempotent."""
@@ -117,20 +116,26 @@ def _row_of(episode: Episode) -> dict[str, Any]:
     return copy.deepcopy({**episode.row, **prompt})
 
 
+@dataclass(frozen=True)
+class _Raised:
+    """What a function raised."""
+
+    error: BaseException
+
+
 async def _call(function: partial[Any]) -> Any:
-    """Call a function, coroutine function or not. Raises Exceptions only: others would end the thread of all agents."""
+    """Call a function, coroutine function or not. Returns what it raises: sys.exit() in one would end the thread of
+    all."""
     try:
-        if not _is_async(function):
-            result = await asyncio.wrap_future(_in_thread(function))
-            return await result if inspect.isawaitable(result) else result
-        return await function()
-    except Exception:
-        raise
+        if _is_async(function):
+            return await function()
+        result = await asyncio.wrap_future(_in_thread(function))
+        return await result if inspect.isawaitable(result) else result
     except BaseException as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        raise RuntimeError(f"the agent raised {type(error).__name__}, which ends programs and tasks") from error
+        return _Raised(error)
 
 
 def _is_async(function: partial[Any]) -> bool:

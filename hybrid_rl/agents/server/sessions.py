@@ -21,8 +21,9 @@ from hybrid_rl.data.prompts import Messages
 class Session:
     """The trajectory of a key. Everything here happens on the event loop that runs its episode.
 
-    path, key: secrets, each of which names it. limit: why the last request got no answer; None if it got one, or if
-    the request itself was wrong. failure: gets the exception if something fails that no agent can mend.
+    path, key: secrets, each of which names it. limit: the one that left the last request without an answer; None if it
+    got one. is_cut: the last answer was too long, and ends early. failure: gets the exception if something fails that
+    no agent can mend.
     """
 
     def __init__(self, client: AgentClient) -> None:
@@ -30,6 +31,7 @@ class Session:
         self.client = client
         self.loop = asyncio.get_running_loop()
         self.limit: EndReason | None = None
+        self.is_cut = False
         self.failure: asyncio.Future[None] = self.loop.create_future()
         self.is_over = False
         self._rounds = 0  # requests whose answers call tools
@@ -74,7 +76,7 @@ class Session:
         )
         if any(turn.finish_reason == "abort" for turn in turns):
             raise TrajectoryEndedError("abort")
-        self.limit = None
+        self.limit, self.is_cut = None, turns[-1].finish_reason == "length"
         answers = [answer_of(turn, request, client.chat.decode) for turn in turns]
         num_calls = sum(len(answer.calls) for answer in answers)
         client.trajectory.counts["tool_calls"] += num_calls
