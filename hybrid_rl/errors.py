@@ -26,6 +26,10 @@ class DataError(HybridRLError, ValueError):
     """A dataset, prompt or batch column is unusable."""
 
 
+class HistoryRewrittenError(DataError):
+    """A chat template renders earlier turns of a trajectory differently later on, and the configuration refuses it."""
+
+
 class NoSignalError(DataError):
     """Too few prompts have groups whose rewards differ: there is nothing to learn from."""
 
@@ -48,6 +52,10 @@ class BrokenModelError(ModelError):
 
 class RewardError(HybridRLError, RuntimeError):
     """Too many rewards failed, or a reward function cannot be used at all."""
+
+
+class AgentError(HybridRLError, RuntimeError):
+    """Tools or environments fail in a way that no trajectory can go on with: it ends the run."""
 
 
 class EngineStateError(HybridRLError, RuntimeError):
