@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Literal, NamedTuple
@@ -127,7 +128,7 @@ class Chat:
         lets the policy try again; templates do not see the key.
         """
         opening = self._opening_of(prompt_ids)
-        digest = hashlib.blake2b(repr((tuple(prompt_ids), tuple(token_ids))).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(array("q", (*prompt_ids, *token_ids)).tobytes(), digest_size=8).hexdigest()
         if self._own_parser:
             return self._parse_own(self._decode(token_ids), self.template.header + opening, tools, digest)
         return self._parse_text(opening + self._decode(self._shown(token_ids)), tools, digest)
@@ -144,10 +145,12 @@ class Chat:
         """Where the known answer ends in a new rendering, and what follows it."""
         *before, answer = base.messages
         # A thinking block that the prompt opens is a part of the answer: templates that drop thinking drop it too.
-        # Blocks with nothing in them come and go with the place of a turn, and mean nothing.
         start = self.template.up_to_answer(self.template.render(before, base.tools, "answer"))
         tail = self._after_answer(base, new, whole, ending)
-        start, kept = _EMPTY_THINKING.sub("", start), _EMPTY_THINKING.sub("", whole[: len(whole) - len(tail or "")])
+        kept = whole[: len(whole) - len(tail or "")]
+        if not kept.startswith(start):
+            # Blocks with nothing in them come and go with the place of a turn, and mean nothing.
+            start, kept = _EMPTY_THINKING.sub("", start), _EMPTY_THINKING.sub("", kept)
         if not kept.startswith(start):
             return _Seam(tail, _first_difference(start, kept))
         if tail is None:
@@ -242,9 +245,10 @@ class Chat:
         # Where the template does not know thinking apart, it stays in the content; no call is looked for in it.
         kept = ""
         if self.template.knows_reasoning:
-            if reasoning.strip():
-                message["reasoning_content"] = _bare_thinking(reasoning)
+            if reasoning:
                 message["content"] = said.lstrip("\n")
+            if thought := _bare_thinking(reasoning):
+                message["reasoning_content"] = thought
         else:
             kept = reasoning
             message["content"] = reasoning + said
@@ -266,7 +270,7 @@ class Chat:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": hashlib.blake2b(f"{digest}{place}".encode(), digest_size=5).hexdigest()[:9],
+                    "id": call.id or hashlib.blake2b(f"{digest}{place}".encode(), digest_size=5).hexdigest()[:9],
                     "type": "function",
                     "function": {"name": call.name, "arguments": dict(call.arguments)},
                 }

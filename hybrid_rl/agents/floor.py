@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.agents.client import AgentClient
+from hybrid_rl.agents.client import AgentClient, TrajectoryEndedError
 from hybrid_rl.agents.trajectory import Trajectory, Turn
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import DataError, counted
@@ -58,7 +58,11 @@ class RolloutClient:
                 "generate(..., trajectory) takes a trajectory that client.trajectory(row) has made; leave it out for "
                 "an answer that your own Trajectory keeps"
             )
-        turn = await client.generate(prompt, tools=tools, max_tokens=max_tokens, stop=stop)
+        try:
+            turn = await client.generate(prompt, tools=tools, max_tokens=max_tokens, stop=stop)
+        except TrajectoryEndedError as error:
+            recorded.end(error.reason)
+            raise
         if trajectory is None:
             recorded.samples.clear()
             recorded.conversations.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 CallFormat: TypeAlias = Literal["hermes", "llama3", "mistral", "glm", "none"]
@@ -26,10 +26,12 @@ class MalformedCallError(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the policy wrote it: the name of a tool and its arguments, both as yet unchecked."""
+    """A call as the policy wrote it: the name of a tool and its arguments, both as yet unchecked. id: as the policy
+    wrote it, which the result has to name; "" if it wrote none, or one that templates do not take."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
 
 
 def find_calls(text: str, call_format: CallFormat, types: ArgumentTypes) -> tuple[str, list[ToolCall]]:
@@ -178,20 +180,26 @@ def _mistral(text: str, types: ArgumentTypes) -> tuple[list[str], list[ToolCall]
         values = read_json(body.strip())
         if not values:
             raise MalformedCallError("the list of calls is empty")
-        return [head], [checked_call(value) for value in values]
+        calls = [checked_call(value) for value in values]
+        written = [str(value.get("id")) for value in values]
+        return [head], [replace(call, id=_usable_id(one)) for call, one in zip(calls, written, strict=True)]
     calls, place = [], 0
     while True:
         name = _MISTRAL_NAME.match(body, place)
         if name is None:
             raise MalformedCallError(f"neither a JSON list nor a name and [ARGS] follow: {_quoted(body[place:])}")
         value, end = _json_at(body, name.end())
-        calls.append(checked_call({"name": name[1], "arguments": value}))
+        calls.append(replace(checked_call({"name": name[1], "arguments": value}), id=_usable_id(name[2])))
         end = _skip_space(body, end)
         if end == len(body):
             return [head], calls
         if not body.startswith(_TOOL_CALLS, end):
             raise MalformedCallError(f"something follows its arguments: {_quoted(body[end:])}")
         place = end + len(_TOOL_CALLS)
+
+
+def _usable_id(text: str | None) -> str:
+    return text if text and re.fullmatch("[a-zA-Z0-9]{9}", text) else ""
 
 
 def _no_calls(text: str, types: ArgumentTypes) -> tuple[list[str], list[ToolCall]]:
@@ -275,7 +283,7 @@ _GLM_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_val
 _LLAMA_CALL = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"'
 )
-_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*[^\s\[\]{}]+\s*)?\[ARGS\]")
+_MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*([^\s\[\]{}]+)\s*)?\[ARGS\]")
 # Some templates render these values as Python does.
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _JSON_TYPES: dict[type, frozenset[str]] = {

@@ -35,9 +35,9 @@ class PlainText:
         """Return an answer as a message."""
         return {"role": "assistant", "content": self.decode(token_ids)}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        return list(self._tokenizer(text)["input_ids"])
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """Return the tokens of a text. goes_on: without those that the tokenizer puts before a text."""
+        return list(self._tokenizer(text, add_special_tokens=not goes_on)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""

@@ -35,11 +35,13 @@ class ChatTemplate:
         self.name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         try:
             self.text: str = tokenizer.get_chat_template(self.kwargs.get("chat_template"), tools=[{}])
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError):
+            self.text = ""
+        if not self.text:
             raise ModelError(
                 f"the tokenizer {self.name} has no chat template, which agents need to show messages to the policy; "
                 "use the tokenizer of an instruct model, or set tokenizer.chat_template"
-            ) from error
+            )
         # Special tokens that carry nothing of an answer: they open and close turns.
         self.specials = tuple(token for token in tokenizer.all_special_tokens if token.strip() not in MARKERS)
         # In this order: how contents are given decides whether a message with tool calls can be shown at all.

@@ -11,6 +11,9 @@ import torch
 
 Alignment = Literal["sample", "prompt", "completion", "sequence", "object"]
 
+# Values of finish_reason that tell of a limit: of tokens, of rounds of tool calls, or of time.
+TRUNCATIONS = frozenset({"length", "turns", "time"})
+
 
 @dataclass(frozen=True)
 class Field:
@@ -53,7 +56,9 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
             None,
             "collector",
             None,
-            'of its trajectory: "stop", "length" or "abort", of agents also "turns", "time" or "error"',
+            'of its trajectory: "stop" = it ended by itself; a limit of tokens ("length"), of rounds of tool calls '
+            '("turns") or of time ("time") cut it off; "error" = its agent failed, so that it has no reward; "abort" = '
+            "the engine was stopped",
         ),
         "prompt": Field("object", None, "collector", None, "the prompt as in the dataset: text or chat messages"),
         "completion": Field("object", None, "collector", None, "the completion as text, without special tokens"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
+from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.rewards import GivenReward, TrajectoryReward
+from hybrid_rl.rewards import GivenReward
+from hybrid_rl.rollout.agent_columns import AGENT
 from hybrid_rl.rollout.agentic import check_rollout_func
 
 
@@ -71,7 +72,7 @@ def check_agents(
         check_rollout_func(given.rollout_func)
         return AgentSetup(rollout_func=given.rollout_func)
     if given.agent is not None:
-        _check_agent(given.agent)
+        HttpAgent(given.agent, temperature=config.rollout.temperature)
         return AgentSetup(agent=given.agent)
     if config.data.chat_template_kwargs.get("tools"):
         raise ConfigError(f"chat_template_kwargs has 'tools', and {' and '.join(names)} give tools too; leave it out")
@@ -84,17 +85,11 @@ def check_agents(
     return setup
 
 
-def _check_agent(agent: Any) -> None:
-    call = getattr(agent, "__call__", None)  # noqa: B004
-    if not callable(agent) or not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)):
-        raise ConfigError(f"agent={agent!r:.100} is not `async def`; pass `async def f(row, base_url, api_key, **kw)`")
-
-
 def reward_sources(agents: AgentSetup | None) -> list[Any]:
     """Return the rewards that come with samples rather than from functions."""
     if agents is None:
         return []
-    return [*map(GivenReward, agents.sources), *([TrajectoryReward()] if agents.gives_rewards else [])]
+    return [*map(GivenReward, agents.sources), *([GivenReward(AGENT, is_dense=True)] if agents.gives_rewards else [])]
 
 
 def widest(agents: AgentSetup | None) -> list[Mapping[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
+from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.plain import PlainText
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.judged import Encode
@@ -45,13 +46,20 @@ def agent_rollout(
 
 def chat_format(setup: WorkerSetup) -> ChatFormat:
     """Return how messages become tokens, and answers messages."""
-    return PlainText(setup.tokenizer)
+    kwargs, keys = setup.config.data.chat_template_kwargs, setup.config.agents
+    if not (setup.tokenizer.chat_template or kwargs.get("chat_template")):
+        return PlainText(setup.tokenizer)
+    return Chat(
+        setup.tokenizer,
+        chat_template_kwargs=kwargs,
+        tool_call_format=keys.tool_call_format,
+        rewritten_history=keys.rewritten_history,
+    )
 
 
 def make_agent(setup: WorkerSetup) -> Agent:
     """Return the agent that makes one trajectory at a time."""
     assert setup.agents is not None
-    if setup.agents.agent is None:
-        raise ConfigError("there is neither an agent nor a rollout_func")
-    agent: Agent = setup.agents.agent
-    return agent
+    if setup.agents.agent is not None:
+        return HttpAgent(setup.agents.agent, temperature=setup.config.rollout.temperature)
+    return setup.agents.tool_agent(setup.config.agents)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
+from hybrid_rl.batch.origins import check_origins
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.controller import RankContext, dispatch
@@ -27,7 +28,7 @@ from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.records import sample_records, shown_completions
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
@@ -264,6 +265,7 @@ class HybridWorker(WorkerBase):
         self._publish_lost(call.version)
         with self.phase(self._cycle.generate):
             batch, report = self._rollout.run(tasks, call)
+        check_origins(batch)
         if call.is_scored and self._rewards.entries.models:
             with self.phase(self._cycle.reward):
                 late = self._reward_models.late_scores(batch)
@@ -293,7 +295,7 @@ class HybridWorker(WorkerBase):
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:
         """Return key, prompt, completion and reward of this rank's samples."""
-        columns = (sample_keys(batch), map(str, batch["prompt"]), batch["completion"])
+        columns = (sample_keys(batch), map(str, batch["prompt"]), shown_completions(batch))
         return list(zip(*columns, batch["rewards"].tolist(), strict=True))
 
     @dispatch(collect="all")
