@@ -532,3 +532,15 @@ def test_what_a_function_raises_comes_out(error: BaseException, is_async: bool) 
 
     asyncio.run(main())
     assert [type(one) for one in caught] == [expected]
+
+
+def test_if_one_of_several_answers_fails_the_others_are_cancelled() -> None:
+    tokens = ScriptedTokens(lambda _: ValueError("too long"), delay=lambda number: 0.0 if number == 1 else 60.0)
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="too long"):
+            await episode_of(tokens).client.generate_many([1, 2], 3)
+        await asyncio.sleep(0)
+        assert len(tokens.cancelled) == 2
+
+    asyncio.run(main())
