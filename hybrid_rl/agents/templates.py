@@ -116,7 +116,7 @@ class ChatTemplate:
             text = self.render(messages, tools, ending)
         except DataError:
             return None
-        return text.partition(mark)[2] if text.count(mark) == 1 else None
+        return text.partition(mark)[2] if mark in text else None
 
     @cached_property
     def knows_reasoning(self) -> bool:
