@@ -313,8 +313,14 @@ def test_a_prompt_without_room_ends_the_trajectory_unless_the_agent_helps_itself
                 await client.chat.completions.create(model="m", messages=[QUESTION])
             return 1.0
 
-    with pytest.raises(TrajectoryEndedError, match="length"):
-        run(gives_up, limits=limits)
+    async def without_room() -> None:
+        http, episode = HttpAgent(gives_up, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"), limits=limits)
+        with pytest.raises(TrajectoryEndedError, match="length"):
+            await http(episode)
+        http.close()
+        assert episode.trajectory.reward == 0.0
+
+    asyncio.run(without_room())
     assert run(goes_on, limits=limits).end_reason == "stop"
 
     async def swallows(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -464,7 +470,7 @@ def test_a_plain_function_that_works_on_is_left_behind() -> None:
     async def main() -> None:
         http, episode = HttpAgent(plain, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"))
         running = asyncio.ensure_future(http(episode))
-        while not (threads := [one for one in threading.enumerate() if one.name == "agent"]):
+        while not (threads := [one for one in threading.enumerate() if one.name == "agent" and one.is_alive()]):
             await asyncio.sleep(0.001)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
