@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rl.agents.chat import Chat
-from hybrid_rl.agents.trajectory import Conversation
+from hybrid_rl.agents.client import AgentClient, Limits
+from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
 from hybrid_rl.errors import DataError, HistoryRewrittenError, ModelError
 from tests.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user
 
@@ -458,3 +460,57 @@ def test_random_conversations(family: str) -> None:
             faithful = not goes_on or (faithful and not cut_now and (family, by_user) != ("glm", True))
 
     check()
+
+
+def test_results_without_the_name_that_a_template_asks_for() -> None:
+    named = FAMILIES["hermes"].replace(
+        "+ m.content + '\n</tool_response>'",
+        "+ (m.name or raise_exception('no name')) + ':' + m.tool_call_id + ':' + m.content + '\n</tool_response>'",
+    )
+    chat = Chat(build_tokenizer(named, ENDS["hermes"]), rewritten_history="error")
+    talk = Talk(chat, ASK, TOOLS)
+    call = talk.answer(CALL["hermes"] + "<|im_end|>")["tool_calls"][0]
+    reply = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    assert f"\nadd:{call['id']}:3\n" in (talk.suffix(reply) or "")
+    talk.answer("<tool_call>{}</tool_call><|im_end|>")
+    assert chat.error_role == "tool"
+    assert "\ntool:000000000:No.\n" in (talk.suffix({"role": "tool", "content": "No."}) or "")
+
+
+class Policy:
+    """Answers with given texts, one after the other."""
+
+    def __init__(self, chat: Chat, answers: list[str]) -> None:
+        self.chat, self.answers = chat, answers
+
+    async def complete(self, prompt_ids: Sequence[int], **options: Any) -> Completion:
+        ids = ids_of(self.chat, self.answers.pop(0))
+        return Completion(ids, [-0.5] * len(ids), [3] * len(ids), "stop")
+
+
+def test_a_trajectory_holds_what_was_generated_and_forks_where_history_was_rewritten() -> None:
+    chat = build_chat("thinking")
+    answers = [f"<think>\nadd\n</think>\n\n{CALL['thinking']}<|im_end|>", "It is 3.<|im_end|>", "Bye", "!<|im_end|>"]
+    trajectory = Trajectory()
+    client = AgentClient(Policy(chat, list(answers)), chat, trajectory, Limits(500, 2000), place=0, generation=0)
+
+    async def run() -> None:
+        turn = await client.generate(ASK, tools=TOOLS)
+        messages = [*ASK, turn.message, result("3", turn.message["tool_calls"][0])]
+        turn = await client.generate(messages, tools=TOOLS)
+        messages += [turn.message, user("Bye.")]
+        turn = await client.generate(messages, tools=TOOLS)
+        turn = await client.generate([*messages, turn.message], tools=TOOLS)  # the agent lets it go on
+        assert turn.message["content"] == "Bye!"
+        assert [one["role"] for one in trajectory.conversations[-1].messages][-2:] == ["user", "assistant"]
+
+    asyncio.run(run())
+    made = [[text_of(chat, sample.token_ids[a:b]) for a, b in sample.turns] for sample in trajectory.samples]
+    assert made == [answers[:2], answers[2:]]
+    assert trajectory.counts["forks"] == 1
+    first, second = trajectory.samples
+    assert text_of(chat, [i for i, own in zip(first.token_ids, first.mask, strict=True) if not own]) == (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert all(second.mask)
+    assert "add\n</think>" not in text_of(chat, second.prompt_ids)
