@@ -20,7 +20,7 @@ from hybrid_rl.agents.server import app
 from hybrid_rl.agents.server.answers import token_texts
 from hybrid_rl.agents.trajectory import Completion, Trajectory
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
-from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
+from tests.unit.agents.scripted import EOS, ByteChat, ScriptedTokens, episode_of, run_agent, text_of
 
 QUESTION: Any = {"role": "user", "content": "2+3?"}
 ADD = {
@@ -52,10 +52,6 @@ def run(
             agent.close()
 
     return asyncio.run(main())
-
-
-def text_of(token_ids: Any) -> str:
-    return "".join({BOS: "<s>", EOS: "</s>"}.get(token) or chr(token) for token in token_ids)
 
 
 # ------------------------------------------------------------------------------------------------------ answers
