@@ -54,6 +54,10 @@ class RewardError(HybridRLError, RuntimeError):
     """Too many rewards failed, or a reward function cannot be used at all."""
 
 
+class AgentError(HybridRLError, RuntimeError):
+    """Tools or environments fail in a way that no trajectory can go on with: it ends the run."""
+
+
 class EngineStateError(HybridRLError, RuntimeError):
     """A rollout engine's state or policy version does not allow the request."""
 

@@ -133,6 +133,10 @@ class Chat:
             return self._parse_own(self._decode(token_ids), self.template.header + opening, tools, digest)
         return self._parse_text(opening + self._decode(self._shown(token_ids)), tools, digest)
 
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """Return the tokens of a prompt that is text (see `ChatFormat`)."""
+        return self._encode_after(text) if goes_on else list(self.tokenizer(text)["input_ids"])
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from hybrid_rl.agents.trajectory import Completion, Conversation, EndReason, Trajectory, Turn
 from hybrid_rl.data.prompts import Messages
+from hybrid_rl.errors import DataError
 
 
 class TrajectoryEndedError(Exception):
@@ -59,6 +61,11 @@ class ChatFormat(Protocol):
         """The role of the message that tells the policy about a call that could not be read."""
         ...
 
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """Return the tokens of a prompt that is text, as those of a dataset are encoded. goes_on: the text follows
+        other tokens, so that none are put before it."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
         ...
@@ -67,11 +74,13 @@ class ChatFormat(Protocol):
 @dataclass(frozen=True)
 class Limits:
     """max_completion_length: tokens of a sample after its prompt, those of the environment included. max_length: tokens
-    of a sequence that engine and model take. max_tool_calling_iterations: rounds of tool calls, None = no limit."""
+    of a sequence that engine and model take. max_tool_calling_iterations: rounds of tool calls, None = no limit.
+    max_prompt_length: tokens of the first prompt, None = no limit."""
 
     max_completion_length: int
     max_length: int
     max_tool_calling_iterations: int | None = None
+    max_prompt_length: int | None = None
 
 
 class AgentClient:
@@ -108,8 +117,23 @@ class AgentClient:
         """Return the policy's answer to token ids or chat messages, and record it.
 
         tools: JSON schemas that the chat template shows. max_tokens: of this answer; the trajectory's own limit holds
-        besides. Raises TrajectoryEndedError if no token is left, or if the rollout is over.
+        besides. Raises TrajectoryEndedError if no token is left, or if the rollout is over; DataError for a first
+        prompt that is too long.
         """
+        turns = await self.generate_many(prompt, 1, tools=tools, max_tokens=max_tokens, stop=stop)
+        return turns[0]
+
+    async def generate_many(
+        self,
+        prompt: Sequence[int] | Messages,
+        count: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Turn]:
+        """Return `count` answers to one prompt, as `generate` does each. The first goes on with the sample that the
+        prompt goes on with, every other one begins a sample; which is the first does not depend on their delays."""
         if not self._is_open():
             raise TrajectoryEndedError("abort")
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
@@ -117,25 +141,35 @@ class AgentClient:
         ids: list[int] = (
             self.chat.prompt_ids(messages, tools, self.trajectory.conversations) if is_chat else list(messages)
         )
+        longest = self.limits.max_prompt_length
+        if not self.trajectory.samples and longest is not None and len(ids) > longest:
+            raise DataError(
+                f"the prompt of a trajectory has {len(ids)} tokens with its tools and what the environment added, but "
+                f"the run is planned for {longest}: raise max_prompt_length, or shorten the observation of reset()"
+            )
         room = self.tokens_left(ids)
         if room < 1:
             raise TrajectoryEndedError("length")
         digest = hashlib.blake2b(repr(tuple(ids)).encode(), digest_size=16).hexdigest()
-        asked, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
-        completion = await self._tokens.complete(
-            ids,
-            max_tokens=room if max_tokens is None else min(room, max_tokens),
-            stop=stop,
-            seed_parts=(self._place, self._generation, digest, asked),
-        )
-        message = self.chat.parse(completion.token_ids, ids, tools)
-        sample, number = self.trajectory.record(ids, completion)
-        if is_chat:
-            # An answer that the caller began is one message with what the policy added to it.
-            before = messages[:-1] if messages[-1].get("role") == "assistant" else messages
-            known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids))
-            self.trajectory.conversations.append(known)
-        return Turn(ids, completion, self.chat.decode(completion.token_ids), message, sample, number)
+        first = self._asked[digest]
+        self._asked[digest] += count
+        room = room if max_tokens is None else min(room, max_tokens)
+        turns = []
+        for completion in await _all(
+            self._tokens.complete(
+                ids, max_tokens=room, stop=stop, seed_parts=(self._place, self._generation, digest, first + number)
+            )
+            for number in range(count)
+        ):
+            message = self.chat.parse(completion.token_ids, ids, tools)
+            sample, number = self.trajectory.record(ids, completion)
+            if is_chat:
+                # An answer that the caller began is one message with what the policy added to it.
+                before = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+                known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids))
+                self.trajectory.conversations.append(known)
+            turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, sample, number))
+        return turns
 
     def tokens_left(self, prompt_ids: Sequence[int]) -> int:
         """Return how many tokens an answer to this prompt may have."""
@@ -143,3 +177,13 @@ class AgentClient:
         start = len(sample.prompt_ids) if sample else len(prompt_ids)
         used = len(prompt_ids) - start
         return min(self.limits.max_completion_length - used, self.limits.max_length - len(prompt_ids))
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+    """Wait for all calls; if one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

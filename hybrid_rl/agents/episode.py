@@ -14,13 +14,18 @@ from hybrid_rl.data.prompts import Prompt
 @dataclass(frozen=True)
 class Episode:
     """row: the columns of the dataset row without the prompt; prompt: text or messages, None if the environment makes
-    it. Tokens, turns and counts collect in `trajectory`."""
+    it. Tokens, turns and counts collect in `trajectory`. trainer_state: progress of the run, as reward functions get
+    it.
+    """
 
     prompt: Prompt | None
     row: Mapping[str, Any]
     client: AgentClient
     trajectory: Trajectory
+    trainer_state: Any = None
 
 
-# Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError.
+# Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError, and
+# except AgentError, which ends the run. If it has a method `close()`, that is called once, after the last episode of
+# the run.
 Agent = Callable[[Episode], Awaitable[None]]

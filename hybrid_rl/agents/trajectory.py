@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybrid_rl.data.prompts import Messages
+from hybrid_rl.data.prompts import Messages, Prompt
 from hybrid_rl.errors import DataError
 
 # stop: the agent ended. length, turns, time: a limit of tokens, tool calls or seconds did. error: the agent, its
@@ -130,13 +130,20 @@ class Trajectory:
     """One attempt of the policy at a row of the dataset: one sample, or several if its history was rewritten or if
     agents within it had histories of their own. All of them share its reward.
 
-    row: the columns of the dataset row, prompt included. environment: the object that the trajectory acts on, if any.
+    row: the columns of the dataset row, prompt included. prompt: as reward functions and logs get it, with what the
+    environment added. environment: the object that the trajectory acts on, if any.
     messages: the conversation as a reward function gets it, without the prompt. counts: of "turns", "tool_calls",
-    "tool_failures", "tool_timeouts", "forks". extra: values that go to samples.jsonl.
+    "tool_failures" (those past their time limit included), "tool_timeouts", "forks". extra: values that go to
+    samples.jsonl. given: rewards by their source, for `GivenReward`: a number, None, or the exception instead of one.
+
+    Whoever runs the episode awaits each of on_end when the agent has returned, failed or was cancelled and end_reason
+    is set, before the trajectory is scored; and calls each of on_scored when its rewards are there or none will be.
+    Neither raises, except AgentError, which ends the run.
     """
 
     def __init__(self, row: Mapping[str, Any] | None = None, *, environment: Any = None) -> None:
         self.row: Mapping[str, Any] = row or {}
+        self.prompt: Prompt | None = self.row.get("prompt")
         self.environment = environment
         self.samples: list[Sample] = []
         self.conversations: list[Conversation] = []
@@ -146,6 +153,9 @@ class Trajectory:
         self.error = ""
         self.counts: Counter[str] = Counter()
         self.extra: dict[str, Any] = {}
+        self.given: dict[str, Any] = {}
+        self.on_end: list[Callable[[], Awaitable[None]]] = []
+        self.on_scored: list[Callable[[], None]] = []
 
     def sample_of(self, prompt_ids: Sequence[int]) -> Sample | None:
         """Return the longest sample that this prompt goes on with; None if it rewrites all of them."""

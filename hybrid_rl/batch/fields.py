@@ -11,6 +11,9 @@ import torch
 
 Alignment = Literal["sample", "prompt", "completion", "sequence", "object"]
 
+# Values of finish_reason that tell of a limit: of tokens, of rounds of tool calls, or of time.
+TRUNCATIONS = frozenset({"length", "turns", "time"})
+
 
 @dataclass(frozen=True)
 class Field:
@@ -44,10 +47,24 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "oldest_version": Field("sample", torch.int64, "collector", -1, "oldest policy version among its tokens"),
         "prompt_length": Field("sample", torch.int64, "collector", None, "tokens of the prompt"),
         "completion_length": Field("sample", torch.int64, "collector", None, "tokens of the completion"),
+        "policy_length": Field(
+            "sample", torch.int64, "collector", None, "tokens of the completion that the policy made, of agents only"
+        ),
         "mini_batch": Field("sample", torch.int64, "driver", None, "optimizer step within the training step, from 0"),
-        "finish_reason": Field("object", None, "collector", None, '"stop", "length" or "abort"'),
+        "finish_reason": Field(
+            "object",
+            None,
+            "collector",
+            None,
+            'of its trajectory: "stop" = it ended by itself; a limit of tokens ("length"), of rounds of tool calls '
+            '("turns") or of time ("time") cut it off; "error" = its agent failed, so that it has no reward; "abort" = '
+            "the engine was stopped",
+        ),
         "prompt": Field("object", None, "collector", None, "the prompt as in the dataset: text or chat messages"),
         "completion": Field("object", None, "collector", None, "the completion as text, without special tokens"),
+        "conversation": Field(
+            "object", None, "collector", None, "messages and turns as samples.jsonl shows them, of agents only"
+        ),
         "row": Field("object", None, "collector", None, "the dataset's other columns, as a dict"),
         "rewards": Field(
             "sample", torch.float64, "collector", float("nan"), "of its trajectory, weighted; NaN = failed, masked"

@@ -20,7 +20,9 @@ class AlgorithmConfig:
         "sequence_sum: mean over sequences of token sums",
     )
     num_generations: int = key(8, "completions per prompt: the group", minimum=1)
-    mask_truncated_completions: bool = key(False, "leave completions that hit the length limit out of the loss")
+    mask_truncated_completions: bool = key(
+        False, "leave completions that a limit cut off (of tokens, tool calls or time) out of the loss"
+    )
     num_iterations: int = key(1, "passes over the completions of a training step", minimum=1)
     old_logprobs: Literal["auto", "detach", "recompute", "rollout"] = key(
         "auto",

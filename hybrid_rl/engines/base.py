@@ -9,9 +9,10 @@ import enum
 import hashlib
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
@@ -75,12 +76,18 @@ def _are_texts(strings: Any) -> bool:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A completion to be made. Requests of the same `group` have the same prompt and share its keys and values."""
+    """A completion to be made. Requests of the same `group` have the same prompt and share its keys and values.
+
+    priority: of those that wait, lower ones start first; equal ones start in the order in which they came. The turns of
+    a conversation have the number of their conversation, so that older conversations end before newer ones go on, and
+    none waits for more than those before it.
+    """
 
     id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     group: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,32 @@ class Generation:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    @property
+    def priority(self) -> float:
+        """Of its request; nobody passes it once it has tokens, because it has run before and had to make room."""
+        return -math.inf if self.tokens else self.request.priority
+
+
+class Prioritised(Protocol):
+    """What waits in a line: requests, or what has been made of them."""
+
+    @property
+    def priority(self) -> float:
+        """Lower ones go first."""
+        ...
+
+
+Waiting = TypeVar("Waiting", bound=Prioritised)
+
+
+def join_line(line: deque[Waiting], new: Iterable[Waiting]) -> None:
+    """Let these wait: before those of a higher priority that are last in the line, after all others."""
+    for one in new:
+        place = len(line)
+        while place and line[place - 1].priority > one.priority:
+            place -= 1
+        line.insert(place, one)
+
 
 @dataclass
 class Counters:
@@ -124,6 +157,15 @@ class Counters:
     num_preemptions: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
+
+    def prefix_hit_share(self, since: Counters | None = None) -> float:
+        """Return the share of all prompt tokens that were not computed, of those since an earlier count if one is
+        given; 0 without any."""
+        before = since or Counters()
+        found = self.num_prefix_tokens + self.num_shared_prompt_tokens
+        found -= before.num_prefix_tokens + before.num_shared_prompt_tokens
+        total = found + self.num_prompt_tokens - before.num_prompt_tokens
+        return found / total if total else 0.0
 
 
 @dataclass(kw_only=True)

@@ -9,13 +9,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest
+from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest, join_line
 from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
 from hybrid_rl.engines.guards import RolloutEngine, known_pause
 from hybrid_rl.engines.step_thread import StepThread
 from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.process.interrupts import interrupt_requested
+
+# How long ranks that share an engine let each other wait if it has nothing to do: they meet so often for nothing.
+IDLE_SECONDS = 0.02
 
 
 class Handle:
@@ -65,6 +68,7 @@ class EngineClient:
         self._lock = threading.Lock()  # of what the next step boundary takes
         self._backlog: deque[RolloutRequest] = deque()  # not in the engine yet, under the engine's ids
         self._message = StepMessage()
+        self._asked = threading.Event()  # something was, since the last call of `advance`
         self._handles: dict[int, Handle] = {}  # by the ids of this rank's unfinished requests
         self._is_open = self._is_exclusive = self._begins = False
         # What the ranks that share the engine have to do yet, as far as this one knows.
@@ -154,9 +158,11 @@ class EngineClient:
                     raise DataError(f"request id {identity} is in use")
                 known.add(identity)
             self._handles.update(dict.fromkeys(handle.ids, handle))
-            self._backlog.extend(
+            shared = (
                 replace(request, id=self._shared(request.id)) if self._coordinator else request for request in requests
             )
+            join_line(self._backlog, shared)
+        self._asked.set()
         return handle
 
     def poll(self, handle: Handle) -> list[FinishedSample]:
@@ -171,6 +177,31 @@ class EngineClient:
                 arrived = handle.take()
             return arrived
 
+    def advance(self, *, idle_seconds: float = IDLE_SECONDS) -> None:
+        """Take one step, for a loop that submits while others run, and looks into its handles after every step. If
+        nothing is left to generate, on any rank that shares the engine, wait until this rank submits, cancels, pauses
+        or resumes something, at most `idle_seconds`, and pass a step boundary.
+
+        Collective over the ranks that share the engine, as long as any of them is inside the session. Raises
+        KeyboardInterrupt, before that step, if an interrupt was requested.
+        """
+        with self._driver:
+            if interrupt_requested():
+                raise KeyboardInterrupt
+            if not (self.engine.num_unfinished or self._num_unfinished):
+                self._asked.wait(idle_seconds)
+            self._asked.clear()
+            self._advance()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks step the engine together: then every step of one waits for one of each other."""
+        return self._coordinator is not None
+
+    def wake(self) -> None:
+        """End the wait of `advance`, if it waits. Thread-safe."""
+        self._asked.set()
+
     def wait(self, handle: Handle) -> list[FinishedSample]:
         """Return the rest of these requests, in the order in which they finish."""
         finished: list[FinishedSample] = []
@@ -184,6 +215,7 @@ class EngineClient:
     def cancel(self, handle: Handle) -> None:
         """End these requests; they finish with reason "abort" after the next step. Thread-safe."""
         with self._lock:
+            self._asked.set()
             mine = {
                 self._shared(identity): identity for identity in handle.ids if self._handles.get(identity) is handle
             }
@@ -205,11 +237,13 @@ class EngineClient:
         """Stop generating from the next step boundary on, for all ranks that share the engine."""
         with self._lock:
             self._message.pauses.append(known_pause(mode))
+        self._asked.set()
 
     def resume(self) -> None:
         """Go on after `pause`."""
         with self._lock:
             self._message.pauses.append("resume")
+        self._asked.set()
 
     def stats(self) -> EngineStats:
         """Counters of the engine, answered while a step runs too; those of a shared one count all ranks' requests."""

@@ -189,13 +189,13 @@ class RunLog:
 
 def cost_metrics(batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:
     """Return the seconds of a training step by part, and the throughput that they achieved."""
-    completion_tokens = int(batch["completion_length"].sum())
-    all_tokens = completion_tokens + int(batch["prompt_length"].sum())
+    made_tokens = int(batch["policy_length" if "policy_length" in batch else "completion_length"].sum())
+    all_tokens = int(batch["completion_length"].sum()) + int(batch["prompt_length"].sum())
     return {
         **timings.result("timing"),
         "timing/step": seconds,
         "step_time": seconds,
-        "perf/rollout_tokens_per_second": completion_tokens / max(timings.seconds["rollout"], 1e-9),
+        "perf/rollout_tokens_per_second": made_tokens / max(timings.seconds["rollout"], 1e-9),
         "perf/tokens_per_second": all_tokens / max(seconds, 1e-9),
         "perf/samples_per_second": batch.num_samples / max(seconds, 1e-9),
     }

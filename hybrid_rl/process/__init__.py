@@ -1,1 +1,1 @@
-"""State of this process: interrupts and heartbeat."""
+"""State of this process: interrupts, heartbeat, threads and child processes that run calls."""

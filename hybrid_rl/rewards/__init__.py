@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybrid_rl.rewards.engine_judge import EngineJudge
-from hybrid_rl.rewards.entries import RewardList, RewardModelEntry, with_model_entries
+from hybrid_rl.rewards.entries import GivenReward, RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
 from hybrid_rl.rewards.judge import LLMJudge
 from hybrid_rl.rewards.judging import JudgeStyle
@@ -30,6 +30,7 @@ from hybrid_rl.rewards.verifiers import completion_text, exact_match, math_rewar
 
 __all__ = [
     "EngineJudge",
+    "GivenReward",
     "JudgeStyle",
     "LLMJudge",
     "RewardFailure",

@@ -1,17 +1,18 @@
-"""The entries of `reward_funcs`: functions, reward models and judges."""
+"""The entries of `reward_funcs`: functions, reward models and judges, and rewards that samples bring along."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
 from hybrid_rl.data.prompts import check_reserved_columns
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards.calling import CallLog, CallOutcome, check_values
 from hybrid_rl.rewards.engine_judge import EngineJudge
-from hybrid_rl.rewards.functions import RewardFunction, function_name, inspect_function, unique_names
+from hybrid_rl.rewards.functions import RewardFunction, RewardInput, function_name, inspect_function, unique_names
 from hybrid_rl.rewards.marks import unwrap_partial
 
 
@@ -29,6 +30,20 @@ class RewardModelEntry:
 
 
 @dataclass(frozen=True)
+class GivenReward:
+    """A reward that samples bring along (`RewardInput.given`), in the place of a function: what an environment's
+    get_reward or an agent returned. name: of the source, and in metrics. is_dense: whether it may be a number per
+    token."""
+
+    name: str
+    is_dense: bool = False
+
+    def outcome(self, inputs: Sequence[RewardInput]) -> CallOutcome:
+        """Return the values of these samples, as a function that returns them would."""
+        return check_values([sample.given.get(self.name) for sample in inputs], CallLog(len(inputs)))
+
+
+@dataclass(frozen=True)
 class RewardList:
     """reward_funcs, sorted by kind; keys are places in reward_funcs. names: of all of them, no two alike."""
 
@@ -36,19 +51,28 @@ class RewardList:
     functions: dict[int, RewardFunction]
     models: dict[int, RewardModelEntry]
     judges: dict[int, EngineJudge]
+    given: dict[int, GivenReward] = field(default_factory=dict)
 
     @property
     def late(self) -> list[int]:
         """Places of the entries that score samples only when all are finished: reward models and judges."""
         return sorted([*self.models, *self.judges])
 
+    @property
+    def dense(self) -> list[int]:
+        """Places of the entries that may give a number per token."""
+        return [place for place, entry in (self.functions | self.given).items() if entry.is_dense]
+
     def max_length(self, sample_length: int) -> int:
         """Tokens of the longest sequence for the engine: a sample, or a judge's question with its answer."""
         return max([sample_length, *(judge.max_length(sample_length) for judge in self.judges.values())])
 
     @classmethod
-    def of(cls, reward_funcs: Any, available_columns: Sequence[str] | None = None) -> RewardList:
+    def of(
+        cls, reward_funcs: Any, available_columns: Sequence[str] | None = None, *, has_environments: bool = False
+    ) -> RewardList:
         """Sort one entry or a list of them. available_columns: of the dataset, None if they are not known.
+        has_environments: whether functions can be given `environments`.
 
         Raises ConfigError for an unusable entry, for none, and for functions with parameters that nothing can fill,
         DataError for a column that would hide what the library passes to functions.
@@ -57,15 +81,21 @@ class RewardList:
         if not given:
             raise ConfigError("reward_funcs is empty; pass at least one function")
         check_reserved_columns(available_columns or (), "the dataset")
-        names = unique_names(e.name if isinstance(e, RewardModelEntry) else function_name(e) for e in given)
+        names = unique_names(
+            e.name if isinstance(e, RewardModelEntry | GivenReward) else function_name(e) for e in given
+        )
         found = cls(names, {}, {}, {})
         for place, entry in enumerate(given):
             if isinstance(entry, RewardModelEntry):
                 found.models[place] = entry
             elif isinstance(entry, EngineJudge):
                 found.judges[place] = entry
+            elif isinstance(entry, GivenReward):
+                found.given[place] = entry
             else:
-                found.functions[place] = inspect_function(entry, names[place], available_columns)
+                found.functions[place] = inspect_function(
+                    entry, names[place], available_columns, has_environments=has_environments
+                )
         return found
 
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.data.prompts import PROMPT_COLUMN, RESERVED_COLUMNS, Messages, Prompt, check_reserved_columns
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hybrid_rl.batch import SampleKey  # imports torch, which processes that only call functions do without
 
 LOG_PARAMETERS = ("log_extra", "log_metric")
+ENVIRONMENTS = "environments"  # the argument with the environments of agents
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,18 @@ class RewardInput:
     key: SampleKey
     """Results are returned under it."""
     prompt: Prompt
-    completion: str
-    """The text; chat samples are wrapped for the function by `format_completion`."""
+    completion: str | Messages
+    """The text; chat samples are wrapped for the function by `format_completion`. Of an agent all messages, its own and
+    those of its tools."""
     completion_ids: list[int]
     columns: Mapping[str, Any]
     """The sample's dataset columns, without the prompt."""
     group: int = 0
     """Samples of one group are completions of one prompt; used if whole groups are scored."""
+    environment: Any = None
+    """The object that the sample acted on; functions that take `environments` get it."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """What sources other than functions gave, by `GivenReward.name`: a number, None, or the exception instead."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,18 @@ class RewardFunction:
         return [name for name in LOG_PARAMETERS if self.accepts(name)]
 
     def arguments(
-        self, inputs: Sequence[RewardInput], trainer_state: Any, available_columns: Sequence[str] = ()
+        self,
+        inputs: Sequence[RewardInput],
+        trainer_state: Any,
+        available_columns: Sequence[str] = (),
+        *,
+        has_environments: bool = False,
     ) -> dict[str, Any]:
         """Build the keyword arguments of one call over K samples, without the log functions.
 
-        Every list has length K. A column that a sample lacks is None there (as `datasets` fills it), so that a call
-        looks the same whichever samples happen to finish together. Raises DataError if one has a reserved name.
+        has_environments: whether `environments` is among them. Every list has length K. A column that a sample lacks is
+        None there (as `datasets` fills it), so that a call looks the same whichever samples happen to finish together.
+        Raises DataError if one has a reserved name.
         """
         columns = dict.fromkeys([*available_columns, *(name for sample in inputs for name in sample.columns)])
         columns.pop(PROMPT_COLUMN, None)  # `prompts` takes its place
@@ -82,6 +94,8 @@ class RewardFunction:
         values["completions"] = [format_completion(sample.prompt, sample.completion) for sample in inputs]
         values["completion_ids"] = [list(sample.completion_ids) for sample in inputs]
         values["trainer_state"] = trainer_state
+        if has_environments:
+            values[ENVIRONMENTS] = [sample.environment for sample in inputs]
         return {name: value for name, value in values.items() if self.accepts(name)}
 
 
@@ -89,9 +103,12 @@ def _own(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, (list, dict)) else value
 
 
-def format_completion(prompt: Prompt, text: str) -> str | Messages:
-    """Give a completion the form of its prompt: text for text, one assistant message for chat messages (as in TRL)."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+def format_completion(prompt: Prompt, completion: str | Messages) -> str | Messages:
+    """Give a completion the form of its prompt: text for text, one assistant message for chat messages (as in TRL). The
+    messages of an agent are copied."""
+    if not isinstance(completion, str):
+        return copy.deepcopy(completion)
+    return completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
 
 
 def function_name(function: Any) -> str:
@@ -116,9 +133,11 @@ def is_async_callable(function: Any) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def inspect_function(function: Any, name: str, available_columns: Sequence[str] | None) -> RewardFunction:
-    """Read a signature. Raises ConfigError for what cannot be called by keyword, and, if the columns are known, for
-    parameters that nothing can fill."""
+def inspect_function(
+    function: Any, name: str, available_columns: Sequence[str] | None, *, has_environments: bool = False
+) -> RewardFunction:
+    """Read a signature. has_environments: whether there are environments to pass. Raises ConfigError for what cannot be
+    called by keyword, and, if the columns are known, for parameters that nothing can fill."""
     if inspect.isclass(function):
         raise ConfigError(f"reward_funcs holds the class {function.__name__}; pass an instance of it")
     if not callable(function):
@@ -141,11 +160,13 @@ def inspect_function(function: Any, name: str, available_columns: Sequence[str] 
         )
     if available_columns is not None:
         columns = [column for column in available_columns if column != PROMPT_COLUMN]
-        fillable = {*columns, *RESERVED_COLUMNS}
+        fillable = {*columns, *RESERVED_COLUMNS, *([ENVIRONMENTS] if has_environments else [])}
         for parameter in named:
             if parameter.default is kinds.empty and parameter.name not in fillable:
                 near = difflib.get_close_matches(parameter.name, sorted(fillable), n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
+                if parameter.name == ENVIRONMENTS:
+                    hint = "; environments are there only with environment_factory="
                 raise ConfigError(
                     f"reward function {name!r} requires the parameter {parameter.name!r}, but the dataset has no such "
                     f"column (columns: {', '.join(columns) or 'none'}; always passed: {', '.join(RESERVED_COLUMNS)})"

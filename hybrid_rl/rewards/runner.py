@@ -16,13 +16,15 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
+from hybrid_rl.process.call_process import END_SECONDS
+from hybrid_rl.process.threads import JOIN_SECONDS, LoopThread
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
-from hybrid_rl.rewards.functions import RewardInput
+from hybrid_rl.rewards.functions import ENVIRONMENTS, RewardInput
 from hybrid_rl.rewards.narrowing import call_narrowed
-from hybrid_rl.rewards.pool import END_SECONDS, ProcessCaller
-from hybrid_rl.rewards.results import Part, RewardResult, assemble
-from hybrid_rl.rewards.threads import JOIN_SECONDS, LoopThread, ThreadCaller
+from hybrid_rl.rewards.pool import ProcessCaller
+from hybrid_rl.rewards.results import Part, RewardFailure, RewardResult, assemble
+from hybrid_rl.rewards.threads import ThreadCaller, on_device
 
 ScoreBy = Literal["sample", "group"]
 
@@ -52,6 +54,8 @@ class RewardRunner:
         timeout_seconds: limit of one call. A process past it is killed and replaced, a coroutine is cancelled. A
             thread cannot be killed: it is left behind, and all samples of its call fail.
         score_by: "sample", or "group": the samples of a group must be submitted together.
+        has_environments: whether samples have environments, which functions get as `environments`. They cannot be sent
+            to processes: there, functions that take any keyword do without, and one that names it is refused.
 
     Raises:
         ConfigError: an unusable function, weight, number of processes or limit; a function that compares the samples
@@ -67,8 +71,9 @@ class RewardRunner:
         num_processes: int = 0,
         timeout_seconds: float | None = None,
         score_by: ScoreBy = "sample",
+        has_environments: bool = False,
     ) -> None:
-        self.entries = RewardList.of(reward_funcs, available_columns)
+        self.entries = RewardList.of(reward_funcs, available_columns, has_environments=has_environments)
         self.names = self.entries.names
         self.functions = list(self.entries.functions.values())
         if score_by not in get_args(ScoreBy):
@@ -91,6 +96,13 @@ class RewardRunner:
                 raise ConfigError(
                     f"reward function {spec.name!r} compares the completions of a prompt; set rewards.score_by=group"
                 )
+            if has_environments and num_processes and spec.parameters is not None and spec.accepts(ENVIRONMENTS):
+                raise ConfigError(
+                    f"reward function {spec.name!r} takes `environments`, objects of the trainer's process, so it "
+                    f"cannot run in another one: set reward_processes=0 (it is {num_processes}), or give the "
+                    "environment a method get_reward()"
+                )
+        self._passes_environments = has_environments and not num_processes
         self.available_columns = tuple(available_columns or ())
         self._num_processes = num_processes
         self._caller = (
@@ -117,16 +129,21 @@ class RewardRunner:
             if self._closed:
                 raise RewardError("the reward runner is closed; make a new one")
             if self._loop is None:
-                self._loop = LoopThread("reward scoring")
+                self._loop = LoopThread("reward scoring", on_device)
                 atexit.register(self.close)
             return self._loop.start(self._score(inputs, trainer_state))
 
-    def join(self, inputs: Sequence[RewardInput], parts: Iterable[tuple[int, Part]]) -> RewardResult:
-        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards. Raises
-        DataError for repeated keys."""
+    def join(
+        self,
+        inputs: Sequence[RewardInput],
+        parts: Iterable[tuple[int, Part]],
+        failures: Sequence[RewardFailure] = (),
+    ) -> RewardResult:
+        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards.
+        failures: of samples that failed before they could be scored. Raises DataError for repeated keys."""
         _check_keys(inputs)
-        dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
-        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.entries.late)
+        dense, late = self.entries.dense, self.entries.late
+        return assemble(self.names, self.weights, inputs, parts, failures, dense=dense, late=late)
 
     async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> list[tuple[int, Part]]:
         """Make all calls over these samples."""
@@ -138,13 +155,20 @@ class RewardRunner:
             raise RewardError("the reward runner was closed before scoring finished") from None
         finally:
             self._open.discard(asyncio.current_task())
-        return [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
+        given = [(place, (inputs, source.outcome(inputs))) for place, source in self.entries.given.items()]
+        return given + [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
 
     async def _call(self, place: int, inputs: Sequence[RewardInput], trainer_state: Any) -> list[Part]:
         spec = self.entries.functions[place]
 
         async def call(samples: Sequence[RewardInput]) -> CallOutcome:
-            arguments = partial(spec.arguments, samples, trainer_state, self.available_columns)
+            arguments = partial(
+                spec.arguments,
+                samples,
+                trainer_state,
+                self.available_columns,
+                has_environments=self._passes_environments,
+            )
             return await self._caller.call(spec, arguments, len(samples))
 
         return await call_narrowed(call, inputs, self._caller.slot(spec), is_whole=self.score_by == "group")
@@ -164,8 +188,8 @@ class RewardRunner:
 
     @property
     def is_dense(self) -> bool:
-        """Whether any function may give a number per token."""
-        return any(spec.is_dense for spec in self.functions)
+        """Whether any function may give a number per token, or an agent one per turn."""
+        return bool(self.entries.dense)
 
     def score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
         """Score and wait. Raises as `submit` and its future."""

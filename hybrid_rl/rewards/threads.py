@@ -3,98 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+from hybrid_rl.process.threads import CANCEL_SECONDS, JOIN_SECONDS, CallThread, LoopThread, answer_of
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
 from hybrid_rl.rewards.functions import RewardFunction
 
-JOIN_SECONDS = 1.0
-# A cancelled coroutine gets so long to return before its event loop counts as blocked.
-CANCEL_SECONDS = 1.0
 
-T = TypeVar("T")
+def on_device() -> None:
+    """Make the GPU of the rank that of this thread."""
+    # Not above: a reward process imports this package for a reward or a state that is of it, and must not import torch
+    # for that.
+    from hybrid_rl.controller import enter_device
 
-
-def start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread on the GPU of its rank."""
-
-    def run() -> None:
-        # Not above: a reward process imports this package for a reward or a state that is of it, and must not import
-        # torch for that.
-        from hybrid_rl.controller import enter_device
-
-        enter_device()
-        body()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
-
-
-class CallThread:
-    """A thread that runs one plain call at a time, and can be left behind if a call hangs."""
-
-    def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[tuple[Callable[[], CallOutcome], Future[CallOutcome]] | None]
-        self.calls = queue.SimpleQueue()
-        self.thread = start_thread("reward call", self._run)
-
-    def _run(self) -> None:
-        while (item := self.calls.get()) is not None:
-            call, future = item
-            try:
-                future.set_result(call())
-            except BaseException as error:  # an exception that cannot even be formatted
-                future.set_exception(error)
-            del item, call, future  # the samples of the last call are not kept while waiting for the next
-
-    def start(self, call: Callable[[], CallOutcome]) -> Future[CallOutcome]:
-        """Run a call after those before it."""
-        future: Future[CallOutcome] = Future()
-        self.calls.put((call, future))
-        return future
-
-    def stop(self) -> None:
-        """End the thread, as soon as its call returns."""
-        self.calls.put(None)
-
-
-class LoopThread:
-    """A thread that runs an event loop."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._ending = asyncio.Event()
-        self.thread = start_thread(name, self._run)
-
-    def _run(self) -> None:
-        async def wait() -> None:
-            await self._ending.wait()
-
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(wait())
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine together with all others."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def stop(self) -> None:
-        """Cancel what is still running and end the thread, as soon as nothing blocks the loop."""
-        self.loop.call_soon_threadsafe(self._ending.set)
-
-
-async def answer_of(future: Future[T], seconds: float | None, *others: asyncio.Future[None]) -> T | None:
-    """Wait for an answer; None if there is none after so many seconds, or when one of the others is done."""
-    answer = asyncio.wrap_future(future)
-    waited: list[asyncio.Future[Any]] = [answer, *others]
-    await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    return answer.result() if answer.done() else None
+    enter_device()
 
 
 class ThreadCaller:
@@ -122,7 +47,7 @@ class ThreadCaller:
         return await (self._await if spec.is_async else self._call)(spec, arguments, count)
 
     async def _call(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:
-        self._thread = self._thread or CallThread()
+        self._thread = self._thread or CallThread("reward call", on_device)
         future = self._thread.start(partial(call_sync, spec.function, arguments(), count, spec.log_names))
         if (outcome := await answer_of(future, self.timeout_seconds)) is not None:
             return outcome
@@ -139,7 +64,7 @@ class ThreadCaller:
         limit = None if self.timeout_seconds is None else self.timeout_seconds + CANCEL_SECONDS
         while True:
             if self._loop is None:
-                self._loop = LoopThread("reward loop"), asyncio.get_running_loop().create_future()
+                self._loop = LoopThread("reward loop", on_device), asyncio.get_running_loop().create_future()
             thread, is_left = self._loop
             call = call_async(spec.function, arguments(), count, spec.log_names, self.timeout_seconds)
             if (outcome := await answer_of(thread.start(call), limit, is_left)) is not None:

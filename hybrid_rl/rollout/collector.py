@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import AnyBatch, Batch, SampleKey, Trajectories
+from hybrid_rl.batch import TRUNCATIONS, AnyBatch, Batch, SampleKey, Trajectories
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
@@ -34,7 +34,8 @@ GREEDY = "/greedy"  # ends the purpose of a baseline's rollout
 
 @dataclass(frozen=True)
 class Generation:
-    """One generated completion. logprobs: ln p of each token under the distribution that it was sampled from."""
+    """One generated completion. logprobs: ln p of each token under the distribution that it was sampled from; 0.0 of
+    what tools and environments put between the policy's tokens."""
 
     prompt: Any
     completion: str
@@ -44,7 +45,8 @@ class Generation:
 
 
 def generations_of(batch: Batch) -> list[Generation]:
-    """Return the samples of a batch one by one, in order."""
+    """Return the samples of a batch one by one, in order; of a trajectory of several the last one."""
+    batch = Trajectories.of(batch).last_turns(batch)
     columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
     return [
         Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason)
@@ -285,13 +287,16 @@ class _Tally:
         self._num_samples = self._num_failed = self._num_retried = 0
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
-        self._logged = MetricSums()
+        self._logged, self._metrics = MetricSums(), MetricSums()
 
     def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
         which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        if not call.purpose.endswith(GREEDY):
+            for report in reports:
+                self._metrics.merge(report.metrics)
         if not call.is_scored:
             return
         self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
@@ -323,7 +328,8 @@ class _Tally:
         """Return the batch with all timings and metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
-        return Collected(batch, self._timings, length_metrics(batch) | metrics, self._logged.result())
+        metrics = length_metrics(batch) | self._metrics.result() | metrics
+        return Collected(batch, self._timings, metrics, self._logged.result())
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:
@@ -429,14 +435,19 @@ def _in_order(batch: AnyBatch) -> AnyBatch:
 
 
 def length_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Return metrics of the completions' lengths and ends."""
-    lengths = batch["completion_length"].double()
-    ended = torch.tensor([reason == "stop" for reason in batch["finish_reason"]])
+    """Return metrics of the completions' lengths and ends, every trajectory counted once. Only tokens that the policy
+    made count, as in TRL; clipped are those that a limit of tokens, tool calls or time cut off."""
+    found = Trajectories.of(batch)
+    lengths = torch.zeros(found.num_trajectories, dtype=torch.float64).index_add(
+        0, found.index, batch["policy_length" if "policy_length" in batch else "completion_length"].double()
+    )
+    reasons = [batch["finish_reason"][sample] for sample in found.last.tolist()]
+    ended = torch.tensor([reason == "stop" for reason in reasons], dtype=torch.bool)
     metrics = {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float((~ended).double().mean()),
+        "completions/clipped_ratio": sum(reason in TRUNCATIONS for reason in reasons) / len(reasons),
     }
     if ended.any():
         metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())

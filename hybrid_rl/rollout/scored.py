@@ -33,12 +33,13 @@ POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 @dataclass
 class RolloutReport:
     """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
-    numbers of log_metric. retried: as in `RewardResult`."""
+    numbers of log_metric. retried: as in `RewardResult`. metrics: of the samples themselves."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure] = field(default_factory=list)
     logged: MetricSums = field(default_factory=MetricSums)
     retried: dict[str, tuple[int, str]] = field(default_factory=dict)
+    metrics: MetricSums = field(default_factory=MetricSums)
 
 
 class ScoredRollout:
@@ -95,7 +96,7 @@ class ScoredRollout:
                         new = [_reward_input(e, tasks_of[e.id], texts[e.id], call) for e in events]
                         inputs.update((event.id, sample) for event, sample in zip(events, new, strict=True))
                         if rewards.score_by == "group":
-                            new = _whole_groups(unscored, new, call.num_generations)
+                            new = whole_groups(unscored, new, call.num_generations)
                         ready += new
                         if ready and (len(ready) * MAX_SUBMISSIONS >= len(requests) or len(finished) == len(requests)):
                             futures.append(rewards.submit(ready, call.state))
@@ -108,14 +109,18 @@ class ScoredRollout:
             if rewards is None:
                 return Batch(columns), RolloutReport(timings.seconds)
             result = rewards.join([inputs[sample.id] for sample in samples], parts)
-            batch = Batch({**columns, **_reward_columns(result, is_dense=rewards.is_dense)})
-            report = RolloutReport(timings.seconds, _first_in_full(result.failures), _logged(result), result.retried)
+            batch = Batch({**columns, **reward_columns(result, is_dense=rewards.is_dense)})
+            failures = first_in_full(result.failures)
+            report = RolloutReport(timings.seconds, failures, logged_means(result), result.retried)
             if self._judges is not None:
                 with timings.measure("judge"):
                     late = self._judges.run(batch, call)
                 report.logged.merge(late.logged)
                 batch, report.failures = merge_late(batch, report.failures, rewards, late)
             return batch, report
+
+    def close(self) -> None:
+        """Nothing is left open between calls."""
 
     def _requests(self, task: RolloutTask, call: RolloutCall) -> list[RolloutRequest]:
         requests = []
@@ -132,7 +137,7 @@ def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, call: Ro
     return RewardInput(SampleKey(sample.id), task.row.prompt, text, ids, task.row.columns, group=group)
 
 
-def _whole_groups(
+def whole_groups(
     unscored: dict[int, list[RewardInput]], finished: Sequence[RewardInput], num_generations: int
 ) -> list[RewardInput]:
     """Return the samples of groups that are whole now, in order of generation; the others wait in `unscored`."""
@@ -187,7 +192,7 @@ def sample_columns(
     }
 
 
-def _reward_columns(result: RewardResult, *, is_dense: bool) -> dict[str, Any]:
+def reward_columns(result: RewardResult, *, is_dense: bool) -> dict[str, Any]:
     """Make the columns of rewards. is_dense: on every rank alike, whatever the samples of this one got."""
     columns: dict[str, Any] = {
         "rewards": torch.from_numpy(result.rewards),
@@ -202,13 +207,14 @@ def _reward_columns(result: RewardResult, *, is_dense: bool) -> dict[str, Any]:
     return columns
 
 
-def _first_in_full(failures: Sequence[RewardFailure]) -> list[RewardFailure]:
+def first_in_full(failures: Sequence[RewardFailure]) -> list[RewardFailure]:
     """Keep the details of the first failure of each kind only, which is what is shown."""
     first = {(failure.function, failure.reason): failure for failure in reversed(failures)}
     return [one if one is first[one.function, one.reason] else replace(one, detail="") for one in failures]
 
 
-def _logged(result: RewardResult) -> MetricSums:
+def logged_means(result: RewardResult) -> MetricSums:
+    """Return what reward functions gave to log_metric, as means over samples."""
     logged = MetricSums()
     for name, numbers in result.metrics.items():
         logged.mean(name, sum(n * count for n, count in numbers), sum(count for _, count in numbers))

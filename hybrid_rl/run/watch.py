@@ -117,8 +117,9 @@ class SignalWatch:
         reward = metrics.get("reward", float("nan"))
         if self._masks_truncated and metrics.get("completions/clipped_ratio") == 1.0:
             return (
-                "All completions were truncated, and mask_truncated_completions=true leaves those out: raise "
-                "max_completion_length, or set mask_truncated_completions=false"
+                "All completions were truncated, and mask_truncated_completions=true leaves those out: raise the limit "
+                "(max_completion_length; of agents also max_tool_calling_iterations and trajectory_timeout_seconds), "
+                "or set mask_truncated_completions=false"
             )
         if reward != reward:
             return "No completion had a reward: check the reward functions"

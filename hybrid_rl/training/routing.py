@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch import TRUNCATIONS, Batch, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.balance import BalanceReading, LoadBalance
@@ -48,10 +48,11 @@ def reading_balance(
     balance: LoadBalance | None, batch: Batch, row: PackedRow, spec: LossSpec
 ) -> AbstractContextManager[BalanceReading | None]:
     """Read the scores of all tokens of the samples of a micro-batch that have a reward, inside the block; None without
-    a load-balancing loss. As in TRL, completions that the length limit cut off count, unless they are masked."""
+    a load-balancing loss. As in TRL, tokens that the policy did not make count, those of the prompt and those of the
+    environment: experts compute them all. So do completions that a limit cut off, unless they are masked."""
     if balance is None:
         return nullcontext()
     scored = (~batch["rewards"].isnan()).tolist()
-    kept = [not (spec.mask_truncated_completions and reason == "length") for reason in batch["finish_reason"]]
+    kept = [not (spec.mask_truncated_completions and reason in TRUNCATIONS) for reason in batch["finish_reason"]]
     weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
     return balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights))

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid_rl.algos import Correction, KLInLoss, KLTerm, Needs, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
-from hybrid_rl.batch import Batch, Trajectories
+from hybrid_rl.batch import TRUNCATIONS, Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
@@ -20,11 +20,11 @@ from hybrid_rl.models.experts.router import Routers
 
 def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:
     """Find the completion tokens that take part in the loss, bool [M]: made by the policy, of a trajectory that was
-    scored and, on request, in a turn that the length limit did not cut off."""
+    scored and, on request, that no limit cut off."""
     mask, rows = batch["completion_mask"].values, batch["completion_ids"].row_index()
     keep = ~batch["rewards"].isnan()
     if mask_truncated_completions:
-        keep &= torch.tensor([reason != "length" for reason in batch["finish_reason"]])
+        keep &= torch.tensor([reason not in TRUNCATIONS for reason in batch["finish_reason"]], dtype=torch.bool)
     return mask & keep[rows]
 
 

@@ -28,6 +28,7 @@ from hybrid_rl.engines.base import (
     FinishReason,
     Generation,
     RolloutRequest,
+    join_line,
 )
 from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
@@ -180,7 +181,7 @@ class VLLMEngine(ColocatedEngine):
         if requests and self._restarts_noise:
             self._guest.random.restart(requests[0].params.seed)
             self._restarts_noise = False
-        self._waiting.extend(map(Generation, requests))
+        join_line(self._waiting, map(Generation, requests))
 
     @property
     def num_running(self) -> int:

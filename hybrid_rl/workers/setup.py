@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
@@ -20,11 +21,14 @@ from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 @dataclass(frozen=True)
 class RewardSetup:
     """The reward functions, and how they are called. available_columns: of the dataset, None = not known. num_added:
-    how many of them, the last ones, the configuration added to the user's; each weighs 1."""
+    how many of them, the last ones, the configuration added to the user's; num_sources: how many before those are
+    rewards that come with samples; each of both weighs 1. has_environments: whether functions get `environments`."""
 
     functions: Any
     available_columns: tuple[str, ...] | None
     num_added: int = 0
+    num_sources: int = 0
+    has_environments: bool = False
 
     @property
     def has_models(self) -> bool:
@@ -33,7 +37,7 @@ class RewardSetup:
 
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
         """Return the weights of all functions, from those that the user gave."""
-        return None if given is None else [*given, *([1.0] * self.num_added)]
+        return None if given is None else [*given, *([1.0] * (self.num_sources + self.num_added))]
 
     def runner(self, config: TrainerConfig) -> RewardRunner:
         """Make their runner. Raises ConfigError for functions that cannot be used."""
@@ -44,6 +48,7 @@ class RewardSetup:
             num_processes=config.rewards.reward_processes,
             timeout_seconds=config.rewards.reward_timeout_seconds,
             score_by=config.rewards.score_by,
+            has_environments=self.has_environments,
         )
 
 
@@ -57,7 +62,8 @@ class WorkerSetup:
     """Arguments from which a rank builds its worker. model: a module of this process, or how to build it in any.
     probe_ids: the prompt on which engine and trainer are compared; first_prompt: one as the dataset has it. teacher:
     the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
-    fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned."""
+    fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned. agents: what
+    makes trajectories of many turns, None = each sample is one completion."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -72,6 +78,7 @@ class WorkerSetup:
     num_critic_steps: int = 0
     fingerprint: list[float] | None = None
     expected: Expected | None = None
+    agents: AgentSetup | None = None
 
     @property
     def engine_length(self) -> int:

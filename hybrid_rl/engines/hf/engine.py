@@ -19,7 +19,7 @@ from torch import nn
 
 from hybrid_rl.config import HFConfig
 from hybrid_rl.config.hf import HFRolloutConfig
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest, join_line
 from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.hf.cohort import Cohort, Prompts
@@ -67,7 +67,7 @@ class HFEngine(EmbeddedEngine):
     # ------------------------------------------------------------------------------------------------ requests
 
     def _queue(self, requests: Rows[RolloutRequest]) -> None:
-        self._waiting.extend(Sequence(request) for request in requests)
+        join_line(self._waiting, (Sequence(request) for request in requests))
 
     @property
     def num_running(self) -> int:

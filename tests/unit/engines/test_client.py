@@ -1,5 +1,9 @@
 """The client of an engine, over a real one: requests at any time, and an engine that is left empty whatever happens."""
 
+import threading
+import time
+from dataclasses import replace
+
 import pytest
 
 from hybrid_rl.engines import client as client_module
@@ -278,6 +282,77 @@ def test_a_second_round_finds_the_prefixes_of_the_first_and_the_next_session_non
             found.append(client.stats().num_prefix_tokens)
         assert first[0].completion_ids == second[0].completion_ids
     assert found == [0, 8, 8, 16]
+
+
+def test_a_loop_advances_the_engine_and_is_woken_by_what_another_thread_asks(engine, client):
+    """Nothing to do for 30 seconds, had nobody asked: an agent of another thread does, and later cancels."""
+    handles, seen = [], []
+
+    def ask(number):
+        handles.append(client.submit([request(number, max_tokens=2 if number else 40)], 1))
+
+    def later(function, *arguments):
+        timer = threading.Timer(0.05, function, arguments)
+        timer.daemon = True
+        timer.start()
+
+    with client.session():
+        start = time.monotonic()
+        for number in (1, 2):
+            later(ask, number)
+            while len(handles) < number or not handles[-1].is_done:
+                client.advance(idle_seconds=30)
+                seen += handles[-1].take()
+        assert (engine.num_steps, [sample.id for sample in seen]) == (2 * 2, [1, 2])
+        ask(0)
+        client.advance()
+        client.cancel(handles[-1])
+        client.advance(idle_seconds=30)
+        assert [sample.finish_reason for sample in handles[-1].take()] == ["abort"]
+        client.advance(idle_seconds=0.01)  # nobody asks: it comes back, and no step was taken
+        assert (engine.num_steps, time.monotonic() - start < 20) == (6, True)
+        request_interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            client.advance(idle_seconds=30)
+
+
+def test_older_conversations_are_answered_first_and_nobody_starves():
+    """One at a time: of ten conversations of four turns, the youngest of which asks first, the oldest goes first, and
+    goes on before the next has begun."""
+    client = EngineClient(Engine(max_num_seqs=1))
+    order, handles = [], {}
+
+    def ask(conversation, turn):
+        one = request(10 * conversation + turn, max_tokens=3)
+        handles[conversation] = client.submit([replace(one, priority=conversation)], 1)
+
+    with client.session():
+        for conversation in reversed(range(10)):
+            ask(conversation, 0)
+        while handles:
+            client.advance()
+            for conversation, handle in list(handles.items()):
+                for sample in handle.take():
+                    order.append(sample.id)
+                    del handles[conversation]
+                    if sample.id % 10 < 3:
+                        ask(conversation, sample.id % 10 + 1)
+    assert order == [10 * conversation + turn for conversation in range(10) for turn in range(4)]
+
+
+def test_what_does_not_fit_into_the_engine_waits_by_priority_too():
+    """One runs and one may wait in the engine: whoever asks meanwhile is next after those two."""
+    client = EngineClient(Engine(max_num_seqs=1, max_num_waiting=1))
+    with client.session():
+        early = client.submit([replace(request(i, max_tokens=2), priority=5) for i in range(4)], 1)
+        client.advance()
+        client.advance()
+        late = client.submit([replace(request(i, max_tokens=2), priority=i) for i in (8, 4)], 1)
+        order = []
+        while not (early.is_done and late.is_done):
+            client.advance()
+            order += [sample.id for handle in (early, late) for sample in handle.take()]
+    assert order == [0, 1, 4, 2, 3, 8]
 
 
 def test_a_pause_holds_from_the_next_step_on(engine, client):

@@ -329,6 +329,29 @@ def test_a_request_is_awaited_while_others_stream():
     same_samples(theirs[0], alone(MINE[1]))
 
 
+def test_ranks_whose_engine_has_nothing_to_do_meet_now_and_then_until_one_asks():
+    """Rank 0 asks for turn after turn, with a pause of 0.3 seconds between; rank 1 has nothing of its own at all."""
+
+    def ask(client, rank):
+        answers = []
+        with client.session():
+            for one in MINE[0] if rank == 0 else ():
+                until = time.monotonic() + 0.3
+                while time.monotonic() < until:
+                    client.advance()
+                handle = client.submit([one], 1)
+                while not handle.is_done:
+                    client.advance()
+                    answers += handle.take()
+        return answers, len(client.exchanged)
+
+    (answers, num_boundaries), (nothing, _) = on_ranks(2, ask)
+    same_samples(answers, alone(MINE[0]))
+    assert nothing == []
+    # 45 for 0.9 seconds of 0.02 each, and those of 18 steps: without waiting there would be thousands.
+    assert 18 <= num_boundaries < 100
+
+
 def test_after_a_failed_step_nobody_waits_for_the_others():
     def fail(client, rank):
         def broken():

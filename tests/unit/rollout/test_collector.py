@@ -309,6 +309,27 @@ def test_without_rewards_there_are_only_samples():
         assert collected.logged == {}
 
 
+def test_lengths_are_those_of_trajectories_without_what_the_environment_said():
+    """Trajectory 5 made 2 + 3 tokens in two samples, 6 made 4, 7 none, 8 made 1 and 9 made 6."""
+    reasons = ["stop", "stop", "turns", "time", "error", "length"]
+    batch = Batch(
+        {
+            "trajectory": torch.tensor([5, 5, 6, 7, 8, 9]),
+            "turn": torch.tensor([0, 1, 0, 0, 0, 0]),
+            "completion_length": torch.tensor([20, 30, 40, 50, 60, 70]),
+            "policy_length": torch.tensor([2, 3, 4, 0, 1, 6]),
+            "finish_reason": reasons,
+        }
+    )
+    assert length_metrics(batch) == {
+        "completions/mean_length": 16 / 5,
+        "completions/min_length": 0.0,
+        "completions/max_length": 6.0,
+        "completions/clipped_ratio": 3 / 5,
+        "completions/mean_terminated_length": 5.0,
+    }
+
+
 def test_no_completion_that_ended_has_no_mean_length():
     metrics = rollout(length, [([1], "length")] * 4).metrics
     assert metrics["completions/clipped_ratio"] == 1.0
@@ -337,7 +358,7 @@ def test_a_saved_rollout_in_the_place_of_a_new_one(tmp_path, num_ranks):
 
 
 def test_a_saved_rollout_of_several_turns(tmp_path):
-    """Group sizes and metrics of rewards count trajectories; lengths are of turns."""
+    """Group sizes, metrics of rewards and lengths are of trajectories."""
     made = rollout(length).batch
     cut = cut_in_turns(made)
     assert cut["completion_length"].tolist() == [1, 2, 1, 1, 1, 1, 1]  # of 2, 1, 3 and 2; the last turns first
@@ -347,7 +368,7 @@ def test_a_saved_rollout_of_several_turns(tmp_path):
     assert found.batch["trajectory"].tolist() == [0, 0, 1, 2, 2, 3, 3]
     assert found.batch["turn"].tolist() == [0, 1, 0, 0, 1, 0, 1]
     assert reward_metrics(found.batch, ["length"]) == reward_metrics(made, ["length"])
-    assert found.metrics["completions/mean_length"] == pytest.approx(8 / 7)
+    assert found.metrics["completions/mean_length"] == 8 / 4  # of a trajectory
     with pytest.raises(DataError, match=r"has \[2\] samples per prompt, but num_generations=4"):
         replayed(tmp_path, 3, 2, 4, ["length"], version=1)
     save_rollout(tmp_path, 4, 0, 1, Batch.concat([made, made]))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training import critic
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
+from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels, loss_mask
 from tests.reference.grpo_case import build_model
 from tests.unit.training.critic_case import critic_batch
 from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
@@ -83,3 +83,27 @@ def test_values_at_tokens_without_a_target_reach_no_gradient(wild: float, monkey
         return leaf.grad
 
     assert torch.equal(gradient(torch.where(mask, values, wild)), gradient(values))
+
+
+# ------------------------------------------------------------------------------------------------- truncation
+
+ENDS = ("stop", "length", "turns", "time", "error", "abort")
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_every_limit_masks_and_no_other_end_does(is_on: bool) -> None:
+    """Three tokens each, of which the second is the environment's. What failed has no reward."""
+    completions = Jagged.from_rows([[5, 6, 7]] * len(ENDS), torch.int64)
+    batch = Batch(
+        {
+            "completion_ids": completions,
+            "completion_mask": completions.with_values(completions.values != 6),
+            "finish_reason": list(ENDS),
+            "rewards": torch.tensor([math.nan if end == "error" else 1.0 for end in ENDS], dtype=torch.float64),
+        }
+    )
+    kept = completions.with_values(loss_mask(batch, mask_truncated_completions=is_on))
+    left_out = {"error", *(("length", "turns", "time") if is_on else ())}
+    assert {end: row.tolist() for end, row in zip(ENDS, kept, strict=True)} == {
+        end: [end not in left_out, False, end not in left_out] for end in ENDS
+    }

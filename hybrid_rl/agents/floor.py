@@ -1,0 +1,108 @@
+"""The floor: a rollout that users write themselves, `async def rollout_func(rows, client, **kw)`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from hybrid_rl.agents.client import AgentClient, TrajectoryEndedError
+from hybrid_rl.agents.trajectory import Trajectory, Turn
+from hybrid_rl.data.prompts import Messages
+from hybrid_rl.errors import DataError, counted
+
+Row = dict[str, Any]
+# Makes a trajectory for each row, in order, by asking the client.
+RolloutFunction = Callable[..., Awaitable[Sequence[Trajectory]]]
+
+
+class RolloutClient:
+    """The policy, for all trajectories of a rollout. rows: one dict for each trajectory to make.
+
+    make: the client of a trajectory by the place of its row, None for answers that belong to no row.
+    """
+
+    def __init__(self, rows: Sequence[Row], make: Callable[[int | None, Trajectory], AgentClient]) -> None:
+        self._places = {id(row): place for place, row in enumerate(rows)}
+        self._make = make
+        self._clients: dict[int, tuple[Trajectory, AgentClient]] = {}
+        self._loose = make(None, Trajectory())
+
+    def trajectory(self, row: Mapping[str, Any]) -> Trajectory:
+        """Begin the trajectory of a row, one of those that the function was given. Raises DataError for another."""
+        if id(row) not in self._places:
+            raise DataError("client.trajectory(row) takes one of the rows that the function was given, not a copy")
+        trajectory = Trajectory(row)
+        self._clients[id(trajectory)] = trajectory, self._make(self._places[id(row)], trajectory)
+        return trajectory
+
+    async def generate(
+        self,
+        prompt: Sequence[int] | Messages,
+        trajectory: Trajectory | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
+        """Return the policy's answer to token ids or chat messages.
+
+        trajectory: records it, if it is one of `self.trajectory`; None: nothing does. The other arguments, and what is
+        raised, are those of `AgentClient.generate`.
+        """
+        if trajectory is None:
+            client, recorded = self._loose, self._loose.trajectory
+        elif id(trajectory) in self._clients:
+            recorded, client = self._clients[id(trajectory)]
+        else:
+            raise DataError(
+                "generate(..., trajectory) takes a trajectory that client.trajectory(row) has made; leave it out for "
+                "an answer that your own Trajectory keeps"
+            )
+        try:
+            turn = await client.generate(prompt, tools=tools, max_tokens=max_tokens, stop=stop)
+        except TrajectoryEndedError as error:
+            recorded.end(error.reason)
+            raise
+        if trajectory is None:
+            recorded.samples.clear()
+            recorded.conversations.clear()
+        return turn
+
+
+def checked_trajectories(answer: Any, num_rows: int) -> list[Trajectory]:
+    """Return what a rollout_func has returned. Raises DataError unless it is a trajectory for each row, every one with
+    a token of the policy or an error, and with one number per token."""
+    if not isinstance(answer, list | tuple) or not all(isinstance(one, Trajectory) for one in answer):
+        raise DataError(
+            f"rollout_func returned {answer!r:.200} of type {type(answer).__name__}; return a list of Trajectory, one "
+            f"for each row, in the order of the rows"
+        )
+    if len(answer) != num_rows:
+        raise DataError(
+            f"rollout_func returned a list of {len(answer)} for {counted(num_rows, 'row')}; return one trajectory for "
+            f"each row, in the order of the rows"
+        )
+    if len({id(one) for one in answer}) != num_rows:
+        raise DataError("rollout_func returned the same trajectory more than once; make one for each row")
+    for place, trajectory in enumerate(answer):
+        _check(trajectory, f"rollout_func returned for row {place} a trajectory")
+    return list(answer)
+
+
+def _check(trajectory: Trajectory, what: str) -> None:
+    if not any(True in sample.mask for sample in trajectory.samples) and trajectory.end_reason in (None, "stop"):
+        raise DataError(
+            f"{what} without a token of the policy; ask by client.generate(..., trajectory), or tell why there is "
+            f'none by trajectory.end("error", "...")'
+        )
+    for number, sample in enumerate(trajectory.samples):
+        lengths = {name: len(getattr(sample, name)) for name in ("token_ids", "mask", "logprobs", "versions")}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"{what} whose sample {number} differs in the number of its entries: {lengths}")
+        if not sample.prompt_ids:
+            raise DataError(f"{what} whose sample {number} has no prompt_ids; give at least one token")
+        if len(sample.turn_rewards) != len(sample.turns):
+            raise DataError(
+                f"{what} whose sample {number} has {counted(len(sample.turns), 'turn')} and "
+                f"{len(sample.turn_rewards)} turn_rewards; give one (or None) for each turn"
+            )

@@ -1,0 +1,223 @@
+"""Trajectories of agents as columns of a batch, as inputs of reward functions, and as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_rl.agents.trajectory import Sample, Trajectory
+from hybrid_rl.batch import Jagged, SampleKey
+from hybrid_rl.data.prompts import Messages, Prompt
+from hybrid_rl.engines.base import EngineStats
+from hybrid_rl.metrics import MetricSums
+from hybrid_rl.rewards import RewardFailure, RewardInput
+from hybrid_rl.rewards.calling import CallOutcome, as_json
+from hybrid_rl.rewards.results import THE_AGENT, Part
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+
+AGENT = "agent"  # the name of rewards that agents give, and the reason of failures
+# End reasons whose counts are metrics.
+ENDS = ("stop", "length", "turns", "time", "error", "abort")
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass
+class Attempt:
+    """A trajectory at its place in a rollout. identity: its id in the run. failure: why it failed, a key of
+    `rewards.results.MEANINGS`; "" if it did not."""
+
+    task: RolloutTask
+    generation: int
+    identity: int
+    trajectory: Trajectory
+    failure: str = ""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """What is trained on: of a trajectory without any token a sample that teaches nothing."""
+        return [sample for sample in self.trajectory.samples if sample.token_ids] or [_nothing(self.task)]
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt, with what the environment added."""
+        return self.task.row.prompt if self.trajectory.prompt is None else self.trajectory.prompt
+
+    @property
+    def keys(self) -> list[SampleKey]:
+        """The key of each sample."""
+        return [SampleKey(self.identity, number) for number in range(len(self.samples))]
+
+    def reward_failure(self) -> RewardFailure | None:
+        """Return the failure that masks its reward, if it has failed."""
+        if not self.failure:
+            return None
+        return RewardFailure(THE_AGENT, self.keys[-1], self.failure, self.trajectory.error)
+
+
+def _nothing(task: RolloutTask) -> Sample:
+    """Return a sample of which no token is the policy's: a batch has one for every trajectory, and none is empty."""
+    prompt = tuple(task.row.prompt_ids) or (0,)
+    sample = Sample(prompt)
+    sample.add_environment(prompt[-1:])
+    return sample
+
+
+def conversation_of(attempt: Attempt, decode: Decode) -> tuple[Prompt, str | Messages]:
+    """Return prompt and completion as reward functions get them: messages if the policy was asked with messages."""
+    trajectory, prompt = attempt.trajectory, attempt.prompt
+    if trajectory.messages:
+        return prompt, trajectory.messages
+    if not trajectory.conversations:
+        return prompt, decode(attempt.samples[-1].token_ids)
+    first = [dict(message) for message in trajectory.conversations[0].messages[:-1]]
+    last = [dict(message) for message in trajectory.conversations[-1].messages]
+    return first, last[len(first) :] if last[: len(first)] == first else last[-1:]
+
+
+def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardInput:
+    """Return what reward functions see of a trajectory: all of the conversation, and the tokens of its last sample."""
+    prompt, completion = conversation_of(attempt, decode)
+    columns, environment = attempt.task.row.columns, attempt.trajectory.environment
+    ids = list(attempt.samples[-1].token_ids)
+    group = call.group(attempt.task)
+    given = attempt.trajectory.given
+    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given)
+
+
+def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:
+    """Return one input for each sample, to join rewards by. inputs: by trajectory, of its last sample."""
+    found = []
+    for attempt in attempts:
+        last = inputs[attempt.identity]
+        for key, sample in zip(attempt.keys[:-1], attempt.samples, strict=False):
+            found.append(RewardInput(key, last.prompt, "", list(sample.token_ids), last.columns, last.group))
+        found.append(last)
+    return found
+
+
+def own_rewards(attempts: Sequence[Attempt], inputs: Sequence[RewardInput]) -> list[Part]:
+    """Return what trajectories got while they were made, as calls of a reward function would give it: rewards of turns
+    lie at the last token of their turn, that of the trajectory counts with its last sample. inputs: of all samples."""
+    values: list[float | None] = []
+    tokens: dict[int, list[float]] = {}
+    for attempt in attempts:
+        for number, sample in enumerate(attempt.samples):
+            given = [(span, reward) for span, reward in zip(sample.turns, sample.turn_rewards, strict=True)]
+            value = attempt.trajectory.reward if number == len(attempt.samples) - 1 else None
+            if any(reward is not None for _, reward in given):
+                dense = [0.0] * len(sample.token_ids)
+                for (_, end), reward in given:
+                    dense[max(end - 1, 0)] += reward or 0.0
+                tokens[len(values)] = dense
+                value = (value or 0.0) + sum(dense)
+            values.append(value)
+    return [(inputs, CallOutcome(values, {}, None, {}, [], tokens))]
+
+
+def has_own_reward(trajectory: Trajectory) -> bool:
+    """Whether a trajectory got any reward while it was made."""
+    turns = (reward for sample in trajectory.samples for reward in sample.turn_rewards)
+    return trajectory.reward is not None or any(reward is not None for reward in turns)
+
+
+def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: Decode) -> dict[str, Any]:
+    """Make the columns of trajectories, sample by sample, before anything is scored."""
+    rows = [(attempt, sample) for attempt in attempts for sample in attempt.samples]
+    completions = Jagged.from_rows([sample.token_ids for _, sample in rows], torch.int64)
+    prompts = Jagged.from_rows([list(sample.prompt_ids) for _, sample in rows], torch.int64)
+    keys = torch.tensor([key for attempt in attempts for key in attempt.keys], dtype=torch.int64).view(-1, 2)
+
+    def aligned(name: str, dtype: torch.dtype) -> Jagged:
+        values = [value for _, sample in rows for value in getattr(sample, name)]
+        return completions.with_values(torch.tensor(values, dtype=dtype))
+
+    def numbers(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    versions = [[version for version in sample.versions if version >= 0] for _, sample in rows]
+    return {
+        "prompt_ids": prompts,
+        "completion_ids": completions,
+        "completion_mask": aligned("mask", torch.bool),
+        "rollout_logprobs": aligned("logprobs", torch.float32),
+        "policy_version": aligned("versions", torch.int64),
+        # A sample without any token of the policy is as old as its rollout.
+        "oldest_version": numbers([min(of_sample, default=call.version) for of_sample in versions]),
+        "prompt_length": prompts.lengths,
+        "completion_length": completions.lengths,
+        "policy_length": numbers([sum(sample.mask) for _, sample in rows]),
+        "temperature": torch.full((len(rows),), call.params.temperature, dtype=torch.float64),
+        "group": numbers([call.group(attempt.task) for attempt, _ in rows]),
+        "trajectory": keys[:, 0],
+        "turn": keys[:, 1],
+        "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _ in rows],
+        "prompt": [attempt.prompt for attempt, _ in rows],
+        "completion": [decode(sample.token_ids) for _, sample in rows],
+        "conversation": [_conversation(attempt, number, decode) for attempt, number in _numbered(attempts)],
+        "row": [dict(attempt.task.row.columns) for attempt, _ in rows],
+    }
+
+
+def _numbered(attempts: Sequence[Attempt]) -> list[tuple[Attempt, int]]:
+    return [(attempt, number) for attempt in attempts for number in range(len(attempt.samples))]
+
+
+def _conversation(attempt: Attempt, number: int, decode: Decode) -> dict[str, Any]:
+    """Describe a sample for people. messages: of the whole trajectory, with its last sample only; tokens: who made
+    them, with the reward of each turn."""
+    sample, is_last = attempt.samples[number], number == len(attempt.samples) - 1
+    tokens: list[dict[str, Any]] = []
+    place = 0
+    for (start, end), reward in zip(sample.turns, sample.turn_rewards, strict=True):
+        tokens += [_span("environment", sample.token_ids[place:start], decode)] if start > place else []
+        tokens.append(_span("policy", sample.token_ids[start:end], decode) | {"reward": reward})
+        place = end
+    if place < len(sample.token_ids):
+        tokens.append(_span("environment", sample.token_ids[place:], decode))
+    shown: dict[str, Any] = {"tokens": tokens}
+    if is_last:
+        _, completion = conversation_of(attempt, decode)
+        shown["messages"] = as_written(completion) if isinstance(completion, list) else None
+        shown["error"] = attempt.trajectory.error or None
+    return shown
+
+
+def as_written(value: Any) -> Any:
+    """Return a value of the user's as JSON gives it back, for records; what JSON cannot hold, as its text."""
+    try:
+        return as_json(value, "conversation", 0)
+    except ValueError:
+        return repr(value)
+
+
+def _span(origin: str, token_ids: Sequence[int], decode: Decode) -> dict[str, Any]:
+    return {"origin": origin, "num_tokens": len(token_ids), "text": decode(token_ids)}
+
+
+def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: EngineStats, most_open: int) -> MetricSums:
+    """Return the metrics of the trajectories of a rank. before, after: counts of its engine; most_open: trajectories
+    that were under way at once."""
+    metrics, number = MetricSums(), len(attempts)
+    counts = [attempt.trajectory.counts for attempt in attempts]
+
+    def total(name: str) -> int:
+        return sum(count[name] for count in counts)
+
+    for name in ("turns", "tool_calls"):
+        metrics.mean(f"agents/{name}_mean", total(name), number)
+    metrics.mean("tools/call_frequency", total("tool_calls"), number)
+    metrics.mean("tools/failure_frequency", total("tool_failures"), max(total("tool_calls"), 1))
+    metrics.total("agents/tool_timeouts", total("tool_timeouts"))
+    metrics.total("agents/forks", total("forks"))
+    for reason in ENDS:
+        ended = sum(attempt.trajectory.end_reason == reason for attempt in attempts)
+        metrics.mean(f"agents/ended_{reason}", ended, number)
+    lengths = [sum(len(sample.token_ids) for sample in attempt.samples) for attempt in attempts]
+    metrics.mean("agents/conversation_length_mean", sum(lengths), number)
+    metrics.mean("agents/prefix_hit_share", after.prefix_hit_share(before), 1)
+    metrics.high("agents/open_max", most_open)
+    return metrics
