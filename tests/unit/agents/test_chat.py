@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
-from hybrid_rl.errors import DataError, HistoryRewrittenError, ModelError
+from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, ModelError
 from tests.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user
 
 TOOLS = [tool("add", a="integer", b="integer"), tool("echo", text="string")]
@@ -416,11 +416,11 @@ def test_what_cannot_be_rendered_is_an_error() -> None:
     with pytest.raises(ModelError, match="has no chat template"):
         Chat(build_tokenizer("", "<|im_end|>"))
     chat = build_chat("mistral")
-    with pytest.raises(DataError, match="no messages"):
+    with pytest.raises(MessagesRefusedError, match="no messages"):
         chat.prompt_ids([], (), [])
-    with pytest.raises(DataError, match=r"refuses the messages.*roles must alternate"):
+    with pytest.raises(MessagesRefusedError, match=r"refuses the messages.*roles must alternate"):
         chat.prompt_ids([user("a"), user("b")], (), [])
-    with pytest.raises(DataError, match="content is a text"):
+    with pytest.raises(MessagesRefusedError, match="content is a text"):
         chat.prompt_ids([{"role": "user", "content": {"a": 1}}], (), [])
 
 
