@@ -16,6 +16,7 @@ from hybrid_rl.agents.parsing import (
     MalformedCallError,
     ToolCall,
     argument_types,
+    as_declared,
     checked_call,
     find_calls,
     format_of,
@@ -233,6 +234,8 @@ class Chat:
         try:
             found = self.tokenizer.parse_response(text, prefix=prefix, tools=list(tools) or None)
             calls = [checked_call(call.get("function", call)) for call in found.pop("tool_calls", None) or ()]
+            # Descriptions of formats without quotes read 7 as a number, even if the tool takes a text.
+            calls = [as_declared(call, argument_types(tools)) for call in calls]
         except Exception as error:  # a broken description may raise anything, as may broken JSON
             return {"role": "assistant", "content": self._without_end(text), CALL_ERROR: _told(error)}
         content = found.pop("content", None)
