@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
@@ -20,7 +19,6 @@ from hybrid_rl.errors import (
     ConfigError,
     DataError,
     DivergedError,
-    EngineStateError,
     NoSignalError,
     NotYetSupportedError,
     do_all,
@@ -30,7 +28,8 @@ from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.collector import Collected, Collector, Generation, StepPlan, generations_of
+from hybrid_rl.rollout.collector import Collected, Generation, generations_of
+from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
@@ -40,9 +39,8 @@ from hybrid_rl.run.others import Tenant, bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.start import start_workers
+from hybrid_rl.run.start import make_collector, start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
-from hybrid_rl.workers.groups import PolicyGroup
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -71,6 +69,14 @@ class Trainer(Tenant):
     `prompt` (text or chat messages).
     config: a YAML file, a mapping or a `TrainerConfig`.
     reward_processing_classes: the tokenizers of reward models.
+    tools: functions, plain or async, that the policy may call; type hints and docstrings describe them to it.
+    environment_factory: a class, or a function that makes an object, or a dict of these by name, chosen by the column
+    `environment`. `reset(**row) -> str | None` begins a trajectory, public methods are its tools, and a method
+    `get_reward()`, if there is one, scores it; reward functions may take `environments`. Prompts, and with a single
+    class the dataset, may be left out.
+    rollout_func: `async def f(rows, client, **kw) -> list[Trajectory]`, which makes the trajectories of these rows.
+    agent: `async def f(row, base_url, api_key, **kw) -> float | dict | None`, a trajectory over an OpenAI-compatible
+    endpoint.
     overrides: any key of the configuration, by leaf name or path (`hybrid-rl keys` lists them).
 
     Raises ConfigError, DataError, ModelError or RewardError before any work starts if something cannot be used.
@@ -88,6 +94,10 @@ class Trainer(Tenant):
         callbacks: Sequence[Callback] = (),
         peft_config: Any = None,
         reward_processing_classes: Any = None,
+        tools: Sequence[Any] | None = None,
+        environment_factory: Any = None,
+        rollout_func: Any = None,
+        agent: Any = None,
         **overrides: Any,
     ) -> None:
         super().__init__()
@@ -100,11 +110,19 @@ class Trainer(Tenant):
                 raise ConfigError(
                     f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
                 )
-        data = (train_dataset, eval_dataset)
+        data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)
         with contextlib.ExitStack() as closing:
             run = prepare(
-                model, tokenizer, reward_funcs, *data, config, overrides, reward_processing_classes, closing=closing
+                model,
+                tokenizer,
+                reward_funcs,
+                *data,
+                config,
+                overrides,
+                reward_processing_classes,
+                agents,
+                closing=closing,
             )
             self._start(planned(run), callbacks, closing)
             self._closing = closing.pop_all()
@@ -130,7 +148,7 @@ class Trainer(Tenant):
         starting = still(self._log.display.message, f"starting {run.config.num_ranks} ranks", hint)
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
-        self.collector = _collector(run, self.policy, self._sampler)
+        self.collector = make_collector(run, self.policy, self._sampler)
         self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
         if run.resume is not None:
             self._restore(run.resume)
@@ -149,7 +167,7 @@ class Trainer(Tenant):
         KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
         trainer.max_steps = trainer.global_step in a callback's on_step_end.
         """
-        self._require_open()
+        self._require_idle("call fit()")
         with self._working("fit()"), self._run_shown():
             self._evaluate_at_start()
             while self.global_step < self.max_steps:
@@ -168,6 +186,7 @@ class Trainer(Tenant):
 
         Ctrl-C before the update undoes the step; once the update has begun it waits until the step is logged.
         """
+        self._require_idle("call step()")
         self._require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
@@ -276,6 +295,7 @@ class Trainer(Tenant):
 
         eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
         """
+        self._require_idle("evaluate")
         self._require_current()
         if self._run.data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
@@ -284,7 +304,7 @@ class Trainer(Tenant):
         doing = f"evaluation after step {self.global_step}"
         each, params = self.config.eval.num_generations_eval, self._run.eval_params
         with self._working("evaluate()"):
-            with broken_model_explained(doing, self.run_folder):
+            with self._computing(), broken_model_explained(doing, self.run_folder):
                 state = self._state(self.global_step)
                 metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
             metrics["timing/evaluate"] = now() - start
@@ -310,9 +330,7 @@ class Trainer(Tenant):
         max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
         The same seed gives the same samples.
         """
-        self._require_open()
-        if self._guard.is_stepping:
-            raise EngineStateError("a training step is running; generate before or after it, or from on_step_end")
+        self._require_idle("generate")
         self._require_current()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
@@ -323,7 +341,8 @@ class Trainer(Tenant):
         check_numbers(num_generations, given)
         rows, params = generation_of(self._run, prompts, given, stop_strings)
         call = (rows, num_generations, params, self.policy_version, self._state(self.global_step))
-        batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
+        with self._computing():
+            batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
         return generations_of(batch.load() if isinstance(batch, BatchRef) else batch)
 
     def plan(self, layouts: str | Path | None = None) -> RunPlan:
@@ -343,7 +362,7 @@ class Trainer(Tenant):
 
         Raises CheckpointError if it cannot be written.
         """
-        self._require_open()
+        self._require_idle("save")
         if folder is None:
             self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
@@ -425,27 +444,3 @@ class Trainer(Tenant):
 
     def _update_weights_again(self) -> None:
         self._handoff = largest(self.policy.update_weights_again(self.policy_version))
-
-
-def _collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
-    """Make the collector of a run."""
-    config, rewards, needs = run.config, run.config.rewards, run.config.advantage.needs
-    plan = StepPlan(
-        sampler,
-        config.data.prompts_per_step,
-        config.algorithm.num_generations,
-        run.train_params,
-        max_refills=config.algorithm.max_refills,
-        greedy_baseline=Needs.BASELINE_REWARDS in needs,
-        rollouts_path=None if config.rollouts_path is None else Path(config.rollouts_path),
-        demonstrates=Needs.DEMONSTRATIONS in needs,
-    )
-    return Collector(
-        policy,
-        run.reward_names,
-        plan,
-        max_failure_share=rewards.max_reward_failure_share,
-        reward_weights=run.rewards.weights(rewards.reward_weights),
-        success_reward=config.eval.success_reward,
-        tells_success=run.rewards.num_added < len(run.reward_names),
-    )

@@ -164,7 +164,14 @@ class ContractEngine(RolloutEngine):
         return finished
 
     def _run(self, chunks: list[Chunk]) -> list[tuple[Sequence, int, float]]:
-        """A pass: write the keys of all chunks, then choose a token for every sequence whose last chunk it was."""
+        """A pass: copy what newcomers continue, write the keys of all chunks, then choose a token for every sequence
+        whose last chunk it was."""
+        size = self._config.block_size
+        copies = [(chunk.copied_block, chunk.sequence.blocks[chunk.start // size]) for chunk in chunks]
+        pairs = [(source, block) for source, block in copies if source >= 0]
+        held = [self._kv[source * size : (source + 1) * size].clone() for source, _ in pairs]
+        for (_, block), keys in zip(pairs, held, strict=True):
+            self._kv[block * size : (block + 1) * size] = keys
         for chunk in chunks:
             start, end = chunk.start, chunk.start + chunk.count
             token_ids = torch.tensor(chunk.sequence.context(start, end))
@@ -172,13 +179,13 @@ class ContractEngine(RolloutEngine):
         for chunk in chunks:
             end = chunk.start + chunk.count
             # Full blocks are shared; the last, partly filled one is written by each sequence and so is copied.
-            own = end - end % self._config.block_size
+            own = end - end % size
             for follower in chunk.followers:
                 self._kv[self._slots(follower, own, end)] = self._kv[self._slots(chunk.sequence, own, end)]
         sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
         tokens, logprobs = self._choose(sequences) if sequences else ([], [])
         if chunks:
-            self._scheduler.count(chunks)
+            self._scheduler.complete(chunks)
         return list(zip(sequences, tokens, logprobs, strict=True))
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> list[int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from hybrid_rl.agents.trajectory import Completion, Conversation, EndReason, Trajectory, Turn
 from hybrid_rl.data.prompts import Messages
@@ -48,12 +49,22 @@ class ChatFormat(Protocol):
         configuration refuses it."""
         ...
 
-    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Return an answer as an assistant message, with the tool calls that are found in it."""
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Return an answer as an assistant message, with what its prompt had begun of it and with the tool calls that
+        are found in it. tools: the schemas that the prompt showed. `tool_call_error` says why a call cannot be read:
+        the message then has no `tool_calls`, and its content is the text as it was written."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt that is text, as those of a dataset are encoded."""
+    @property
+    def error_role(self) -> Literal["tool", "user"]:
+        """The role of the message that tells the policy about a call that could not be read."""
+        ...
+
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """Return the tokens of a prompt that is text, as those of a dataset are encoded. goes_on: the text follows
+        other tokens, so that none are put before it."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -95,6 +106,8 @@ class AgentClient:
         self._tokens, self._place, self._generation = tokens, place, generation
         self._is_open = is_open
         self._asked: Counter[str] = Counter()
+        self._num_asked = 0
+        self._told: list[int] = []  # of each conversation of the trajectory, the number of its request
 
     async def generate(
         self,
@@ -141,22 +154,34 @@ class AgentClient:
         if room < 1:
             raise TrajectoryEndedError("length")
         digest = hashlib.blake2b(repr(tuple(ids)).encode(), digest_size=16).hexdigest()
+        number, self._num_asked = self._num_asked, self._num_asked + 1
         first = self._asked[digest]
         self._asked[digest] += count
         room = room if max_tokens is None else min(room, max_tokens)
-        turns = []
-        for completion in await _all(
-            self._tokens.complete(
-                ids, max_tokens=room, stop=stop, seed_parts=(self._place, self._generation, digest, first + number)
+        samples = [self.trajectory.claim(ids) for _ in range(count)]
+        try:
+            completions = await _all(
+                self._tokens.complete(
+                    ids, max_tokens=room, stop=stop, seed_parts=(self._place, self._generation, digest, first + copy)
+                )
+                for copy in range(count)
             )
-            for number in range(count)
-        ):
-            message = self.chat.parse(completion.token_ids, ids)
-            sample, number = self.trajectory.record(ids, completion)
+        except BaseException:
+            for sample in reversed(samples):
+                self.trajectory.release(sample)
+            raise
+        turns = []
+        for completion, sample in zip(completions, samples, strict=True):
+            message = self.chat.parse(completion.token_ids, ids, tools)
+            where = self.trajectory.record(ids, completion, sample)
             if is_chat:
-                known = Conversation((*messages, message), tuple(tools), (*ids, *completion.token_ids))
-                self.trajectory.conversations.append(known)
-            turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, sample, number))
+                # An answer that the caller began is one message with what the policy added to it.
+                before = messages[:-1] if messages[-1].get("role") == "assistant" else messages
+                known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids))
+                place = bisect.bisect(self._told, number)
+                self._told.insert(place, number)
+                self.trajectory.conversations.insert(place, known)
+            turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, *where))
         return turns
 
     def tokens_left(self, prompt_ids: Sequence[int]) -> int:

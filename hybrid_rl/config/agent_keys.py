@@ -28,7 +28,8 @@ class AgentConfig:
     tool_call_format: Literal["auto", "hermes", "llama3", "mistral", "glm", "none"] = key(
         "auto", "how tool calls are written; auto = the tokenizer's own description, or by its chat template"
     )
-    rewritten_history: Literal["fork", "error"] = key(
+    rewritten_history: Literal["fork", "keep", "error"] = key(
         "fork",
-        "if the chat template renders earlier turns differently later on: train on both as separate samples, or refuse",
+        "if the chat template renders earlier turns differently later on: train on both as separate samples, go on "
+        "with the tokens as they were, or refuse",
     )

@@ -219,6 +219,12 @@ class RolloutConfig:
         """Consecutive ranks that run one engine together."""
         return 1
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences decoded together by the engine; its own keys stand under its name."""
+        own: EngineConfig = getattr(self, self.engine)
+        return own.max_num_seqs
+
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if this engine cannot run this configuration."""
         return

@@ -42,14 +42,16 @@ class PromptRow:
     Attributes:
         index: row index in the dataset; in a stream, the count of rows before it in the same pass.
         prompt: text or chat messages, as the user gave it.
-        prompt_ids: token ids that the model will see (at least one).
+        prompt_ids: token ids that the model will see (at least one). An agent's environment may add to them.
         columns: every other dataset column of the row; the reward call receives them by name.
+        has_prompt: whether the dataset has a prompt; if not, `prompt` is an empty one.
     """
 
     index: int
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     columns: Mapping[str, Any]
+    has_prompt: bool = True
 
 
 class PromptRoom(NamedTuple):
@@ -65,8 +67,9 @@ def shorten(value: Any, max_chars: int = 60) -> str:
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
-def check_column_names(names: Sequence[Any], where: str) -> None:
-    """Raise DataError unless there is a column `prompt` and all columns can be passed to a reward function by keyword.
+def check_column_names(names: Sequence[Any], where: str, *, needs_prompt: bool = True) -> None:
+    """Raise DataError unless all columns can be passed to a reward function by keyword, and, if needs_prompt, there is
+    a column `prompt`.
 
     `where` names the dataset or row in the message.
     """
@@ -76,7 +79,7 @@ def check_column_names(names: Sequence[Any], where: str) -> None:
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise DataError(f"{where} has the column {duplicates[0]!r} more than once; rename or drop one of them")
-    if PROMPT_COLUMN not in names:
+    if needs_prompt and PROMPT_COLUMN not in names:
         near = difflib.get_close_matches(PROMPT_COLUMN, names, n=1, cutoff=0.5)
         hint = f" (the nearest name is {near[0]!r})" if near else ""
         present = ", ".join(repr(name) for name in names) or "none"
@@ -94,8 +97,9 @@ def check_reserved_columns(names: Iterable[str], where: str) -> None:
             )
 
 
-def prompt_kind(prompt: Any, row: int) -> PromptKind:
-    """Return whether a prompt is text or chat messages; raise DataError, naming `row`, if it is neither or is empty."""
+def prompt_kind(prompt: Any, row: int, *, may_be_empty: bool = False) -> PromptKind:
+    """Return whether a prompt is text or chat messages; raise DataError, naming `row`, if it is neither or is empty.
+    may_be_empty: whether messages may have no text, because an environment adds it."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"row {row}: the prompt {prompt!r} is empty; remove the row or give it a text")
@@ -109,7 +113,9 @@ def prompt_kind(prompt: Any, row: int) -> PromptKind:
         raise DataError(f"row {row}: the prompt is an empty list of messages; remove the row or add a message")
     for position, message in enumerate(prompt):
         _check_message(message, f"row {row}, message {position}")
-    if all(not _content_text(message).strip() and not message.get("tool_calls") for message in prompt):
+    if not may_be_empty and all(
+        not _content_text(message).strip() and not message.get("tool_calls") for message in prompt
+    ):
         raise DataError(f"row {row}: the messages {shorten(prompt)} contain no text; remove the row or fill it")
     return "messages"
 
@@ -120,7 +126,7 @@ def _check_message(message: Any, where: str) -> None:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
-    if isinstance(content, list) and all(_is_text_block(block) for block in content):
+    if isinstance(content, list) and all(is_text_block(block) for block in content):
         return
     raise DataError(
         f"{where}: the content {shorten(content)} is of type {type(content).__name__}; content is a string, or a list "
@@ -129,7 +135,8 @@ def _check_message(message: Any, where: str) -> None:
     )
 
 
-def _is_text_block(block: Any) -> bool:
+def is_text_block(block: Any) -> bool:
+    """Whether a part of a message's content is text."""
     return isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
@@ -161,6 +168,7 @@ class PromptEncoder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         room: PromptRoom | None = None,
         media_columns: Sequence[str] = (),
+        needs_prompts: bool = True,
     ) -> None:
         """
         Args:
@@ -171,6 +179,7 @@ class PromptEncoder:
             chat_template_kwargs: extra keywords for the chat template (`enable_thinking`, `tools` ...).
             room: the highest value that max_prompt_length could have; None = any.
             media_columns: columns with inputs that the model could take but is not given: they must be empty.
+            needs_prompts: whether every row must have a prompt with text; if not, an environment or an agent adds it.
 
         Raises:
             ConfigError: an option has an unusable value, or the chat template does not read a keyword.
@@ -185,6 +194,7 @@ class PromptEncoder:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.room = room
         self.media_columns = tuple(media_columns)
+        self.needs_prompts = needs_prompts
         self._takes_blocks: bool | None = None
         self._check_template_kwargs()
 
@@ -205,11 +215,11 @@ class PromptEncoder:
         rows = range(len(prompts)) if rows is None else rows
         if not prompts:
             return []
-        first, first_row = (prompt_kind(prompts[0], rows[0]), rows[0]) if kind is None else (kind, 0)
+        first, first_row = (self.kind(prompts[0], rows[0]), rows[0]) if kind is None else (kind, 0)
         for prompt, row in zip(prompts, rows, strict=True):
-            if prompt_kind(prompt, row) != first:
+            if self.kind(prompt, row) != first:
                 raise DataError(
-                    f"row {row}: the prompt is {prompt_kind(prompt, row)}, but that of row {first_row} is {first}; "
+                    f"row {row}: the prompt is {self.kind(prompt, row)}, but that of row {first_row} is {first}; "
                     "give all prompts of a dataset as text, or all as messages"
                 )
         ids = self._encode_text(prompts, rows) if first == "text" else self._encode_messages(prompts, rows)
@@ -220,6 +230,16 @@ class PromptEncoder:
                 "change the prompt or the tokenizer"
             )
         return ids
+
+    def kind(self, prompt: Any, row: int) -> PromptKind:
+        """Return whether a prompt is text or messages. Raises DataError for one that cannot be used."""
+        return prompt_kind(prompt, row, may_be_empty=not self.needs_prompts)
+
+    @property
+    def empty_prompt(self) -> Prompt:
+        """The prompt of a row that has none: a message without text, or any text if there is no chat template."""
+        has_template = getattr(self.tokenizer, "chat_template", None) or self.chat_template_kwargs.get("chat_template")
+        return [{"role": "user", "content": ""}] if has_template else "."
 
     def limit(self, ids: list[int], row: int) -> list[int] | None:
         """Apply `max_prompt_length` to one prompt: return its ids, its last ids (`truncate`) or None (`drop`).

@@ -17,9 +17,11 @@ CHUNK_ROWS = 4096
 class SequenceRows:
     """Rows of a list, or of any object with a length and an index."""
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, rows: Any, *, needs_prompt: bool = True) -> None:
         self._rows = list(rows) if isinstance(rows, list | tuple) else rows
-        self.column_names: tuple[str, ...] = row_columns(self._rows[0], 0, None) if len(self._rows) else ()
+        self.column_names: tuple[str, ...] = ()
+        if len(self._rows):
+            self.column_names = row_columns(self._rows[0], 0, None, needs_prompt=needs_prompt)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -33,7 +35,7 @@ class SequenceRows:
             row = self._rows[index]
             if type(row) is not dict or row.keys() != names:
                 row_columns(row, index, self.column_names)
-            found.append(row[PROMPT_COLUMN])
+            found.append(row.get(PROMPT_COLUMN))
         return found
 
     def values(self, name: str) -> Iterator[Any]:
@@ -45,11 +47,13 @@ class SequenceRows:
 class HubRows:
     """Rows of a `datasets.Dataset`."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, needs_prompt: bool = True) -> None:
         self._dataset = dataset
         self.column_names: tuple[str, ...] = tuple(dataset.column_names)
+        self._prompts: Any = None
         if len(dataset):
-            check_column_names(self.column_names, "the dataset")
+            check_column_names(self.column_names, "the dataset", needs_prompt=needs_prompt)
+        if len(dataset) and PROMPT_COLUMN in self.column_names:
             # Without the other columns (images, say), and without the user's tensor format, which makes arrays of
             # messages.
             self._prompts = dataset.select_columns([PROMPT_COLUMN]).with_format(None)
@@ -58,9 +62,11 @@ class HubRows:
         return len(self._dataset)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return {**self._dataset[index], **self._prompts[index]}
+        return self._dataset[index] if self._prompts is None else {**self._dataset[index], **self._prompts[index]}
 
     def prompts(self, start: int, stop: int) -> list[Any]:
+        if self._prompts is None:
+            return [None] * (stop - start)
         return list(self._prompts[start:stop][PROMPT_COLUMN])
 
     def values(self, name: str) -> Iterator[Any]:
@@ -73,11 +79,11 @@ class HubRows:
 class ArrowRows:
     """Rows of a `pyarrow.Table`."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, *, needs_prompt: bool = True) -> None:
         self._table = table
         self.column_names: tuple[str, ...] = tuple(table.column_names)
         if table.num_rows:
-            check_column_names(self.column_names, "the table")
+            check_column_names(self.column_names, "the table", needs_prompt=needs_prompt)
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -86,6 +92,8 @@ class ArrowRows:
         return self._table.slice(index, 1).to_pylist()[0]
 
     def prompts(self, start: int, stop: int) -> list[Any]:
+        if PROMPT_COLUMN not in self.column_names:
+            return [None] * (stop - start)
         return self._table.column(PROMPT_COLUMN).slice(start, stop - start).to_pylist()
 
     def values(self, name: str) -> Iterator[Any]:
@@ -94,8 +102,8 @@ class ArrowRows:
 
 
 Rows = SequenceRows | HubRows | ArrowRows
-"""Random access to the rows of a dataset. `prompts` reads only that column; `values` yields one column, row by row,
-without decoding any other."""
+"""Random access to the rows of a dataset. `prompts` reads only that column, None for each row if there is none;
+`values` yields one column, row by row, without decoding any other."""
 
 
 def _python(scalar: Any) -> Any:
@@ -170,14 +178,16 @@ def _read_parquet(path: Path) -> Any:
         raise DataError(f"the parquet file {str(path)!r} cannot be read: {error}; write it again") from error
 
 
-def row_columns(row: Any, index: int, expected: tuple[str, ...] | None) -> tuple[str, ...]:
+def row_columns(
+    row: Any, index: int, expected: tuple[str, ...] | None, *, needs_prompt: bool = True
+) -> tuple[str, ...]:
     """Return a row's column names. Raises DataError unless it is a dict with the `expected` ones (None = first row)."""
     if not isinstance(row, Mapping):
         raise DataError(
             f"row {index}: {shorten(row)} is of type {type(row).__name__}; every row must be a dict with a `prompt`"
         )
     if expected is None:
-        check_column_names(list(row), f"row {index}")
+        check_column_names(list(row), f"row {index}", needs_prompt=needs_prompt)
     elif len(row) != len(expected) or any(name not in row for name in expected):
         missing = [name for name in expected if name not in row]
         extra = [name for name in row if name not in expected]

@@ -21,7 +21,6 @@ from hybrid_rl.data.prompts import (
     PromptEncoder,
     PromptRow,
     is_shown_elsewhere,
-    prompt_kind,
     shorten,
 )
 from hybrid_rl.data.rows import (
@@ -55,6 +54,7 @@ class SizedSource:
         if len(rows) == 0:
             raise DataError("the dataset is empty; give at least one row with a `prompt`")
         self._rows = rows
+        self._empty = encoder.empty_prompt
         self.column_names: tuple[str, ...] = rows.column_names
         for name in (name for name in encoder.media_columns if name in rows.column_names):
             for index, value in enumerate(rows.values(name)):
@@ -64,10 +64,13 @@ class SizedSource:
         lengths: list[npt.NDArray[np.int64]] = []
         chunks: list[npt.NDArray[np.int32]] = []
         over: list[tuple[int, int]] = []  # (row, tokens)
+        self._has_prompts = PROMPT_COLUMN in rows.column_names
         with _collector_paused():
-            kind = prompt_kind(rows.prompts(0, 1)[0], 0)
+            kind = encoder.kind(rows.prompts(0, 1)[0] if self._has_prompts else self._empty, 0)
             for start in range(0, len(rows), CHUNK_ROWS):
                 prompts = rows.prompts(start, min(start + CHUNK_ROWS, len(rows)))
+                if not self._has_prompts:
+                    prompts = [self._empty] * len(prompts)
                 indices = np.arange(start, start + len(prompts))
                 ids = encoder.encode(prompts, range(start, start + len(prompts)), kind)
                 num_tokens = _lengths(ids)
@@ -112,7 +115,12 @@ class SizedSource:
         index = int(self._kept[position])
         ids = self._ids[self._offsets[position] : self._offsets[position + 1]]
         row = self._rows.row(index)
-        return PromptRow(index, row[PROMPT_COLUMN], tuple(ids.tolist()), _other_columns(row))
+        prompt = row[PROMPT_COLUMN] if self._has_prompts else self._empty
+        return PromptRow(index, prompt, tuple(ids.tolist()), _other_columns(row), self._has_prompts)
+
+    def values(self, name: str) -> Iterator[Any]:
+        """Yield one column, row by row, those of dropped rows too."""
+        return self._rows.values(name)
 
 
 class StreamSource:
@@ -129,8 +137,9 @@ class StreamSource:
         self._encoder = encoder
         self._shortest_dropped = 2**62
         for row in open_rows(0):
-            self.column_names: tuple[str, ...] = row_columns(row, 0, None)
-            self._kind = prompt_kind(row[PROMPT_COLUMN], 0)
+            self.column_names: tuple[str, ...] = row_columns(row, 0, None, needs_prompt=encoder.needs_prompts)
+            self._has_prompts = PROMPT_COLUMN in self.column_names
+            self._kind = encoder.kind(self._prompt_of(row), 0)
             ids = self._ids_of(row, 0)
             break
         else:
@@ -167,7 +176,7 @@ class StreamSource:
                 continue
             num_prompts += 1
             num_dropped = 0
-            yield PromptRow(index, row[PROMPT_COLUMN], tuple(ids), _other_columns(row))
+            yield PromptRow(index, self._prompt_of(row), tuple(ids), _other_columns(row), self._has_prompts)
         if start == 0 and num_prompts == 0:
             if num_dropped:
                 raise self._all_dropped(num_dropped, num_dropped - 1)
@@ -187,7 +196,10 @@ class StreamSource:
         for name in self._encoder.media_columns:
             if is_shown_elsewhere(row.get(name)):
                 raise self._encoder.media_error(name, index)
-        return self._encoder.encode([row[PROMPT_COLUMN]], [index], self._kind)[0]
+        return self._encoder.encode([self._prompt_of(row)], [index], self._kind)[0]
+
+    def _prompt_of(self, row: Mapping[str, Any]) -> Any:
+        return row[PROMPT_COLUMN] if self._has_prompts else self._encoder.empty_prompt
 
     def _all_dropped(self, num_dropped: int, last_row: int) -> DataError:
         return DataError(
@@ -215,18 +227,18 @@ def load_source(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSou
         raise _mapping_error(dataset)
     if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
         # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
-        return SizedSource(HubRows(dataset), encoder)
+        return SizedSource(HubRows(dataset, needs_prompt=encoder.needs_prompts), encoder)
     if is_instance(dataset, "pandas", "DataFrame"):
         dataset = frame_table(dataset)
     if is_instance(dataset, "pyarrow", "Table"):
-        return SizedSource(ArrowRows(dataset), encoder)
+        return SizedSource(ArrowRows(dataset, needs_prompt=encoder.needs_prompts), encoder)
     if isinstance(dataset, bytes) or not (hasattr(dataset, "__iter__") or callable(dataset) or _is_indexed(dataset)):
         raise DataError(
             f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
             "datasets.Dataset, a path, or a function that returns an iterator of dicts"
         )
     if _is_indexed(dataset):
-        return SizedSource(SequenceRows(dataset), encoder)
+        return SizedSource(SequenceRows(dataset, needs_prompt=encoder.needs_prompts), encoder)
     if hasattr(dataset, "__next__"):
         raise DataError(
             f"the dataset is a one-shot {type(dataset).__name__}, which cannot start again for another epoch or after "

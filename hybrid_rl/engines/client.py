@@ -193,6 +193,15 @@ class EngineClient:
             self._asked.clear()
             self._advance()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks step the engine together: then every step of one waits for one of each other."""
+        return self._coordinator is not None
+
+    def wake(self) -> None:
+        """End the wait of `advance`, if it waits. Thread-safe."""
+        self._asked.set()
+
     def wait(self, handle: Handle) -> list[FinishedSample]:
         """Return the rest of these requests, in the order in which they finish."""
         finished: list[FinishedSample] = []

@@ -34,22 +34,40 @@ class CallThread:
 
     def __init__(self, name: str, enter: Enter) -> None:
         self.calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._num_open = 0
+        self._lock = threading.Lock()
         self.thread = start_thread(name, self._run, enter)
 
     def _run(self) -> None:
         while (item := self.calls.get()) is not None:
             call, future = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # an exception that cannot even be formatted
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:  # an exception that cannot even be formatted
+                    self._note(-1)
+                    future.set_exception(error)
+                else:
+                    self._note(-1)
+                    future.set_result(result)
+                    del result
+            else:
+                self._note(-1)
             del item, call, future  # what the last call held is not kept while waiting for the next
+
+    def _note(self, change: int) -> None:
+        with self._lock:
+            self._num_open += change
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call runs or waits."""
+        return not self._num_open
 
     def start(self, call: Callable[[], T]) -> Future[T]:
         """Run a call after those before it. It can be cancelled until it begins."""
         future: Future[T] = Future()
+        self._note(1)
         self.calls.put((call, future))
         return future
 

@@ -32,9 +32,11 @@ class RewardModelEntry:
 @dataclass(frozen=True)
 class GivenReward:
     """A reward that samples bring along (`RewardInput.given`), in the place of a function: what an environment's
-    get_reward or an agent returned. name: of the source, and in metrics."""
+    get_reward or an agent returned. name: of the source, and in metrics. is_dense: whether it may be a number per
+    token."""
 
     name: str
+    is_dense: bool = False
 
     def outcome(self, inputs: Sequence[RewardInput]) -> CallOutcome:
         """Return the values of these samples, as a function that returns them would."""
@@ -55,6 +57,11 @@ class RewardList:
     def late(self) -> list[int]:
         """Places of the entries that score samples only when all are finished: reward models and judges."""
         return sorted([*self.models, *self.judges])
+
+    @property
+    def dense(self) -> list[int]:
+        """Places of the entries that may give a number per token."""
+        return [place for place, entry in (self.functions | self.given).items() if entry.is_dense]
 
     def max_length(self, sample_length: int) -> int:
         """Tokens of the longest sequence for the engine: a sample, or a judge's question with its answer."""

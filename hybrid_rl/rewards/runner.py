@@ -16,13 +16,14 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
+from hybrid_rl.process.call_process import END_SECONDS
 from hybrid_rl.process.threads import JOIN_SECONDS, LoopThread
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import ENVIRONMENTS, RewardInput
 from hybrid_rl.rewards.narrowing import call_narrowed
-from hybrid_rl.rewards.pool import END_SECONDS, ProcessCaller
-from hybrid_rl.rewards.results import Part, RewardResult, assemble
+from hybrid_rl.rewards.pool import ProcessCaller
+from hybrid_rl.rewards.results import Part, RewardFailure, RewardResult, assemble
 from hybrid_rl.rewards.threads import ThreadCaller, on_device
 
 ScoreBy = Literal["sample", "group"]
@@ -132,12 +133,17 @@ class RewardRunner:
                 atexit.register(self.close)
             return self._loop.start(self._score(inputs, trainer_state))
 
-    def join(self, inputs: Sequence[RewardInput], parts: Iterable[tuple[int, Part]]) -> RewardResult:
-        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards. Raises
-        DataError for repeated keys."""
+    def join(
+        self,
+        inputs: Sequence[RewardInput],
+        parts: Iterable[tuple[int, Part]],
+        failures: Sequence[RewardFailure] = (),
+    ) -> RewardResult:
+        """Join the outcomes of all calls over these samples, from one submission or several, to their rewards.
+        failures: of samples that failed before they could be scored. Raises DataError for repeated keys."""
         _check_keys(inputs)
-        dense = [place for place, spec in self.entries.functions.items() if spec.is_dense]
-        return assemble(self.names, self.weights, inputs, parts, dense=dense, late=self.entries.late)
+        dense, late = self.entries.dense, self.entries.late
+        return assemble(self.names, self.weights, inputs, parts, failures, dense=dense, late=late)
 
     async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> list[tuple[int, Part]]:
         """Make all calls over these samples."""
@@ -182,8 +188,8 @@ class RewardRunner:
 
     @property
     def is_dense(self) -> bool:
-        """Whether any function may give a number per token."""
-        return any(spec.is_dense for spec in self.functions)
+        """Whether any function may give a number per token, or an agent one per turn."""
+        return bool(self.entries.dense)
 
     def score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> RewardResult:
         """Score and wait. Raises as `submit` and its future."""

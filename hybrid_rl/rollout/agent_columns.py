@@ -14,14 +14,13 @@ from hybrid_rl.data.prompts import Messages, Prompt
 from hybrid_rl.engines.base import EngineStats
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardInput
-from hybrid_rl.rewards.calling import CallOutcome
-from hybrid_rl.rewards.results import Part
+from hybrid_rl.rewards.calling import CallOutcome, as_json
+from hybrid_rl.rewards.results import THE_AGENT, Part
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 
-AGENT = "agent"  # the name of agents in reports of failures, and the reason there
+AGENT = "agent"  # the name of rewards that agents give, and the reason of failures
 # End reasons whose counts are metrics.
 ENDS = ("stop", "length", "turns", "time", "error", "abort")
-FAILURES = {"error": AGENT, "interrupt": "interrupt", "ended": "ended"}
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -43,6 +42,11 @@ class Attempt:
         return [sample for sample in self.trajectory.samples if sample.token_ids] or [_nothing(self.task)]
 
     @property
+    def prompt(self) -> Prompt:
+        """The prompt, with what the environment added."""
+        return self.task.row.prompt if self.trajectory.prompt is None else self.trajectory.prompt
+
+    @property
     def keys(self) -> list[SampleKey]:
         """The key of each sample."""
         return [SampleKey(self.identity, number) for number in range(len(self.samples))]
@@ -51,7 +55,7 @@ class Attempt:
         """Return the failure that masks its reward, if it has failed."""
         if not self.failure:
             return None
-        return RewardFailure(AGENT, self.keys[-1], self.failure, self.trajectory.error)
+        return RewardFailure(THE_AGENT, self.keys[-1], self.failure, self.trajectory.error)
 
 
 def _nothing(task: RolloutTask) -> Sample:
@@ -64,15 +68,14 @@ def _nothing(task: RolloutTask) -> Sample:
 
 def conversation_of(attempt: Attempt, decode: Decode) -> tuple[Prompt, str | Messages]:
     """Return prompt and completion as reward functions get them: messages if the policy was asked with messages."""
-    trajectory, prompt = attempt.trajectory, attempt.task.row.prompt
-    if not trajectory.messages and not trajectory.conversations:
+    trajectory, prompt = attempt.trajectory, attempt.prompt
+    if trajectory.messages:
+        return prompt, trajectory.messages
+    if not trajectory.conversations:
         return prompt, decode(attempt.samples[-1].token_ids)
-    if trajectory.conversations:
-        first = [dict(message) for message in trajectory.conversations[0].messages[:-1]]
-        last = [dict(message) for message in trajectory.conversations[-1].messages]
-        begins = last[: len(first)] == first
-        return first, trajectory.messages or (last[len(first) :] if begins else last[-1:])
-    return prompt, trajectory.messages
+    first = [dict(message) for message in trajectory.conversations[0].messages[:-1]]
+    last = [dict(message) for message in trajectory.conversations[-1].messages]
+    return first, last[len(first) :] if last[: len(first)] == first else last[-1:]
 
 
 def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardInput:
@@ -81,7 +84,8 @@ def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardI
     columns, environment = attempt.task.row.columns, attempt.trajectory.environment
     ids = list(attempt.samples[-1].token_ids)
     group = call.group(attempt.task)
-    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment)
+    given = attempt.trajectory.given
+    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given)
 
 
 def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:
@@ -151,7 +155,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
         "trajectory": keys[:, 0],
         "turn": keys[:, 1],
         "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _ in rows],
-        "prompt": [attempt.task.row.prompt for attempt, _ in rows],
+        "prompt": [attempt.prompt for attempt, _ in rows],
         "completion": [decode(sample.token_ids) for _, sample in rows],
         "conversation": [_conversation(attempt, number, decode) for attempt, number in _numbered(attempts)],
         "row": [dict(attempt.task.row.columns) for attempt, _ in rows],
@@ -177,18 +181,24 @@ def _conversation(attempt: Attempt, number: int, decode: Decode) -> dict[str, An
     shown: dict[str, Any] = {"tokens": tokens}
     if is_last:
         _, completion = conversation_of(attempt, decode)
-        shown["messages"] = completion if isinstance(completion, list) else None
+        shown["messages"] = as_written(completion) if isinstance(completion, list) else None
         shown["error"] = attempt.trajectory.error or None
     return shown
+
+
+def as_written(value: Any) -> Any:
+    """Return a value of the user's as JSON gives it back, for records; what JSON cannot hold, as its text."""
+    try:
+        return as_json(value, "conversation", 0)
+    except ValueError:
+        return repr(value)
 
 
 def _span(origin: str, token_ids: Sequence[int], decode: Decode) -> dict[str, Any]:
     return {"origin": origin, "num_tokens": len(token_ids), "text": decode(token_ids)}
 
 
-def agent_metrics(
-    attempts: Sequence[Attempt], before: EngineStats, after: EngineStats, most_open: int
-) -> MetricSums:
+def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: EngineStats, most_open: int) -> MetricSums:
     """Return the metrics of the trajectories of a rank. before, after: counts of its engine; most_open: trajectories
     that were under way at once."""
     metrics, number = MetricSums(), len(attempts)
@@ -208,10 +218,6 @@ def agent_metrics(
         metrics.mean(f"agents/ended_{reason}", ended, number)
     lengths = [sum(len(sample.token_ids) for sample in attempt.samples) for attempt in attempts]
     metrics.mean("agents/conversation_length_mean", sum(lengths), number)
-    found, computed = (
-        sum(getattr(after, name) - getattr(before, name) for name in names)
-        for names in (("num_prefix_tokens", "num_shared_prompt_tokens"), ("num_prompt_tokens",))
-    )
-    metrics.mean("agents/prefix_hit_share", found, found + computed)
+    metrics.mean("agents/prefix_hit_share", after.prefix_hit_share(before), 1)
     metrics.high("agents/open_max", most_open)
     return metrics

@@ -6,9 +6,7 @@ import asyncio
 import inspect
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,14 +17,16 @@ from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.metrics import Timings, now
+from hybrid_rl.process.threads import CANCEL_SECONDS
 from hybrid_rl.rewards import RewardInput, RewardRunner
 from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.agent_columns import (
     AGENT,
     Attempt,
     agent_metrics,
+    as_written,
     has_own_reward,
     own_rewards,
     reward_input,
@@ -44,7 +44,7 @@ from hybrid_rl.rollout.scored import (
     reward_columns,
     whole_groups,
 )
-from hybrid_rl.rollout.turns import CANCEL_SECONDS, EngineTurns, TrajectoryTokens
+from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -82,11 +82,12 @@ class AgentRollout:
         self._limits, self._seed, self._config = limits, seed, config
         self._rollout_func, self._tokenizer = rollout_func, tokenizer
         self._max_open = config.max_open_trajectories or OPEN_PER_PLACE * max_running
-        self._turns = EngineTurns(client, max_running=max_running)
+        self._turns = EngineTurns(client)
         if (agent is None) == (rollout_func is None):
             raise ConfigError("a rollout of agents takes either an agent or a rollout_func")
         if rollout_func is not None:
             check_rollout_func(rollout_func)
+        self._is_closed = False
         self._judges: JudgeRound | None = None
         if rewards is not None and rewards.entries.judges:
             if encode is None:
@@ -105,7 +106,7 @@ class AgentRollout:
         rewards = self._rewards if call.is_scored else None
         before = self._client.stats()
         with self._client.session():
-            share = _Share(self, attempts, call, rewards)
+            share = _Share(self, attempts, call, rewards, _limits_of(self._limits, tasks, call))
             start = now()
             self._turns.run(share.run, call.version)
             end = now()
@@ -130,28 +131,30 @@ class AgentRollout:
         """Join rewards of functions with those that agents gave."""
         inputs = sample_inputs(attempts, share.inputs)
         parts = share.parts
-        if rewards.entries.own is not None:
-            parts = [*parts, *((rewards.entries.own, part) for part in own_rewards(attempts, inputs))]
+        own = [place for place, source in rewards.entries.given.items() if source.name == AGENT]
+        if own:
+            parts = [*parts, *((own[0], part) for part in own_rewards(attempts, inputs))]
         elif any(has_own_reward(attempt.trajectory) for attempt in attempts):
-            raise ConfigError("an agent gave a reward, but TrajectoryReward is not among the reward functions; add it")
+            raise ConfigError(f"an agent gave rewards, but GivenReward({AGENT!r}) is not among the reward functions")
         failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
         result = rewards.join(inputs, parts, failed)
         made = reward_columns(result, is_dense=rewards.is_dense)
-        ends = [(attempt, key == attempt.keys[-1]) for attempt in attempts for key in attempt.keys]
+        said = [
+            attempt.trajectory.extra if key == attempt.keys[-1] else {} for attempt in attempts for key in attempt.keys
+        ]
         made["extra"] = [
-            {**(attempt.trajectory.extra if is_last else {}), **extra}
-            for extra, (attempt, is_last) in zip(made["extra"], ends, strict=True)
+            {name: as_written(value) for name, value in of_agent.items()} | extra
+            for of_agent, extra in zip(said, made["extra"], strict=True)
         ]
         report = RolloutReport({}, first_in_full(result.failures), logged_means(result), result.retried)
         return Batch({**columns, **made}), report
 
     def close(self) -> None:
-        """End the event loop that agents run on; idempotent."""
-        for agent in (self._agent, self._rollout_func):
-            closing = getattr(agent, "aclose", None)
-            if closing is not None:
-                with suppress(TimeoutError):
-                    self._turns.start(closing()).result(CANCEL_SECONDS)
+        """Close the agent, if it has a method for that, and end the event loop that agents run on; idempotent."""
+        close = getattr(self._agent, "close", None)
+        if close is not None and not self._is_closed:
+            close()
+        self._is_closed = True
         self._turns.close()
 
 
@@ -164,17 +167,27 @@ class _Share:
     attempts: Sequence[Attempt]
     call: RolloutCall
     rewards: RewardRunner | None
+    limits: Limits
     inputs: dict[int, RewardInput] = field(default_factory=dict)
     parts: list[tuple[int, Part]] = field(default_factory=list)
     made_at: float = 0.0
     most_open: int = 0
     _num_open: int = 0
-    _futures: list[Future[list[tuple[int, Part]]]] = field(default_factory=list)
+    _scoring: list[asyncio.Task[list[tuple[int, Part]]]] = field(default_factory=list)
     _unscored: dict[int, list[RewardInput]] = field(default_factory=dict)  # of groups that are not whole yet
     _ready: list[RewardInput] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Make all trajectories, and wait until those that ended early are scored as well."""
+        """Make all trajectories, and wait until they are scored."""
+        try:
+            await self._make()
+            self.made_at = now()
+            for scoring in self._scoring:
+                self.parts += await scoring
+        finally:
+            self._release(self.attempts)
+
+    async def _make(self) -> None:
         if self.rollout._rollout_func is not None:
             await self._run_function(self.rollout._rollout_func)
         else:
@@ -187,31 +200,25 @@ class _Share:
 
             limit = min(self.rollout._max_open, len(self.attempts))
             await asyncio.gather(*(one_after_another() for _ in range(limit)))
-        self.made_at = now()
-        for future in self._futures:
-            self.parts += await asyncio.wrap_future(future)
 
     # -------------------------------------------------------------------------------------------- trajectories
 
-    def _client(self, attempt: Attempt | None, trajectory: Trajectory) -> tuple[AgentClient, TrajectoryTokens]:
-        """Make the client of a trajectory. attempt: None for answers that belong to none."""
+    def _client(
+        self, attempt: Attempt | None, trajectory: Trajectory, number: int = 0
+    ) -> tuple[AgentClient, TrajectoryTokens]:
+        """Make the client of a trajectory. attempt: None for answers that belong to none; number: of such an answer,
+        among those to its prompt."""
         rollout, call = self.rollout, self.call
         group = call.first_id if attempt is None else call.group(attempt.task)
-        place, generation = (-1, 0) if attempt is None else (attempt.task.place, attempt.generation)
-        tokens = TrajectoryTokens(rollout._turns, call, seed=rollout._seed, group=group)
-        # A call may ask for longer completions than a training step.
-        longer = max(0, call.params.max_tokens - rollout._limits.max_completion_length)
-        limits = replace(
-            rollout._limits,
-            max_completion_length=call.params.max_tokens,
-            max_length=rollout._limits.max_length + longer,
-        )
+        place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
+        priority = 0 if attempt is None else place * call.num_generations + generation
+        tokens = TrajectoryTokens(rollout._turns, call, seed=rollout._seed, group=group, priority=priority)
 
         def is_open() -> bool:
             return trajectory.end_reason is None and rollout._turns.is_open
 
         client = AgentClient(
-            tokens, rollout._chat, trajectory, limits, place=place, generation=generation, is_open=is_open
+            tokens, rollout._chat, trajectory, self.limits, place=place, generation=generation, is_open=is_open
         )
         return client, tokens
 
@@ -223,21 +230,24 @@ class _Share:
         trajectory = attempt.trajectory
         client, tokens = self._client(attempt, trajectory)
         row = attempt.task.row
-        episode = Episode(row.prompt, row.columns, client, trajectory)
+        episode = Episode(row.prompt if row.has_prompt else None, row.columns, client, trajectory, self.call.state)
         running = asyncio.ensure_future(_guarded(self.rollout._agent(episode), attempt))
-        await asyncio.wait({running}, timeout=self.rollout._config.trajectory_timeout_seconds)
-        if not running.done():
-            trajectory.end("time")
-            tokens.close("time")
-            running.cancel()
-            await asyncio.wait({running}, timeout=CANCEL_SECONDS)
+        seconds = self.rollout._config.trajectory_timeout_seconds
+        try:
+            await asyncio.wait({running}, timeout=seconds)
             if not running.done():
-                logger.warning(
-                    "the agent of trajectory %d goes on after trajectory_timeout_seconds=%g, although it was "
-                    "cancelled; its further work is not used. Let asyncio.CancelledError pass",
-                    *(attempt.identity, self.rollout._config.trajectory_timeout_seconds),
-                )
-        tokens.close(trajectory.end_reason or "stop")
+                trajectory.end("time")
+                tokens.close("time")
+                await _cancelled(running, attempt, f"trajectory_timeout_seconds={seconds:g}")
+        except asyncio.CancelledError:
+            trajectory.end("abort")
+            await _cancelled(running, attempt, "the rollout was cancelled")
+            raise
+        finally:
+            tokens.close(trajectory.end_reason or "stop")
+            await _finish(attempt)
+        if running.done() and not running.cancelled():
+            running.result()  # an AgentError
         self._num_open -= 1
         self._ended(attempt)
 
@@ -249,16 +259,12 @@ class _Share:
         timers: list[asyncio.TimerHandle] = []
         seconds = self.rollout._config.trajectory_timeout_seconds
 
-        def make(place: int | None, trajectory: Trajectory) -> AgentClient:
-            client, tokens = self._client(None if place is None else self.attempts[place], trajectory)
+        def make(place: int | None, trajectory: Trajectory, number: int) -> AgentClient:
+            client, tokens = self._client(None if place is None else self.attempts[place], trajectory, number)
             begun.append(tokens)
             if place is not None and seconds is not None:
-
-                def expire() -> None:
-                    trajectory.end("time")
-                    tokens.close("time")
-
-                timers.append(asyncio.get_running_loop().call_later(seconds, expire))
+                # Whether it wants more by then only the function knows: its next question ends it.
+                timers.append(asyncio.get_running_loop().call_later(seconds, tokens.close, "time"))
             return client
 
         whole = Attempt(self.attempts[0].task, 0, 0, Trajectory()) if self.attempts else None
@@ -272,7 +278,13 @@ class _Share:
                 tokenizer=self.rollout._tokenizer,
                 num_generations=self.call.num_generations,
             )
-            answer = await function(rows, RolloutClient(rows, make), **keywords)
+            try:
+                answer = await function(rows, RolloutClient(rows, make), **keywords)
+            except TrajectoryEndedError as error:
+                raise DataError(
+                    f"{error}, and rollout_func did not catch that: catch TrajectoryEndedError around what you ask "
+                    f"for one trajectory, and return the trajectory all the same; what was recorded stays"
+                ) from error
             made = checked_trajectories(answer, len(rows))
             for attempt, trajectory in zip(self.attempts, made, strict=True):
                 attempt.trajectory = trajectory
@@ -283,6 +295,7 @@ class _Share:
         for tokens in begun:
             tokens.close("stop")
         for attempt in self.attempts:
+            await _finish(attempt)
             if whole.failure:
                 attempt.trajectory, attempt.failure = whole.trajectory, whole.failure
             elif attempt.trajectory.end_reason == "error":
@@ -306,8 +319,43 @@ class _Share:
             self._ready.append(found)
         is_last = len(self.inputs) == len(self.attempts)
         if self._ready and (is_last or len(self._ready) * MAX_SUBMISSIONS >= len(self.attempts)):
-            self._futures.append(rewards.submit(self._ready, self.call.state))
-            self._ready = []
+            scored, self._ready = self._ready, []
+            self._scoring.append(asyncio.ensure_future(self._score(scored, rewards)))
+
+    async def _score(self, inputs: Sequence[RewardInput], rewards: RewardRunner) -> list[tuple[int, Part]]:
+        """Wait for the outcomes of all reward functions; what they needed of the trajectories is released then."""
+        try:
+            return await asyncio.wrap_future(rewards.submit(inputs, self.call.state))
+        finally:
+            keys = {sample.key.trajectory for sample in inputs}
+            self._release([attempt for attempt in self.attempts if attempt.identity in keys])
+
+    @staticmethod
+    def _release(attempts: Iterable[Attempt]) -> None:
+        """Tell these trajectories that they are scored, or will not be."""
+        for attempt in attempts:
+            hooks, attempt.trajectory.on_scored = attempt.trajectory.on_scored, []
+            for hook in hooks:
+                hook()
+
+
+async def _finish(attempt: Attempt) -> None:
+    """Tell a trajectory that it has ended."""
+    hooks, attempt.trajectory.on_end = attempt.trajectory.on_end, []
+    for hook in hooks:
+        await hook()
+
+
+async def _cancelled(running: asyncio.Task[None], attempt: Attempt, why: str) -> None:
+    """Cancel an agent, and wait for it if it lets itself be cancelled."""
+    running.cancel()
+    await asyncio.wait({running}, timeout=CANCEL_SECONDS)
+    if not running.done():
+        logger.warning(
+            "the agent of trajectory %d was cancelled (%s), but goes on; what it does is not used. Let "
+            "asyncio.CancelledError pass",
+            *(attempt.identity, why),
+        )
 
 
 async def _guarded(work: Awaitable[None], attempt: Attempt) -> None:
@@ -323,6 +371,9 @@ async def _guarded(work: Awaitable[None], attempt: Attempt) -> None:
             trajectory.end("abort")
             raise
         _fail(attempt, error, AGENT)
+    except AgentError:
+        trajectory.end("error")
+        raise
     except Exception as error:
         _fail(attempt, error, AGENT)
     except KeyboardInterrupt as error:
@@ -342,8 +393,22 @@ def _fail(attempt: Attempt, error: BaseException, failure: str) -> None:
     attempt.trajectory.end("error", "".join(traceback.format_exception(type(error), error, frames)))
 
 
+def _limits_of(limits: Limits, tasks: Sequence[RolloutTask], call: RolloutCall) -> Limits:
+    """Return the limits of a call, which may have longer prompts and ask for longer completions than training does."""
+    longest = max((len(task.row.prompt_ids) for task in tasks), default=0)
+    longer_prompt = 0 if limits.max_prompt_length is None else max(0, longest - limits.max_prompt_length)
+    longer = longer_prompt + max(0, call.params.max_tokens - limits.max_completion_length)
+    return replace(
+        limits,
+        max_completion_length=call.params.max_tokens,
+        max_length=limits.max_length + longer,
+        max_prompt_length=None if limits.max_prompt_length is None else limits.max_prompt_length + longer_prompt,
+    )
+
+
 def _row_of(task: RolloutTask) -> dict[str, Any]:
-    return {**task.row.columns, "prompt": task.row.prompt}
+    prompt = {"prompt": task.row.prompt} if task.row.has_prompt else {}
+    return {**task.row.columns, **prompt}
 
 
 def check_rollout_func(function: Any) -> None:

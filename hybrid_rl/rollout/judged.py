@@ -15,6 +15,7 @@ from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
 from hybrid_rl.rewards.judging import Question
 from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.late import LateScores
+from hybrid_rl.rollout.records import shown_completions
 
 Encode = Callable[[str | Messages], Sequence[int]]
 FIRST_JUDGE_ID = -2  # and downwards: requests of samples count upwards from 0, -1 is that of the probe
@@ -95,7 +96,7 @@ class JudgeRound:
         rows = batch["row"]
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        return judge.style.questions(batch["prompt"], batch["completion"], columns, batch["group"].tolist())
+        return judge.style.questions(batch["prompt"], shown_completions(batch), columns, batch["group"].tolist())
 
     def _request(
         self, number: int, judge: EngineJudge, question: Question, trajectories: Sequence[int], call: RolloutCall

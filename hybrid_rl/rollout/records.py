@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.batch import Batch
@@ -14,7 +15,9 @@ def sample_records(step: int, batch: Batch, names: Sequence[str], first: tuple[i
     """Write down key, prompt, completion and rewards of every sample of a batch.
 
     names: of the reward functions. first: the smallest group and trajectory of the step, over all ranks. Records count
-    from there, so that a resumed run writes the same ones, whatever it generated besides.
+    from there, so that a resumed run writes the same ones, whatever it generated besides. Samples of agents have also
+    `messages`, the conversation after the prompt, with the last sample of a trajectory; `tokens`, who made which tokens
+    of the completion, with the reward of each turn; and `error`, if one ended the trajectory.
     """
     first_group, first_trajectory = first
     columns = sorted({column for extra in batch["extra"] for column in extra})
@@ -34,7 +37,41 @@ def sample_records(step: int, batch: Batch, names: Sequence[str], first: tuple[i
             "rewards": dict(zip(names, values, strict=True)),
             "finish_reason": batch["finish_reason"][index],
         }
+        if "conversation" in batch:
+            record |= {name: value for name, value in batch["conversation"][index].items() if value is not None}
         if columns:
             record["extra"] = {column: batch["extra"][index].get(column) for column in columns}
         records.append(record)
     return records
+
+
+def shown_completions(batch: Batch) -> list[str]:
+    """Return the completion of each sample for readers: a conversation with its roles, a single completion as it is."""
+    if "conversation" not in batch:
+        return list(batch["completion"])
+    return [_conversation_text(shown) for shown in batch["conversation"]]
+
+
+def _conversation_text(shown: Mapping[str, Any]) -> str:
+    """Write down a conversation: its messages with their roles, or, if it has none, its tokens with who made them."""
+    if messages := shown.get("messages"):
+        return "\n".join(_message_text(message) for message in messages)
+    if len(shown["tokens"]) == 1:
+        return str(shown["tokens"][0]["text"])
+    return "\n".join(f"{span['origin']}: {span['text']}" for span in shown["tokens"])
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    """Write down a message: its role, its text, and each tool call as a call of a function."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(block.get("text", "")) for block in content)
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    made = [f"{call.get('name')}({_arguments_text(call.get('arguments'))})" for call in calls]
+    return f"{message['role']}: " + " -> ".join(part for part in (content.strip(), *made) if part)
+
+
+def _arguments_text(arguments: Any) -> str:
+    if not isinstance(arguments, Mapping):
+        return str(arguments or "")
+    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())

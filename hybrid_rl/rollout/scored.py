@@ -119,6 +119,9 @@ class ScoredRollout:
                 batch, report.failures = merge_late(batch, report.failures, rewards, late)
             return batch, report
 
+    def close(self) -> None:
+        """Nothing is left open between calls."""
+
     def _requests(self, task: RolloutTask, call: RolloutCall) -> list[RolloutRequest]:
         requests = []
         for generation in range(call.num_generations):
@@ -211,6 +214,7 @@ def first_in_full(failures: Sequence[RewardFailure]) -> list[RewardFailure]:
 
 
 def logged_means(result: RewardResult) -> MetricSums:
+    """Return what reward functions gave to log_metric, as means over samples."""
     logged = MetricSums()
     for name, numbers in result.metrics.items():
         logged.mean(name, sum(n * count for n, count in numbers), sum(count for _, count in numbers))

@@ -3,45 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.trajectory import Completion, EndReason
+from hybrid_rl.controller import enter_device
 from hybrid_rl.engines.base import RolloutRequest, derive_seed
 from hybrid_rl.engines.client import EngineClient, Handle
-from hybrid_rl.process.heartbeat import mark_progress
-from hybrid_rl.process.interrupts import interrupt_requested
-from hybrid_rl.rewards.threads import LoopThread
+from hybrid_rl.process.threads import CANCEL_SECONDS, JOIN_SECONDS, LoopThread
 from hybrid_rl.rollout.call import RolloutCall
 
 logger = logging.getLogger("hybrid_rl")
 
-IDLE_SECONDS = 0.05  # how soon an interrupt is seen while nothing is generated
-CANCEL_SECONDS = 1.0  # what coroutines get to end in after they were cancelled
-# Ranks that share an engine, and have nothing to generate, meet again after this share of the time for which that has
-# been so; within these bounds, in seconds.
-SHARED_IDLE_SHARE, SHARED_IDLE_SECONDS = 0.05, (0.0005, 0.005)
+# How soon a rank without work sees an interrupt; also how long ranks that share an engine let each other wait.
+IDLE_SECONDS, SHARED_IDLE_SECONDS = 0.05, 0.005
+# An event loop that answers nothing for so long is reported; it is asked so often at most.
+BLOCKED_SECONDS, WATCH_SECONDS = 20.0, 1.0
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class _Ask:
-    """A request of an agent, and the future that it awaits. handle: once the client has it."""
+    """A request of an agent, and the future on its event loop that it awaits."""
 
-    request: RolloutRequest
+    handle: Handle
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Completion]
-    handle: Handle | None = field(default=None)
 
     def resolve(self, found: Completion | BaseException) -> None:
         """Answer it, from any thread; nothing happens if nobody waits any more."""
@@ -59,19 +56,12 @@ class _Ask:
 
 
 class EngineTurns:
-    """The engine of a rank for agents: any number of them ask at once, from coroutines.
+    """The engine of a rank for agents: any number of them ask at once, from coroutines."""
 
-    max_running: requests that the client is given at once, as many as the engine runs together. The others wait here,
-    where those that go on with a trajectory pass those that begin one: a trajectory under way holds an environment and
-    cached prefixes.
-    """
-
-    def __init__(self, client: EngineClient, *, max_running: int) -> None:
-        self._client, self._max_running = client, max_running
-        self._lock = threading.Lock()  # of what waits and what runs
-        self._waiting: list[tuple[bool, int, _Ask]] = []  # a heap: begins a trajectory, order of arrival
-        self._running: dict[int, _Ask] = {}
-        self._wakes = threading.Event()  # something has arrived, or all is done
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._asks: dict[Handle, _Ask] = {}  # unfinished
         self._numbers = itertools.count()
         self._loop: LoopThread | None = None
         self._version: int | None = None  # of the rollout under way
@@ -81,149 +71,119 @@ class EngineTurns:
         """Whether a rollout is under way."""
         return self._version is not None
 
-    # ---------------------------------------------------------------------------------------------- agents' side
-
-    async def complete(self, request: RolloutRequest, *, begins: bool) -> Completion:
-        """Answer a request; its id is set here. begins: it is the first of its trajectory. Cancelled with its caller.
+    async def complete(self, request: RolloutRequest) -> Completion:
+        """Answer a request; its id is set here. Once the caller is cancelled, the engine drops it.
 
         Raises TrajectoryEndedError if no rollout is under way, DataError for a request that can never run.
         """
         loop = asyncio.get_running_loop()
-        ask = _Ask(replace(request, id=next(self._numbers)), loop, loop.create_future())
         with self._lock:
-            if not self.is_open:
+            if self._version is None:
                 raise TrajectoryEndedError("abort")
-            heapq.heappush(self._waiting, (begins, ask.request.id, ask))
-        self._wakes.set()
+            handle = self._client.submit([replace(request, id=next(self._numbers))], self._version)
+            ask = self._asks[handle] = _Ask(handle, loop, loop.create_future())
         try:
             return await ask.answer
-        except BaseException:
-            with self._lock:
-                if ask.handle is not None:
-                    self._client.cancel(ask.handle)
-            self._wakes.set()
+        except asyncio.CancelledError:
+            self._client.cancel(handle)
             raise
-
-    # ---------------------------------------------------------------------------------------------- engine's side
 
     def run(self, main: Callable[[], Coroutine[Any, Any, T]], version: int) -> T:
         """Run a coroutine to its end on the event loop while this thread steps the engine, inside a session of the
         client. version: of the weights that answer.
 
-        With an engine that several ranks share, all of them call this, and go on stepping together until the last of
-        them leaves its session. Tasks that the coroutine leaves behind are cancelled. Raises what the coroutine
-        raises, and KeyboardInterrupt if an interrupt was requested: then it was cancelled.
+        With an engine that several ranks share, all of them call this; the last to leave its session ends it. Tasks
+        that the coroutine leaves behind are cancelled. Raises what the coroutine raises, and KeyboardInterrupt if an
+        interrupt was requested: then it was cancelled.
         """
         if self._loop is None:
-            self._loop = LoopThread("agents")
+            self._loop = LoopThread("agents", enter_device)
         ended = threading.Event()
-        self._wakes.clear()
         self._version = version
         running = self._loop.start(_tidy(main, ended))
-        running.add_done_callback(lambda _: self._wakes.set())
+        running.add_done_callback(lambda _: self._client.wake())
+        watch = _LoopWatch(self._loop)
+        idle = SHARED_IDLE_SECONDS if self._client.is_shared else IDLE_SECONDS
         try:
-            self._drive(running, self._loop)
-            result = running.result()
-            if not ended.is_set():
-                self._leave_behind()
-            return result
+            while not running.done():
+                self._client.advance(idle_seconds=idle)
+                self._answer()
+                watch.look()
+            return running.result()
         except BaseException:
             running.cancel()
-            if not ended.wait(2 * CANCEL_SECONDS):
-                self._leave_behind()
             raise
         finally:
-            self._close_up()
+            self._close_up(ended)
 
-    def _drive(self, running: Future[Any], loop: LoopThread) -> None:
-        """Step the engine until the coroutine has ended."""
-        idle_since = time.monotonic()
-        while not running.done():
-            if interrupt_requested():
-                raise KeyboardInterrupt
-            self._wakes.clear()
-            self._feed()
-            if self._client.has_work or self._client.is_shared:
-                self._client.step()
-                self._collect()
-            if self._client.has_work:
-                idle_since = time.monotonic()
-                continue
-            seconds = IDLE_SECONDS
-            if self._client.is_shared:
-                low, high = SHARED_IDLE_SECONDS
-                seconds = min(max((time.monotonic() - idle_since) * SHARED_IDLE_SHARE, low), high)
-            # A loop that is blocked, as by time.sleep inside of `async def`, makes no progress.
-            loop.loop.call_soon_threadsafe(mark_progress)
-            if not running.done():
-                self._wakes.wait(seconds)
-
-    def _feed(self) -> None:
-        """Give the client as many requests as the engine runs at once."""
-        assert self._version is not None
+    def _answer(self) -> None:
+        """Answer those whose requests have finished."""
         with self._lock:
-            while self._waiting and len(self._running) < self._max_running:
-                ask = heapq.heappop(self._waiting)[-1]
-                if ask.answer.done():  # its caller was cancelled
-                    continue
-                try:
-                    ask.handle = self._client.submit([ask.request], self._version)
-                except Exception as error:
-                    ask.resolve(error)
-                else:
-                    self._running[ask.request.id] = ask
-
-    def _collect(self) -> None:
-        """Answer the agents whose requests have finished."""
-        with self._lock:
-            finished = [ask for ask in self._running.values() if ask.handle and not ask.handle.num_unfinished]
+            finished = [ask for handle, ask in self._asks.items() if not handle.num_unfinished]
             for ask in finished:
-                del self._running[ask.request.id]
+                del self._asks[ask.handle]
         for ask in finished:
-            assert ask.handle is not None
             for made in ask.handle.take():
                 ask.resolve(Completion(made.completion_ids, made.logprobs, made.versions, made.finish_reason))
 
-    def _close_up(self) -> None:
-        """Answer nobody any more. What the client still has of them ends with its session."""
+    def _close_up(self, ended: threading.Event) -> None:
+        """Answer nobody any more, and wait until the coroutine and all its tasks have ended. What the client still has
+        of them ends with its session."""
         with self._lock:
             self._version = None
-            left = [*(ask for *_, ask in self._waiting), *self._running.values()]
-            self._waiting.clear()
-            self._running.clear()
+            left = list(self._asks.values())
+            self._asks.clear()
         for ask in left:
-            if ask.handle is not None:
-                self._client.cancel(ask.handle)
+            self._client.cancel(ask.handle)
             ask.resolve(TrajectoryEndedError("abort"))
-
-    def _leave_behind(self) -> None:
-        """Begin again on another event loop: something blocks this one, or refuses to end."""
-        logger.warning(
-            "agents did not end within %.0f s after they were cancelled: a call blocks their event loop, or catches "
-            "asyncio.CancelledError and goes on; their thread is left behind, perhaps still running. Inside of "
-            "`async def`, await what takes long, or run it by asyncio.to_thread",
-            2 * CANCEL_SECONDS,
-        )
-        if self._loop is not None:
+        if not ended.wait(2 * CANCEL_SECONDS) and self._loop is not None:
+            logger.warning(
+                "agents did not end within %.0f s after they were cancelled: a call blocks their event loop, or "
+                "catches asyncio.CancelledError and goes on; their thread is left behind, perhaps still running",
+                2 * CANCEL_SECONDS,
+            )
             self._loop.stop()
             self._loop = None
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the event loop, outside of a rollout: to open or close what agents keep there."""
-        if self._loop is None:
-            self._loop = LoopThread("agents")
-        return self._loop.start(coroutine)
 
     def close(self) -> None:
         """End the event loop and its thread; one that hangs is not waited for. Idempotent."""
         if self._loop is not None:
             self._loop.stop()
-            self._loop.thread.join(CANCEL_SECONDS)
+            self._loop.thread.join(JOIN_SECONDS)
             self._loop = None
 
 
+class _LoopWatch:
+    """Reports an event loop that is blocked: nobody's agents go on then, and no limit of time ends them."""
+
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
+        self._asked = self._answered = time.monotonic()
+        self._is_told = False
+
+    def look(self) -> None:
+        """Ask the loop whether it is there, and warn, once, if it has not answered for long."""
+        now = time.monotonic()
+        if self._answered >= self._asked:
+            if now - self._answered > min(WATCH_SECONDS, BLOCKED_SECONDS / 4):
+                self._asked = now
+                self._loop.loop.call_soon_threadsafe(self._note_answer)
+        elif not self._is_told and now - self._asked > BLOCKED_SECONDS:
+            self._is_told = True
+            frame = sys._current_frames().get(self._loop.thread.ident or 0)
+            where = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+            logger.warning(
+                "no agent has gone on for %.0f s, because a call blocks their event loop: inside of `async def`, await "
+                "what takes long, or run it by `await asyncio.to_thread(...)`. It is at\n%s",
+                *(BLOCKED_SECONDS, where),
+            )
+
+    def _note_answer(self) -> None:
+        self._answered = time.monotonic()
+
+
 async def _tidy(main: Callable[[], Coroutine[Any, Any, T]], ended: threading.Event) -> T:
-    """Run a coroutine, and cancel the tasks that it leaves behind."""
+    """Run a coroutine, and cancel the tasks that it leaves behind. ended: set if all have ended."""
     others = asyncio.all_tasks()
     try:
         return await main()
@@ -239,11 +199,10 @@ async def _tidy(main: Callable[[], Coroutine[Any, Any, T]], ended: threading.Eve
 
 class TrajectoryTokens:
     """The TokenSource of one trajectory. call: the rollout that it is part of. seed: of the run. group: of its row;
-    samples of equal prompts in it share keys and values."""
+    samples of equal prompts in it share keys and values. priority: of two that wait, the lower one goes first."""
 
-    def __init__(self, turns: EngineTurns, call: RolloutCall, *, seed: int, group: int) -> None:
-        self._turns, self._call, self._seed, self._group = turns, call, seed, group
-        self._begins = True
+    def __init__(self, turns: EngineTurns, call: RolloutCall, *, seed: int, group: int, priority: int) -> None:
+        self._turns, self._call, self._seed, self._group, self._priority = turns, call, seed, group, priority
         self._ended: EndReason | None = None
         self._open: set[asyncio.Task[Completion]] = set()
 
@@ -251,18 +210,17 @@ class TrajectoryTokens:
         self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str], seed_parts: Sequence[int | str]
     ) -> Completion:
         """Generate at most max_tokens tokens, as `TokenSource.complete`. Raises TrajectoryEndedError once `close` was
-        called, also if it waits meanwhile."""
+        called, also while it waits."""
         if self._ended is not None:
             raise TrajectoryEndedError(self._ended)
-        call, begins, self._begins = self._call, self._begins, False
         params = replace(
-            call.params,
+            self._call.params,
             max_tokens=max_tokens,
-            stop_strings=(*call.params.stop_strings, *stop),
-            seed=derive_seed(self._seed, call.params.seed, call.purpose, *seed_parts),
+            stop_strings=(*self._call.params.stop_strings, *stop),
+            seed=derive_seed(self._seed, self._call.params.seed, self._call.purpose, *seed_parts),
         )
-        request = RolloutRequest(0, tuple(prompt_ids), params, group=self._group)
-        asking = asyncio.ensure_future(self._turns.complete(request, begins=begins))
+        request = RolloutRequest(0, tuple(prompt_ids), params, group=self._group, priority=self._priority)
+        asking = asyncio.ensure_future(self._turns.complete(request))
         self._open.add(asking)
         try:
             return await asking
@@ -277,5 +235,5 @@ class TrajectoryTokens:
     def close(self, reason: EndReason) -> None:
         """Generate nothing more. Answers that are under way are cancelled, and the engine drops them."""
         self._ended = self._ended or reason
-        for asking in self._open:
+        for asking in tuple(self._open):
             asking.get_loop().call_soon_threadsafe(asking.cancel)

@@ -117,26 +117,31 @@ def check_rewards(
     *,
     has_eval: bool,
     processing_classes: Any = None,
+    sources: Sequence[Any] = (),
+    has_environments: bool = False,
 ) -> tuple[RewardSetup, list[str]]:
-    """Return the reward functions as the workers get them, and their names: the user's, then those that the
-    configuration adds. columns: of the dataset, None if unknown. Raises ConfigError for unusable ones."""
+    """Return the reward functions as the workers get them, and their names: the user's, then the sources that come with
+    samples, then those that the configuration adds. columns: of the dataset, None if unknown. has_environments: whether
+    functions can be given environments. Raises ConfigError for unusable ones."""
     given = [] if reward_funcs is None else reward_funcs
     functions = with_model_entries(given, processing_classes)
-    if not functions and config.advantage.needs_rewards:
-        raise ConfigError("there is no reward: pass reward_funcs= (a function or a list of functions)")
-    if not functions and has_eval:
+    is_rewarded = bool(functions or sources)
+    if not is_rewarded and config.advantage.needs_rewards:
+        hint = ", or give the environment a method get_reward()" if has_environments else ""
+        raise ConfigError(f"there is no reward: pass reward_funcs= (a function or a list of functions){hint}")
+    if not is_rewarded and has_eval:
         raise ConfigError(
             "evaluation needs a reward function: pass reward_funcs=, or leave out eval_dataset (eval_path)"
         )
-    if not functions:
+    if not is_rewarded:
         _refuse_what_rewards_would_feed(config)
-    added: list[Any] = [] if functions else [no_reward]
+    added: list[Any] = [] if is_rewarded else [no_reward]
     if config.rewards.overlong_buffer is not None:
         added.append(overlong_penalty(config.rollout.max_completion_length, config.rewards.overlong_buffer))
     for entry in functions:
         if isinstance(entry, RewardModelEntry) and isinstance(entry.model, (str, Path)):
             load_settings(str(entry.model), config)
-    setup = RewardSetup([*functions, *added], columns, len(added))
+    setup = RewardSetup([*functions, *sources, *added], columns, len(added), len(sources), has_environments)
     with setup.runner(config) as runner:
         _check_step_rewards(config, is_dense=runner.is_dense)
         return setup, runner.names

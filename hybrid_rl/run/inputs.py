@@ -8,14 +8,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.prompts import AUDIO_COLUMNS, IMAGE_COLUMNS, PromptEncoder, PromptRoom, PromptRow
 from hybrid_rl.data.source import SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.load import Medium
+from hybrid_rl.run.agents import check_rows, widest
 
 Source = SizedSource | StreamSource
 MEDIA_COLUMNS: dict[Medium, tuple[str, ...]] = {"images": IMAGE_COLUMNS, "audio": AUDIO_COLUMNS}
+OBSERVATION_LENGTH = 1024  # tokens that an agent's prompt may get on top of the dataset's, without max_prompt_length
 PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every eighth handoff
 
 
@@ -50,18 +53,27 @@ def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom 
 
 @dataclass(frozen=True)
 class Data:
-    """The prompt sources of a run and the encoder that made them."""
+    """The prompt sources of a run and the encoder that made them. grows: whether prompts become longer when they are
+    used, by environments or agents. given_length: max_prompt_length as configured."""
 
     encoder: PromptEncoder
     train: Source
     eval: SizedSource | None
+    grows: bool = False
+    given_length: int | None = None
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt; None for a stream, whose length is unknown."""
+        """Tokens of the longest prompt; None for a stream, whose length is unknown. If agents or environments make or
+        extend prompts: what those may have."""
         if not isinstance(self.train, SizedSource):
             return None
-        return max(source.max_length for source in (self.train, self.eval) if source is not None)
+        longest = max(source.max_length for source in (self.train, self.eval) if source is not None)
+        if not self.grows:
+            return longest
+        room = self.encoder.room
+        most = longest + OBSERVATION_LENGTH if room is None else min(longest + OBSERVATION_LENGTH, room.num_tokens)
+        return self.given_length or most
 
     @property
     def first(self) -> PromptRow:
@@ -81,21 +93,28 @@ def load_data(
     tokenizer: PreTrainedTokenizerBase,
     max_positions: int | None,
     media: Collection[Medium] = (),
+    agents: AgentSetup | None = None,
 ) -> Data:
     """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path).
 
     max_positions: the longest sequence that the model allows, None if unknown.
-    media: the kinds of input that the model takes besides text."""
+    media: the kinds of input that the model takes besides text.
+    agents: what makes trajectories; environments and agents may do without prompts, and one environment without a
+    dataset."""
     room = prompt_room(config, max_positions)
+    grows, schemas = agents is not None and agents.makes_prompts, widest(agents)
     encoder = PromptEncoder(
         tokenizer,
         max_prompt_length=config.data.max_prompt_length or (room.num_tokens if room else None),
         overlong_prompts=config.data.overlong_prompts,
-        chat_template_kwargs=config.data.chat_template_kwargs,
+        chat_template_kwargs={**config.data.chat_template_kwargs, **({"tools": schemas} if schemas else {})},
         room=room,
         media_columns=[name for medium in media for name in MEDIA_COLUMNS[medium]],
+        needs_prompts=not grows,
     )
     train = config.data.train_path if train is None else train
+    if train is None and agents is not None and agents.kinds:
+        train = _empty_rows(agents, config)
     if train is None:
         raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
     source = load_source(train, encoder)
@@ -103,4 +122,20 @@ def load_data(
     held_out = None if evaluation is None else load_source(evaluation, encoder)
     if held_out is not None and not isinstance(held_out, SizedSource):
         raise ConfigError("eval_dataset is a stream; give a dataset of fixed size, so that evaluations can be compared")
-    return Data(encoder, source, held_out)
+    if agents is not None:
+        check_rows(source, agents, "the training data")
+        if held_out is not None:
+            check_rows(held_out, agents, "the evaluation data")
+    return Data(encoder, source, held_out, grows, config.data.max_prompt_length)
+
+
+def _empty_rows(agents: AgentSetup, config: TrainerConfig) -> list[dict[str, Any]]:
+    """Return rows for an environment that finds its own tasks: one step's, which repeat (as in TRL)."""
+    if agents.is_by_name:
+        raise ConfigError(
+            "environment_factory is a dict, so a dataset must say by its column `environment` which row needs which: "
+            "pass train_dataset=, or a single class"
+        )
+    if config.max_steps is None:
+        raise ConfigError("without train_dataset= the environment finds its own tasks, for ever: set max_steps")
+    return [{}] * config.data.prompts_per_step

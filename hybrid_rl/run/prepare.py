@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
 from hybrid_rl.checkpoint.manifest import check_model_texts
@@ -40,6 +41,7 @@ from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
+from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.checks import (
     check_attention,
     check_critic,
@@ -246,6 +248,7 @@ class Run:
     lock: FolderLock | None = None  # on the folder of a resumed run
     hardware: Hardware = NO_GPU
     plan: MemoryPlan | None = None  # of memory, if one was made
+    agents: AgentSetup | None = None  # what makes trajectories of many turns
 
     @property
     def module(self) -> PreTrainedModel | None:
@@ -286,11 +289,12 @@ def prepare(
     config: Any,
     overrides: Mapping[str, Any],
     processing_classes: Any = None,
+    agents: AgentArguments | None = None,
     *,
     closing: contextlib.ExitStack,
 ) -> Run:
-    """Check the user's arguments, cheapest checks first. closing: releases the run folder when it is closed. Raises
-    ConfigError, DataError, ModelError or CheckpointError."""
+    """Check the user's arguments, cheapest checks first. closing: releases the run folder, and closes environments that
+    were made to look at them, when it is closed. Raises ConfigError, DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
     module_device = device_of(model)
@@ -324,12 +328,19 @@ def prepare(
     check_stop_strings(resolved.rollout.stop_strings, choice.tokenizer)
     teacher_path, critic_path = check_teacher(resolved, choice.tokenizer), check_critic(resolved)
     media = media_of(choice.settings)
-    data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, media)
+    made_by = check_agents(agents or AgentArguments(), resolved, choice.tokenizer, closing)
+    data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, media, made_by)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None
     rewards, names = check_rewards(
-        reward_funcs, resolved, columns, has_eval=data.eval is not None, processing_classes=processing_classes
+        reward_funcs,
+        resolved,
+        columns,
+        has_eval=data.eval is not None,
+        processing_classes=processing_classes,
+        sources=reward_sources(made_by),
+        has_environments=made_by is not None and bool(made_by.kinds),
     )
     phases = memory_phases(resolved, has_reward_models=rewards.has_models)
     skeleton = choice.skeleton(resolved)
@@ -340,7 +351,8 @@ def prepare(
     if resume is not None:
         check_resumed(resume, is_auto=resolved.resume == "auto")
     models = (choice, skeleton, teacher_path, critic_path)
-    return Run(resolved, *models, data, rewards, names, training, evaluating, max_steps, resume, phases, lock, hardware)
+    scoring, params = (rewards, names), (training, evaluating)
+    return Run(resolved, *models, data, *scoring, *params, max_steps, resume, phases, lock, hardware, agents=made_by)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
+from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.weights.sources import ObjectSource
@@ -52,6 +55,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         first_prompt=run.data.first.prompt,
         teacher=_recipe(run.teacher_path, run.config),
         expected=None if run.plan is None else run.plan.expected(),
+        agents=run.agents,
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
     if isinstance(run.config.controller, RayControllerConfig):
@@ -107,6 +111,30 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         if group is not None and group.num_ranks > 1:
             preflight(group)
     return policy
+
+
+def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
+    """Make the collector of a run."""
+    config, rewards, needs = run.config, run.config.rewards, run.config.advantage.needs
+    plan = StepPlan(
+        sampler,
+        config.data.prompts_per_step,
+        config.algorithm.num_generations,
+        run.train_params,
+        max_refills=config.algorithm.max_refills,
+        greedy_baseline=Needs.BASELINE_REWARDS in needs,
+        rollouts_path=None if config.rollouts_path is None else Path(config.rollouts_path),
+        demonstrates=Needs.DEMONSTRATIONS in needs,
+    )
+    return Collector(
+        policy,
+        run.reward_names,
+        plan,
+        max_failure_share=rewards.max_reward_failure_share,
+        reward_weights=run.rewards.weights(rewards.reward_weights),
+        success_reward=config.eval.success_reward,
+        tells_success=run.rewards.num_added < len(run.reward_names),
+    )
 
 
 class RayRanks:

@@ -24,10 +24,11 @@ from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.likeness import check_fingerprint
+from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.records import sample_records, shown_completions
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
@@ -36,6 +37,7 @@ from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 from hybrid_rl.training.optimizer import no_gradients_left
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.skipped import SkippedUpdate
+from hybrid_rl.workers.agents import agent_rollout
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.handoff_probe import HandoffProbe
 from hybrid_rl.workers.residents import TrainerMemory
@@ -105,14 +107,13 @@ class HybridWorker(WorkerBase):
         self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)
         longest = model.length_limit
         limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
-        self._rollout = ScoredRollout(
-            self._client,
-            self._rewards,
-            setup.decode,
-            seed=config.seed,
-            encode=judge_encoder(setup.tokenizer, config.data.chat_template_kwargs),
-            max_length=min(limits),
-        )
+        encode = judge_encoder(setup.tokenizer, config.data.chat_template_kwargs)
+        judging: Any = {"encode": encode, "max_length": min(limits)}
+        self._rollout: ScoredRollout | AgentRollout
+        if setup.agents is None:
+            self._rollout = ScoredRollout(self._client, self._rewards, setup.decode, seed=config.seed, **judging)
+        else:
+            self._rollout = agent_rollout(setup, self._client, self._rewards, **judging)
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
         self._reward_models.check_prompts(setup.first_prompt)
@@ -294,7 +295,7 @@ class HybridWorker(WorkerBase):
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:
         """Return key, prompt, completion and reward of this rank's samples."""
-        columns = (sample_keys(batch), map(str, batch["prompt"]), batch["completion"])
+        columns = (sample_keys(batch), map(str, batch["prompt"]), shown_completions(batch))
         return list(zip(*columns, batch["rewards"].tolist(), strict=True))
 
     @dispatch(collect="all")
@@ -308,8 +309,13 @@ class HybridWorker(WorkerBase):
         if self._context.is_data_leader:
             save_rollout(folder, step, self._context.data_rank, self._context.num_data_ranks, batch)
 
+    def arena_bytes(self) -> int | None:
+        """Return bytes of host memory in which residents of this rank wait; None if memory.offload names none."""
+        return self._memory.arena_bytes
+
     def close(self) -> None:
         """Stop scoring and generating. Modules that the user has passed get their weights back."""
+        self._rollout.close()
         self._rewards.close()
         self._wake_what_is_the_users(make_room=self._side.close)
         self._side.close()

@@ -110,17 +110,27 @@ class RewardModel:
         if is_text:
             ids = self._tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
         else:
-            ids = self._chat(prompt, completion)
+            told = batch["conversation"][row].get("messages") if "conversation" in batch else None
+            ids = self._chat(prompt, completion, told)
         if not ids:
             raise ModelError(f"reward model {self.name!r}: its tokenizer makes no token of {prompt + completion!r}")
         return ids, []
 
-    def _chat(self, prompt: Sequence[Mapping[str, Any]], completion: str) -> list[int]:
-        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    def _chat(
+        self, prompt: Sequence[Mapping[str, Any]], completion: str, told: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """Return the tokens of a conversation. told: what followed the prompt, None = the completion only."""
+        whole = [*prompt, *(told or ())]
+        messages = [{key: value for key, value in message.items() if value is not None} for message in whole]
+        if told:
+            return self._templated(messages)
         if messages[-1]["role"] == "assistant":  # the completion continues it
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + completion}
         else:
             messages.append({"role": "assistant", "content": completion})
+        return self._templated(messages)
+
+    def _templated(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
 
 

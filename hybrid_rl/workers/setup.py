@@ -21,11 +21,14 @@ from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 @dataclass(frozen=True)
 class RewardSetup:
     """The reward functions, and how they are called. available_columns: of the dataset, None = not known. num_added:
-    how many of them, the last ones, the configuration added to the user's; each weighs 1."""
+    how many of them, the last ones, the configuration added to the user's; num_sources: how many before those are
+    rewards that come with samples; each of both weighs 1. has_environments: whether functions get `environments`."""
 
     functions: Any
     available_columns: tuple[str, ...] | None
     num_added: int = 0
+    num_sources: int = 0
+    has_environments: bool = False
 
     @property
     def has_models(self) -> bool:
@@ -34,7 +37,7 @@ class RewardSetup:
 
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
         """Return the weights of all functions, from those that the user gave."""
-        return None if given is None else [*given, *([1.0] * self.num_added)]
+        return None if given is None else [*given, *([1.0] * (self.num_sources + self.num_added))]
 
     def runner(self, config: TrainerConfig) -> RewardRunner:
         """Make their runner. Raises ConfigError for functions that cannot be used."""
@@ -45,6 +48,7 @@ class RewardSetup:
             num_processes=config.rewards.reward_processes,
             timeout_seconds=config.rewards.reward_timeout_seconds,
             score_by=config.rewards.score_by,
+            has_environments=self.has_environments,
         )
 
 

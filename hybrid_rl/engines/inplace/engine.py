@@ -108,7 +108,7 @@ class InPlaceEngine(EmbeddedEngine):
         self._aborted = set()
         finished = [self._finish(sequence, "abort") for sequence in leaving]
         if sampled is not None:
-            self._scheduler.count(chunks)
+            self._scheduler.complete(chunks)
             ended, events = self._extended(sampled.sequences, sampled.tokens, sampled.logprobs)
             for sequence in ended:
                 self._scheduler.remove(sequence)

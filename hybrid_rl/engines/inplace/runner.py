@@ -79,7 +79,9 @@ class Runner:
         self._is_prepared = False
 
     def prepare(self, chunks: list[Chunk]) -> Pass:
-        """Replay the chunks that a graph can compute, and upload what the layers need for the others."""
+        """Copy the blocks that newcomers continue, replay the chunks that a graph can compute, and upload what the
+        layers need for the others."""
+        self._copy_continued(chunks)
         replayed: list[Sequence] = []
         if self._graphs is not None:
             if not self._is_prepared:
@@ -202,17 +204,31 @@ class Runner:
             return in_one(*sample(logits, params, tables["generated"]))
         return choose(logits, params, tables["uniform"])
 
+    def _copy_continued(self, chunks: list[Chunk]) -> None:
+        """Before anything is written: a block that is copied may belong to somebody else in this pass already."""
+        size = self._cache.block_size
+        self._copy(
+            [
+                (chunk.copied_block, chunk.sequence.blocks[chunk.start // size])
+                for chunk in chunks
+                if chunk.copied_block >= 0
+            ]
+        )
+
     def _copy_tails(self, chunks: list[Chunk]) -> None:
         """Full prompt blocks are shared; the last, partly filled one is written by each sequence and so is copied."""
-        source: list[int] = []
-        destination: list[int] = []
+        copies: list[tuple[int, int]] = []
         for chunk in chunks:
             full, rest = divmod(chunk.start + chunk.count, self._cache.block_size)
             if rest:
-                source += [chunk.sequence.blocks[full]] * len(chunk.followers)
-                destination += [follower.blocks[full] for follower in chunk.followers]
-        if source:
+                copies += [(chunk.sequence.blocks[full], follower.blocks[full]) for follower in chunk.followers]
+        self._copy(copies)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to) each; all are read before any is written."""
+        if copies:
             tables = Tables(self._model.device)
+            source, destination = zip(*copies, strict=True)
             tables.add("source", source)
             tables.add("destination", destination)
             tables.send()

@@ -14,14 +14,13 @@ from hybrid_rl.engines.inplace.slots import SlotTable
 
 @dataclass(eq=False)
 class Sequence(Generation):
-    """A request being answered. num_cached: tokens whose keys and values are in the cache after the planned pass; node,
-    num_remembered: how many of its blocks other prompts can find."""
+    """A request being answered. num_cached: tokens whose keys and values are in the cache after the planned pass;
+    nodes: of the prefixes of it that fill blocks which others can find, from the empty one on."""
 
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
     slot: int = -1
-    node: int = ROOT
-    num_remembered: int = 0
+    nodes: list[int] = field(default_factory=lambda: [ROOT])
 
     @property
     def num_tokens(self) -> int:
@@ -50,13 +49,15 @@ class Sequence(Generation):
 class Chunk:
     """Tokens start .. start + count of a sequence, to be computed in a pass. If they are its last ones, the sequence
     and its followers (samples of the same prompt that share its blocks) each get a token from them. is_new: it was
-    not in the pass before; what it found in the cache may be written by this very pass."""
+    not in the pass before; what it found in the cache may be written by this very pass. copied_block: whose contents
+    the first block that this chunk writes has to begin with, copied before the pass writes anything; -1 = none."""
 
     sequence: Sequence
     start: int
     count: int
     followers: list[Sequence] = field(default_factory=list)
     is_new: bool = False
+    copied_block: int = -1
 
     @property
     def is_last(self) -> bool:
@@ -177,14 +178,21 @@ class Scheduler:
         """Admit the first that waits, as far as budget and blocks allow; None if it must go on waiting."""
         sequence = self.waiting[0]
         length = sequence.num_tokens
+        size = self.pool.block_size
         shared: list[int] = []
-        node = ROOT
+        nodes = [ROOT]
+        tail, num_tail = -1, 0
         if self.remember_prefixes:
             # The last token is always computed: its hidden state gives the next one.
-            limit = (length - 1) // self.pool.block_size
-            shared, node = self.pool.find(sequence.context(0, length), limit)
-            self.pool.share(shared)
-        num_cached = len(shared) * self.pool.block_size
+            tokens = sequence.context(0, length - 1)
+            shared, nodes = self.pool.find(tokens, len(tokens) // size)
+            place = len(shared) * size
+            tail, num_tail = self.pool.find_tail(nodes[-1], tokens[place : place + size - 1])
+        num_cached = len(shared) * size + num_tail
+        if num_tail and self.pool.may_continue(tail, num_tail):
+            shared.append(tail)
+            tail = -1
+        self.pool.share(shared)
         count = min(length - num_cached, budget)
         needed = self.blocks_for(num_cached + count) - len(shared)
         # Whoever runs needs another block soon; without this margin the newcomer would push itself out again.
@@ -193,11 +201,12 @@ class Scheduler:
             return None
         self.waiting.popleft()
         self.counters.num_prefix_tokens += num_cached
-        sequence.node, sequence.num_remembered = node, len(shared)
+        self.pool.touch(tail)
+        sequence.nodes = nodes
         sequence.num_cached = num_cached + count
         self._start(sequence, [*shared, *self.pool.take(needed)])
         self._remember(sequence)
-        return Chunk(sequence, num_cached, count, is_new=True)
+        return Chunk(sequence, num_cached, count, is_new=True, copied_block=tail)
 
     def _fork(self, chunk: Chunk) -> None:
         """Let those that wait for the same prompt share its blocks. The last one, if it is not full, is written by
@@ -212,7 +221,7 @@ class Scheduler:
             shared = leader.blocks[:full]
             self.pool.share(shared)
             follower.num_cached = leader.num_cached
-            follower.node, follower.num_remembered = leader.node, leader.num_remembered
+            follower.nodes = [*leader.nodes]
             self._start(follower, [*shared, *self.pool.take(own)])
             chunk.followers.append(follower)
 
@@ -232,19 +241,28 @@ class Scheduler:
         """Blocks that this pass fills can be found from now on, also by who is in the same pass: a pass writes all its
         keys before it reads any."""
         size = self.pool.block_size
-        while self.remember_prefixes and (sequence.num_remembered + 1) * size <= sequence.num_cached:
-            index = sequence.num_remembered
+        while self.remember_prefixes and len(sequence.nodes) * size <= sequence.num_cached:
+            index = len(sequence.nodes) - 1
             tokens = tuple(sequence.context(index * size, (index + 1) * size))
-            sequence.node = self.pool.remember(sequence.node, tokens, sequence.blocks[index])
-            sequence.num_remembered += 1
+            sequence.nodes.append(self.pool.remember(sequence.nodes[index], tokens, sequence.blocks[index]))
+
+    def _remember_tail(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let the block that these tokens of a sequence fill in part be found from the next pass on: it is copied
+        before that pass, so it must have been written by then."""
+        full, rest = divmod(num_tokens, self.pool.block_size)
+        if self.remember_prefixes and rest:
+            tokens = tuple(sequence.context(num_tokens - rest, num_tokens))
+            self.pool.remember_tail(sequence.nodes[full], tokens, sequence.blocks[full])
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a running sequence: its blocks and its slot become free."""
+        """Remove a running sequence: its blocks and its slot become free. Who continues it finds all that it had in the
+        cache."""
+        self._remember_tail(sequence, sequence.num_cached)
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         self.slots.release(sequence.slot)
-        sequence.blocks = []
-        sequence.slot, sequence.num_cached, sequence.node, sequence.num_remembered = -1, 0, ROOT, 0
+        sequence.blocks, sequence.nodes = [], [ROOT]
+        sequence.slot, sequence.num_cached = -1, 0
 
     def take_aborted(self, ids: set[int]) -> list[Sequence]:
         """Remove the sequences of these requests, running or waiting; returns them."""
@@ -258,10 +276,13 @@ class Scheduler:
                 self.waiting.remove(sequence)
         return leaving
 
-    def count(self, chunks: Iterable[Chunk]) -> None:
-        """Count a pass that has been computed."""
+    def complete(self, chunks: Iterable[Chunk]) -> None:
+        """Count a pass that has been computed. Prompts whose last tokens it computed can be found but for the last one,
+        from which every sample of the same prompt has to be computed."""
         self.counters.num_steps += 1
         for chunk in chunks:
+            if chunk.is_last and not chunk.sequence.tokens:
+                self._remember_tail(chunk.sequence, chunk.sequence.num_cached - 1)
             self.counters.num_prompt_tokens += 0 if chunk.is_decode else chunk.count
             self.counters.num_shared_prompt_tokens += (chunk.start + chunk.count) * len(chunk.followers)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from hybrid_rl.engines.inplace.blocks import ROOT, BlockPool
 
-SIZE = 2
+SIZE = 3
 NUM_BLOCKS = 8
 # Few tokens, so that prompts often begin alike.
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 
 
 class Holders:
@@ -21,50 +21,77 @@ class Holders:
 
     def __init__(self) -> None:
         self.pool = BlockPool(NUM_BLOCKS, SIZE)
-        self.held: list[list[int]] = []
-        self.content: dict[int, tuple[int, ...]] = {}
+        self.held: list[tuple[list[int], list[int]]] = []  # blocks and tokens
+        self.content: dict[int, tuple[int, ...]] = dict.fromkeys(range(NUM_BLOCKS), ())
+        self.known: set[tuple[int, ...]] = set()  # prefixes that can be found, as long as nothing was evicted
         self.evicted = False
 
     def cache(self, tokens: list[int]) -> None:
-        """What the scheduler does with a prompt: use what is there, take the rest, let its full blocks be found."""
+        """What the scheduler does with a prompt: use what is there, continue or copy a block that is filled in part,
+        take the rest, and let what is full now be found."""
         full, rest = divmod(len(tokens), SIZE)
-        shared, node = self.pool.find(tokens, full)
+        shared, nodes = self.pool.find(tokens, full)
+        place = len(shared) * SIZE
+        tail, num_tail = self.pool.find_tail(nodes[-1], tokens[place:][: SIZE - 1])
         for index, block in enumerate(shared):
             assert self.content[block] == tuple(tokens[: (index + 1) * SIZE])
-        if not self.evicted:  # nothing that was cached since was lost, so the longest prefix must be found
-            known = {content for content in self.content.values() if content}
-            longest = 0
-            while longest < full and tuple(tokens[: (longest + 1) * SIZE]) in known:
-                longest += 1
-            assert len(shared) == longest
+        if num_tail:
+            assert self.content[tail][: place + num_tail] == tuple(tokens[: place + num_tail])
+        if not self.evicted:  # nothing was lost, so the longest prefix must be found
+            starts = [end for end in range(1, len(tokens) + 1) if tuple(tokens[:end]) in self.known]
+            whole = max((end for end in starts if end % SIZE == 0), default=0)
+            assert len(shared) * SIZE == whole
+            assert num_tail == max((end - whole for end in starts if whole < end < whole + SIZE), default=0)
+        copied = self.content[tail][: place + num_tail] if num_tail else ()
+        if num_tail and self.pool.may_continue(tail, num_tail):
+            assert all(tail not in blocks for blocks, _ in self.held)
+            shared.append(tail)
         self.pool.share(shared)
         needed = full + bool(rest) - len(shared)
         if needed > self.pool.num_free:
             self.pool.release(shared)
             return
+        self.pool.touch(tail)
         fresh = self.pool.take(needed)
-        self.evicted |= any(self.content.get(block) for block in fresh)
+        self.evicted |= any(self.content[block] for block in fresh)
         blocks = [*shared, *fresh]
-        self.held.append(blocks)
-        for index in range(len(shared), len(blocks)):
-            self.content[blocks[index]] = ()
-        for index in range(len(shared), full):
+        self.held.append((blocks, tokens))
+        assert copied == tuple(tokens[: len(copied)])
+        for index in range(len(nodes) - 1, len(blocks)):
+            self.content[blocks[index]] = tuple(tokens[: (index + 1) * SIZE])
+        for index in range(len(nodes) - 1, full):
             end = (index + 1) * SIZE
-            node = self.pool.remember(node, tuple(tokens[end - SIZE : end]), blocks[index])
-            self.content[blocks[index]] = tuple(tokens[:end])
+            nodes.append(self.pool.remember(nodes[-1], tuple(tokens[end - SIZE : end]), blocks[index]))
+            self.known.add(tuple(tokens[:end]))
+        if rest:
+            self.pool.remember_tail(nodes[full], tuple(tokens[full * SIZE :]), blocks[full])
+            self.known.add(tuple(tokens))
+
+    def release(self, number: int) -> None:
+        self.pool.release(self.held.pop(number)[0])
 
     def forget(self) -> None:
+        """Who holds blocks has forgotten them too."""
+        for blocks, _ in self.held:
+            self.pool.release(blocks)
+        self.held = []
         self.pool.forget()
         self.content = dict.fromkeys(range(NUM_BLOCKS), ())
+        self.known = set()
 
     def check(self) -> None:
-        references = Counter(block for blocks in self.held for block in blocks)
+        references = Counter(block for blocks, _ in self.held for block in blocks)
         assert self.pool.num_free == NUM_BLOCKS - len(references)
         assert self.pool._references == [references[block] for block in range(NUM_BLOCKS)]
         free = [*self.pool._free, *self.pool._unused]
         assert sorted([*free, *references]) == list(range(NUM_BLOCKS))
-        for block in self.pool._found.values():
-            assert self.content[block]
+        for blocks, tokens in self.held:
+            for index, block in enumerate(blocks):
+                assert self.content[block] == tuple(tokens[: (index + 1) * SIZE])
+        for (_, tokens), block in self.pool._found.items():
+            content = self.content[block]
+            own = content[(len(content) - 1) // SIZE * SIZE :]
+            assert own[: len(tokens)] == tokens
 
 
 @settings(deadline=None, max_examples=200)
@@ -86,14 +113,14 @@ def test_the_pool_counts_as_a_multiset_does_and_finds_what_it_holds(actions):
         elif action == "forget":
             holders.forget()
         elif holders.held and action == "share":
-            blocks = list(holders.held[argument % len(holders.held)])
+            blocks, tokens = holders.held[argument % len(holders.held)]
             holders.pool.share(blocks)
-            holders.held.append(blocks)
+            holders.held.append((list(blocks), tokens))
         elif holders.held:
-            holders.pool.release(holders.held.pop(argument % len(holders.held)))
+            holders.release(argument % len(holders.held))
         holders.check()
-    for blocks in holders.held:
-        holders.pool.release(blocks)
+    while holders.held:
+        holders.release(0)
     assert sorted(holders.pool.take(NUM_BLOCKS)) == list(range(NUM_BLOCKS))
 
 
@@ -165,6 +192,28 @@ def test_of_two_blocks_with_the_same_tokens_the_first_is_found():
     assert pool.find([5, 6], 2)[0] == [*first, *longer]
     pool.release(second)
     assert second[0] in pool._free  # it holds nothing that could be found
+
+
+def test_a_block_filled_in_part_is_found_by_the_most_that_is_known_and_continued_by_one_only():
+    pool = BlockPool(3, 4)
+    (block,) = pool.take(1)
+    pool.remember_tail(ROOT, (7,), block)
+    pool.remember_tail(ROOT, (7, 8), block)
+    assert pool.find_tail(ROOT, (7, 8, 9)) == (block, 2)
+    assert pool.find_tail(ROOT, (7, 9, 9)) == (block, 1)
+    assert pool.find_tail(ROOT, (8, 7)) == pool.find_tail(5, (7, 8)) == (-1, 0)
+    assert not pool.may_continue(block, 2)  # somebody holds it
+    pool.release([block])
+    assert pool.may_continue(block, 2)
+    assert not pool.may_continue(block, 1)  # who writes its second place destroys what others may find
+    full, _ = filled(pool, 7, 8, 1, 2)
+    pool.release(full)
+    pool.touch(block)  # a copy was made of it: it goes last
+    pool.take(1)
+    assert pool.take(1) == full
+    assert pool.find_tail(ROOT, (7, 8, 9)) == (block, 2)
+    pool.take(1)
+    assert pool.find_tail(ROOT, (7, 8, 9)) == (-1, 0)
 
 
 def test_forgotten_prefixes_are_not_found_and_cannot_be_continued():

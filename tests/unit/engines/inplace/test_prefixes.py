@@ -12,6 +12,7 @@ from hybrid_rl.engines.base import RolloutRequest
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,
+    finish,
     forward_logprobs,
     inplace,
     inplace_compiled,
@@ -78,11 +79,20 @@ def test_groups_share_with_each_other_and_within():
     same_samples(samples, alone(requests))
 
 
-def test_a_whole_prompt_in_the_cache_still_computes_its_last_block():
+@pytest.mark.parametrize("length", [31, 32, 33, 40])
+def test_a_prompt_that_is_in_the_cache_computes_its_last_token_only(length):
+    """The first that comes later does; who comes in the same pass (no group) finds only what fills blocks."""
     rig = inplace_compiled().ready()
-    requests = [request(i, 32, 3) for i in range(3)]
-    samples = rig.run(requests)  # no group: each finds the first of two blocks
-    assert counters(rig) == (32 + 2 * 16, 2 * 16)
+    requests = [request(i, length, 6) for i in range(4)]
+    rig.engine.submit(requests[:2], 1)
+    assert rig.engine.step() == []
+    whole = (length - 1) // BLOCK * BLOCK
+    assert counters(rig) == (length + length - whole, whole)
+    samples = []
+    for number in (2, 3):  # while the others write after it, and when all have left
+        rig.engine.submit(requests[number : number + 1], 1)
+        samples += finish(rig.engine)
+        assert counters(rig) == (length + length - whole + number - 1, whole + (number - 1) * (length - 1))
     same_samples(samples, alone(requests))
 
 
@@ -94,8 +104,8 @@ def test_switched_off_nothing_is_found():
 
 
 def test_the_prefix_least_recently_used_is_evicted():
-    """Eight blocks: one of a request that stays, three prefixes of two, and one that holds none."""
-    rig = inplace_compiled(kv_cache_memory_bytes=8 * BLOCK * TOKEN_BYTES).ready()
+    """Ten blocks: one of a request that stays, and three prefixes of two and the token after them."""
+    rig = inplace_compiled(kv_cache_memory_bytes=10 * BLOCK * TOKEN_BYTES).ready()
 
     def prefix(number, identity):
         return replace(request(identity, 1, 1), prompt_ids=tuple(3 + (number + 2) * i % 90 for i in range(33)))
@@ -107,7 +117,7 @@ def test_the_prefix_least_recently_used_is_evicted():
         rig.engine.step()
     found = rig.engine.stats().num_prefix_tokens
     assert found == 32
-    for number, expected in ((3, 0), (0, 32), (2, 32), (1, 0)):  # 3 takes three blocks, two of them from 1
+    for number, expected in ((3, 0), (0, 32), (2, 32), (1, 0)):  # 3 takes the three blocks of 1
         rig.engine.submit([prefix(number, number)], 1)
         before = rig.engine.stats().num_prefix_tokens
         rig.engine.step()

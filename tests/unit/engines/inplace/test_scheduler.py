@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,13 @@ def sequence(identity, length=4, max_tokens=4, group=None, *, start=None):
     """Prompts of equal `start` begin alike; without one they begin differently."""
     start = 1000 * (identity + 1) if start is None else start
     return Sequence(RolloutRequest(identity, tuple(range(start, start + length)), SamplingParams(max_tokens), group))
+
+
+def continued(member, identity, num_new, max_tokens=4, **settings):
+    """The next turn of a conversation: all of the last one, and new tokens of the environment."""
+    new = tuple(-1000 * (identity + 1) - place for place in range(num_new))
+    prompt = (*member.request.prompt_ids, *member.tokens, *new)
+    return Sequence(RolloutRequest(identity, prompt, SamplingParams(max_tokens), **settings))
 
 
 def group(number, count, length=4, **settings):
@@ -53,12 +61,16 @@ class Driver:
         return [([m.request.id for m in (c.sequence, *c.followers)], c.start, c.count) for c in chunks]
 
     def run(self, chunks: list[Chunk]) -> None:
+        copied = [(chunk, list(self.memory[chunk.copied_block])) for chunk in chunks if chunk.copied_block >= 0]
+        for chunk, content in copied:
+            self.memory[chunk.sequence.blocks[chunk.start // self.made.pool.block_size]] = content
         for chunk in chunks:
             for place in range(chunk.start, chunk.start + chunk.count):
                 self.write(chunk.sequence, place)
         for chunk in chunks:
             self.check_content(chunk.sequence, chunk.start + chunk.count)
         self.copy_tails(chunks)
+        self.made.complete(chunks)
         for member in [member for chunk in chunks for member in chunk.sampled]:
             self.check_content(member, member.num_cached)
             assert member.num_cached == member.num_tokens
@@ -199,8 +211,8 @@ def test_a_group_whose_leader_left_in_the_middle_starts_from_what_it_left():
     drive = Driver(made)
     assert drive() == [([0], 0, 6)]
     made.remove(made.running[0])
-    assert drive() == [([1, 2], 4, 6)]  # one full block was written
-    assert made.counters.num_prefix_tokens == 4
+    assert drive() == [([1, 2], 6, 4)]
+    assert made.counters.num_prefix_tokens == 6
 
 
 # ------------------------------------------------------------------------------------------------------- prefixes
@@ -236,7 +248,103 @@ def test_what_was_generated_is_found_as_well():
         drive()
     prompt = (*range(4), *generated, 7)
     made.add([Sequence(RolloutRequest(2, prompt, SamplingParams(2)))])
-    assert drive() == [([2], 8, 3)]  # the last token generated was never computed: two full blocks are known
+    assert drive() == [([2], 9, 2)]  # the last token generated was never computed
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_turn_computes_what_is_new_and_the_last_token_of_the_turn_before(block_size):
+    made = scheduler(num_blocks=400, block_size=block_size)
+    drive = Driver(made)
+    member = sequence(0, 5, max_tokens=3)
+    for turn in range(12):
+        made.add([member])
+        known = made.counters.num_prefix_tokens
+        ((ids, start, count),) = drive()
+        assert (ids, start + count) == ([turn], len(member.request.prompt_ids))
+        assert count == (5 if turn == 0 else 1 + (7 * turn) % 10)
+        assert made.counters.num_prefix_tokens - known == start
+        while made.running:
+            drive()
+        member = continued(member, turn + 1, (7 * turn + 7) % 10, max_tokens=1 + (5 * turn) % 9)
+    assert made.pool.num_free == made.pool.num_blocks
+
+
+def test_of_two_continuations_one_takes_the_last_block_and_the_other_a_copy():
+    made = scheduler()
+    first = sequence(1, 9, max_tokens=2)  # nine tokens and one of two generated: two blocks, and two places of a third
+    made.add([first])
+    drive = Driver(made)
+    drive()
+    block = made.running[0].blocks[2]
+    drive()
+    made.add([continued(first, number, 3) for number in (2, 3)])
+    assert drive() == [([2], 10, 4), ([3], 10, 4)]
+    second, third = made.running
+    assert second.blocks[2] == block != third.blocks[2]
+    assert second.blocks[:2] == third.blocks[:2]
+    while made.running:
+        drive()
+    # The block holds the second's tokens by now, and can be found by them: it is copied once more.
+    made.add([continued(first, 4, 5), continued(second, 5, 1), continued(third, 6, 1)])
+    assert drive() == [([4], 10, 6), ([5], 17, 2), ([6], 17, 2)]
+    assert made.running[0].blocks[2] != block == made.running[1].blocks[2]
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_a_copy_is_made_of_a_block_that_the_same_pass_gives_away(num_new):
+    """No block is free that holds nothing. The third of them, which the second conversation filled, becomes its own
+    copy, or the fourth block of who copies it."""
+    made = scheduler(num_blocks=3 if num_new == 1 else 4)
+    first = sequence(1, 9, max_tokens=2)
+    drive = Driver(made)
+    made.add([first])
+    while made.running or made.waiting:
+        drive()
+    made.add([continued(first, 2, 1, max_tokens=num_new)])
+    (chunk,) = made.schedule(admit=True)
+    source = chunk.sequence.blocks[2]
+    assert (chunk.start, chunk.count, chunk.copied_block) == (10, 2, -1)
+    drive.run([chunk])
+    while made.running:
+        drive()
+    assert not made.pool._free
+    made.add([continued(first, 3, num_new, max_tokens=2)])
+    (chunk,) = made.schedule(admit=True)
+    assert (chunk.start, chunk.count, chunk.copied_block) == (11, num_new, source)
+    assert source in chunk.sequence.blocks[2:]
+    drive.run([chunk])
+
+
+def test_who_had_to_go_computes_its_newest_token_only_if_its_blocks_are_still_there():
+    made = scheduler(num_blocks=7)
+    made.add([sequence(1, 4, max_tokens=6), sequence(2, 4, max_tokens=8)])
+    drive = Driver(made)
+    for _ in range(4):
+        drive()
+    made._preempt(made.running[-1])
+    assert drive() == [([1], 7, 1), ([2], 7, 1)]
+    assert (made.counters.num_preemptions, made.counters.num_prefix_tokens, made.counters.num_prompt_tokens) == (
+        1,
+        7,
+        8,
+    )
+
+
+def test_priorities_decide_who_starts_and_nobody_passes_who_had_to_make_room():
+    made = scheduler(num_blocks=5, max_num_seqs=2)
+    prompts = {number: sequence(number, 4, max_tokens=8) for number in range(1, 7)}
+    for number, priority in ((1, 5), (2, 5), (3, 9), (4, 7), (5, 7), (6, 8)):
+        request = replace(prompts[number].request, priority=priority)
+        made.add([Sequence(request)])
+    assert [member.request.id for member in made.waiting] == [1, 2, 4, 5, 6, 3]
+    drive = Driver(made)
+    while not made.counters.num_preemptions:
+        drive()
+    made.add([Sequence(replace(sequence(7).request, priority=0))])
+    assert [member.request.id for member in made.waiting] == [2, 7, 4, 5, 6, 3]
+    while made.waiting or made.running:
+        drive()
+    assert drive.finished == [1, 2, 7, 4, 5, 6, 3]
 
 
 def test_prefixes_are_not_looked_for_where_that_is_switched_off():
@@ -325,7 +433,10 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=10,
 )
-EVENTS = st.lists(st.sampled_from(["pass", "pass", "pass", "closed", "abort", "requeue", "forget"]), max_size=40)
+EVENTS = st.lists(
+    st.sampled_from(["pass", "pass", "pass", "closed", "abort", "continue", "continue", "requeue", "forget"]),
+    max_size=40,
+)
 
 
 @settings(deadline=None, max_examples=250)
@@ -336,16 +447,24 @@ def test_everybody_finishes_and_reads_only_its_own_text(
     members = [
         sequence(i, length, most, group, start=100 * start) for i, (length, most, group, start) in enumerate(shapes)
     ]
-    longest = max(len(m.request.prompt_ids) + m.request.params.max_tokens for m in members)
+    # Conversations go on once or twice, by a prompt of one to three new tokens and a completion as long.
+    longest = max(len(m.request.prompt_ids) + m.request.params.max_tokens for m in members) + 12
     made = scheduler(-(-longest // block_size) + spare, block_size, max_num_seqs, max_tokens, remember)
     made.add(members)
     drive = Driver(made)
     aborted = set()
     for number, event in enumerate(events):
+        ended = [m for m in members if m.slot < 0 and m.tokens and m not in made.waiting]
+        ended = [m for m in ended if len(m.request.prompt_ids) + len(m.tokens) <= longest - 6]
         if event == "abort" and made.running:
             leaving = made.running[number % len(made.running)]
             made.remove(leaving)
             aborted.add(leaving.request.id)
+        elif event == "continue" and ended:
+            new = 1 + number % 3
+            member = continued(ended[number % len(ended)], len(members), new, max_tokens=new, priority=number % 4)
+            members.append(member)
+            made.add([member])
         elif event == "requeue":
             made.requeue_running()
         elif event == "forget" and not made.running:

@@ -1,0 +1,262 @@
+"""Environments: objects that trajectories act on, made once and reset often. The convention is TRL's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hybrid_rl.agents.calls import Caller, Outcome
+from hybrid_rl.agents.schemas import tool_schema
+from hybrid_rl.agents.tool_calling import content_of
+from hybrid_rl.agents.tools import NOT_IN_A_THREAD, Tool, needs_main_thread
+from hybrid_rl.controller import enter_device
+from hybrid_rl.data.prompts import Messages, is_text_block, shorten
+from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.process.threads import CallThread
+
+logger = logging.getLogger("hybrid_rl")
+
+# Public methods that are not tools.
+RESET, GET_REWARD, CLOSE = "reset", "get_reward", "close"
+RESERVED_METHODS = (RESET, GET_REWARD, CLOSE)
+ENVIRONMENT_COLUMN = "environment"
+END_SECONDS = 10.0  # for the close() of all environments together
+RESETS = 2  # tries, each on an instance of its own
+
+
+class EnvironmentFailedError(HybridRLError, RuntimeError):
+    """An environment cannot be made or reset; its trajectory ends."""
+
+
+@dataclass
+class EnvironmentKind:
+    """What one factory makes. name: in the column `environment`, None if there is only one kind. schemas: of its tools,
+    by method. class_name: of what it makes. has_reward: whether that has get_reward."""
+
+    name: str | None
+    factory: Callable[[], Any]
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    class_name: str = ""
+    has_reward: bool = False
+
+    @property
+    def label(self) -> str:
+        """The kind in messages."""
+        return self.class_name if self.name is None else f"{self.class_name} ({ENVIRONMENT_COLUMN}={self.name!r})"
+
+    def look_at(self, instance: Any) -> None:
+        """Note what an instance can do. Raises ConfigError if it has no reset, or a tool without a description."""
+        self.class_name = type(instance).__name__
+        methods = public_methods(instance)
+        if RESET not in methods:
+            raise ConfigError(
+                f"environment_factory makes a {self.label} without a method reset(); write `def reset(self, **row) -> "
+                "str | None`"
+            )
+        self.has_reward = GET_REWARD in methods
+        self.schemas = {}
+        for name, method in methods.items():
+            if name in RESERVED_METHODS:
+                continue
+            try:
+                self.schemas[name] = tool_schema(method)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"environment {self.label}: {error}\nPublic methods are tools; one that is none needs a name that "
+                    "begins with an underscore"
+                ) from error
+
+
+def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
+    """Return the bound methods of an object whose names do not begin with an underscore. Properties are not read."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in dir(instance):
+        if not name.startswith("_") and not isinstance(inspect.getattr_static(instance, name, None), property):
+            member = getattr(instance, name, None)
+            if inspect.ismethod(member):
+                found[name] = member
+    return found
+
+
+class Environment:
+    """One instance with a thread of its own, in which it is made and all its plain methods run, one at a time. Such
+    objects may be bound to a thread (a connection of sqlite3 is), and none expects two calls at once. Its coroutines
+    run on the caller's event loop."""
+
+    def __init__(self, kind: EnvironmentKind, caller: Caller) -> None:
+        self.kind = kind
+        self.instance: Any = None
+        self._caller = caller
+        self._thread = CallThread("environment", enter_device)
+
+    async def make(self) -> Outcome:
+        """Make the instance."""
+        outcome = await self._caller.call(self.kind.factory, self._thread)
+        self.instance = outcome.value
+        return outcome
+
+    async def call(self, name: str, arguments: Mapping[str, Any], then: Callable[[Any], Any] = lambda v: v) -> Outcome:
+        """Call a method. then: what is done with the value that it returns."""
+        method = getattr(self.instance, name)
+        if inspect.iscoroutinefunction(method):
+
+            async def awaited() -> Any:
+                return then(await method(**arguments))
+
+            return await self._caller.run(awaited)
+        return await self._caller.call(lambda: then(method(**arguments)), self._thread)
+
+    def tools(self) -> list[Tool]:
+        """Return the instance's methods as tools."""
+        made = []
+        for name, schema in self.kind.schemas.items():
+            method = getattr(self.instance, name)
+            run = partial(self._content, name)
+            made.append(Tool(name, schema, inspect.iscoroutinefunction(method), run))
+        return made
+
+    async def _content(self, name: str, arguments: dict[str, Any]) -> Outcome:
+        outcome = await self.call(name, arguments, content_of)
+        if needs_main_thread(outcome.error):
+            logger.warning("%s of the environment %s: %s", name, self.kind.label, NOT_IN_A_THREAD)
+        return outcome
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no plain method runs; one may, past its time limit."""
+        return self._thread.is_idle
+
+    def end(self) -> Future[Any] | None:
+        """Close the instance, if it has a method for that, and let its thread end. Returns the call that closes it."""
+        method = None if self.instance is None else public_methods(self.instance).get(CLOSE)
+        future: Future[Any] | None = None
+        if method is not None and inspect.iscoroutinefunction(method):
+            future = self._caller.loop.start(method())
+        elif method is not None:
+            future = self._thread.start(method)
+        self._caller.leave(self._thread)
+        return future
+
+
+class EnvironmentPool:
+    """The environments of a rank: each is reset for one trajectory after another, and a new one is made if none is
+    free.
+
+    kinds: what they may be. free: some that are there already.
+    """
+
+    def __init__(self, kinds: Sequence[EnvironmentKind], caller: Caller, free: Sequence[Environment] = ()) -> None:
+        self._kinds = {kind.name: kind for kind in kinds}
+        self._caller = caller
+        self._free: dict[str | None, list[Environment]] = {name: [] for name in self._kinds}
+        self._used: set[Environment] = set()
+        self._lock = threading.Lock()
+        for environment in free:
+            self._free[environment.kind.name].append(environment)
+
+    async def take(self, name: str | None, row: Mapping[str, Any]) -> tuple[Environment, Any]:
+        """Reset an environment for a row and return it with its observation. If that fails, another instance is made
+        and tried. Raises EnvironmentFailedError if that fails too, or if there is no such kind."""
+        if name not in self._kinds:
+            known = ", ".join(map(repr, self._kinds))
+            raise EnvironmentFailedError(
+                f"{ENVIRONMENT_COLUMN}={name!r} is not in environment_factory (it has {known})"
+            )
+        for attempt in range(RESETS):
+            environment = await self._one_of(self._kinds[name], is_new=attempt > 0)
+            try:
+                outcome = await environment.call(RESET, accepted(environment.instance.reset, row))
+            except BaseException:  # a cancellation
+                self._drop(environment)
+                raise
+            if outcome.error is None:
+                return environment, outcome.value
+            self._drop(environment)
+        error = outcome.error
+        raise EnvironmentFailedError(
+            f"reset() of the environment {self._kinds[name].label} failed {RESETS} times, each on an instance of its "
+            f"own: {type(error).__name__}: {error}"
+        ) from error
+
+    async def _one_of(self, kind: EnvironmentKind, *, is_new: bool) -> Environment:
+        with self._lock:
+            environment = None if is_new or not self._free[kind.name] else self._free[kind.name].pop()
+            if environment is not None:
+                self._used.add(environment)
+                return environment
+        environment = Environment(kind, self._caller)
+        try:
+            outcome = await environment.make()
+        except BaseException:
+            environment.end()
+            raise
+        if outcome.error is not None:
+            environment.end()
+            raise EnvironmentFailedError(
+                f"the environment {kind.label} cannot be made: {type(outcome.error).__name__}: {outcome.error}"
+            ) from outcome.error
+        with self._lock:
+            self._used.add(environment)
+        return environment
+
+    def give_back(self, environment: Environment) -> None:
+        """Let the next trajectory have an environment; one in which a call still runs is given up instead."""
+        if not environment.is_idle:
+            self._drop(environment)
+            return
+        with self._lock:
+            if environment in self._used:
+                self._used.remove(environment)
+                self._free[environment.kind.name].append(environment)
+
+    def _drop(self, environment: Environment) -> None:
+        with self._lock:
+            self._used.discard(environment)
+        environment.end()
+
+    def close(self) -> None:
+        """Close all environments; those that hang are not waited for."""
+        with self._lock:
+            every = [*self._used, *(one for free in self._free.values() for one in free)]
+            self._used.clear()
+            for free in self._free.values():
+                free.clear()
+        wait([future for one in every if (future := one.end()) is not None], END_SECONDS)
+
+
+def accepted(method: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of those columns of a row that a method takes: all, if it has **kwargs."""
+    parameters = inspect.signature(method).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = row.keys() if takes_any else row.keys() & parameters.keys()
+    return {name: copy.deepcopy(row[name]) for name in row if name in names}
+
+
+def with_observation(prompt: Messages, observation: Any) -> Messages:
+    """Return chat messages with what reset() returned added to the last message of the user. Text follows text without
+    a separator (as in TRL). Raises EnvironmentFailedError for anything but text, text blocks and None."""
+    if observation is None:
+        return prompt
+    is_blocks = isinstance(observation, list)
+    if not isinstance(observation, str) and not (is_blocks and all(map(is_text_block, observation))):
+        raise EnvironmentFailedError(
+            f"reset() returned {shorten(observation)}; it returns text, a list of text blocks, or None"
+        )
+    places = [place for place, message in enumerate(prompt) if message["role"] == "user"]
+    if not places:
+        return [*prompt, {"role": "user", "content": observation}]
+    content: Any = prompt[places[-1]]["content"]
+    if is_blocks and isinstance(content, str):
+        content = [{"type": "text", "text": content}] if content else []
+    if not is_blocks and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    messages = list(prompt)
+    messages[places[-1]] = {**messages[places[-1]], "content": content + observation}
+    return messages

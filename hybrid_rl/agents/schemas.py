@@ -1,0 +1,95 @@
+"""Tools as the policy sees them: JSON schemas made from Python functions, and whether the chat template shows them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from hybrid_rl.agents.chat import Chat
+from hybrid_rl.agents.templates import PROBE, PROBE_ID, calls_of, probe_call
+from hybrid_rl.errors import ConfigError
+
+_EXAMPLE = '''
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """'''
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the schema of a function or bound method, as chat templates show it to the policy.
+
+    Name, type hints and docstring (Google's format) give {"type": "function", "function": {"name", "description",
+    "parameters"}}. Raises ConfigError if any of them is missing, naming what to add.
+    """
+    name = getattr(function, "__name__", None)
+    if not callable(function) or name is None or not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise ConfigError(f"the tool {function!r} is no function; give a function, or a method of an object")
+    if not name.isidentifier():
+        raise ConfigError(f"a tool has the name {name!r}, which the policy cannot call; define it with `def`")
+    missing = _missing(function)
+    if not missing:
+        try:
+            schema: dict[str, Any] = get_json_schema(function)
+        except Exception as error:  # type hints are evaluated, which may raise anything
+            missing = [f"something else ({type(error).__name__}: {error})"]
+        else:
+            return schema
+    raise ConfigError(f"the tool {name!r} cannot be described to the policy: it lacks {', '.join(missing)}{_ASKED}")
+
+
+def check_tools_shown(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError unless the chat template shows the policy these tools (JSON schemas), its own calls and their
+    results, and calls are found again in what the template makes of them.
+
+    Otherwise the run would go on while the policy never learns what it could call.
+    """
+    if not tools:
+        return
+    template, name = chat.template, chat.template.name
+    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    remedy = (
+        'use the tokenizer of a model that was trained to call tools, or pass chat_template_kwargs={"chat_template": '
+        "...} with a template that renders `tools`, `message.tool_calls` and messages of the role `tool`"
+    )
+    shown = template.render([PROBE], tools, "answer")
+    if missing := [one for one in names if one not in shown]:
+        raise ConfigError(f"the chat template of {name} does not show the tool(s) {', '.join(missing)}; {remedy}")
+    call = probe_call(names[0])
+    result = {"role": "tool", "name": names[0], "tool_call_id": PROBE_ID, "content": "probe result"}
+    asked = template.render([PROBE, call], tools, "closed")
+    if "probe_argument" not in asked:
+        raise ConfigError(f"the chat template of {name} does not show the policy its own tool calls; {remedy}")
+    if "probe result" not in template.render([PROBE, call, result], tools, "answer"):
+        raise ConfigError(f"the chat template of {name} does not show the result of a tool; {remedy}")
+    start = template.up_to_answer(template.render([PROBE], tools, "answer"))
+    written = asked.removeprefix(start).removesuffix(template.close)
+    if chat.reads_calls and list(calls_of(chat.read(written, tools))) != list(calls_of(call)):
+        raise ConfigError(
+            f"the chat template of {name} renders a tool call as {written.strip()!r}, which is not read as a call with "
+            f"tool_call_format={chat.call_format!r}; set tool_call_format to the format of this model, or to 'none' to "
+            "train without reading calls"
+        )
+
+
+def _missing(function: Callable[..., Any]) -> list[str]:
+    """What a function lacks to be described, in words."""
+    lacks = []
+    described = inspect.getdoc(function) or ""
+    if not described.strip():
+        lacks.append("a docstring")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            lacks.append(f"a name for what {parameter} takes (tools are called by keyword)")
+        elif parameter.annotation is parameter.empty:
+            lacks.append(f"a type hint of {parameter.name!r}")
+    return lacks
+
+
+_ASKED = f". Tools need type hints and a docstring that describes every argument, such as{_EXAMPLE}"

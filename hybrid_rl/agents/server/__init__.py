@@ -1,0 +1,1 @@
+"""The HTTP endpoint of agents: it speaks OpenAI's protocol, and the policy answers."""

@@ -1,0 +1,527 @@
+"""Rollouts of agents on a real engine: what is trained on is what the engine made, whatever agents and tools do."""
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from hybrid_rl.agents.client import TrajectoryEndedError
+from hybrid_rl.agents.trajectory import Completion, Sample, Trajectory
+from hybrid_rl.errors import AgentError, ConfigError, DataError
+from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
+from hybrid_rl.rollout.agentic import check_rollout_func
+from tests.tiny import ids_of
+from tests.unit.rollout.agents import (
+    MAX_TOKENS,
+    PROMPTS,
+    STATE,
+    TASKS,
+    Rig,
+    own_logprobs,
+    random_delays,
+    wandering,
+)
+
+TOKENS = ("prompt_ids", "completion_ids", "completion_mask", "policy_version", "token_rewards")
+NUMBERS = ("trajectory", "turn", "group", "rewards", "policy_length", "prompt_length", "oldest_version")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = set(threading.enumerate())
+    yield
+    clear_interrupt()
+    assert set(threading.enumerate()) == before
+
+
+def is_empty(rig):
+    return not (rig.engine.num_unfinished or rig.client._handles or rig.rollout._turns._asks)
+
+
+def rolled(agent, *, num_generations=3, tasks=TASKS, **options):
+    with Rig(agent, **options) as rig:
+        batch, report = rig.run(num_generations, tasks)
+        assert is_empty(rig)
+        return batch, report
+
+
+async def silent(episode):
+    """An agent that asks nothing."""
+
+
+async def once(episode):
+    await episode.client.generate(ids_of(episode.prompt), max_tokens=3)
+
+
+# --------------------------------------------------------------------------------------------------- token exactness
+
+
+def test_neither_delays_nor_limits_change_a_sample():
+    reference, _ = rolled(wandering())
+    assert set(reference["turn"].tolist()) == {0, 1}  # some fork
+    for seed, options in enumerate([{"config": {"max_open_trajectories": 2}}, {"max_num_seqs": 3}]):
+        batch, _ = rolled(wandering(random_delays(seed)), **options)
+        for name in TOKENS:
+            assert torch.equal(batch[name].values, reference[name].values), name
+            assert torch.equal(batch[name].offsets, reference[name].offsets), name
+        for name in NUMBERS:
+            assert torch.equal(batch[name], reference[name]), name
+        found, expected = batch["rollout_logprobs"].values, reference["rollout_logprobs"].values
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    # A rank that has only some of the prompts makes the same samples of them.
+    part, _ = rolled(wandering(), tasks=TASKS[2:])
+    rows = (reference["group"] >= 102).nonzero()[:, 0]
+    assert torch.equal(part["completion_ids"].values, reference["completion_ids"].select(rows).values)
+
+
+def test_logprobs_are_the_models_own_and_other_tokens_have_none():
+    with Rig(wandering(random_delays(5))) as rig:
+        batch, _ = rig.run()
+        mask = batch["completion_mask"].values
+        expected = own_logprobs(rig.module, batch)[mask].float()
+    torch.testing.assert_close(batch["rollout_logprobs"].values[mask], expected, rtol=0, atol=1e-5)
+    assert 0.3 < mask.double().mean() < 0.9
+    assert batch["rollout_logprobs"].values[~mask].eq(0).all()
+    assert batch["policy_version"].values[~mask].eq(-1).all() and batch["policy_version"].values[mask].eq(1).all()
+    rows = batch["completion_mask"]
+    assert batch["policy_length"].tolist() == [int(row.sum()) for row in rows]
+
+
+def test_a_sample_is_what_the_engine_said_and_what_the_agent_put_between():
+    told = {}
+
+    async def agent(episode):
+        ids, spans = ids_of(episode.prompt), []
+        for _ in range(2):
+            turn = await episode.client.generate(ids, max_tokens=2)
+            ids = [*ids, *turn.token_ids, *ids_of("[5]")]
+            spans.append(list(turn.token_ids))
+        told[episode.prompt] = spans
+
+    batch, _ = rolled(agent, num_generations=1)
+    for index, prompt in enumerate(PROMPTS):
+        first, second = told[prompt]
+        assert batch["prompt_ids"][index].tolist() == ids_of(prompt)
+        assert batch["completion_ids"][index].tolist() == [*first, *ids_of("[5]"), *second]
+        assert batch["completion_mask"][index].tolist() == [True] * len(first) + [False] * 3 + [True] * len(second)
+    assert batch["trajectory"].tolist() == [100, 101, 102, 103]
+    assert batch["row"] == [{"answer": str(place)} for place in range(4)]
+
+
+def test_agents_within_an_agent_each_have_a_sample():
+    async def agent(episode):
+        asked = [episode.client.generate(ids_of(text), max_tokens=3) for text in ("1+1=", "2+2=", "1+1=")]
+        turns = await asyncio.gather(*asked)
+        episode.trajectory.add_reward(1.0, turns[1])
+        episode.trajectory.add_reward(0.5)
+
+    batch, _ = rolled(agent, num_generations=1, tasks=TASKS[:1])
+    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of(text) for text in ("1+1=", "2+2=", "1+1=")]
+    assert batch["turn"].tolist() == [0, 1, 2] and batch["trajectory"].unique().tolist() == [100]
+    assert batch["rewards"].tolist() == [1.5] * 3  # a trajectory has one reward
+    dense = [row.tolist() for row in batch["token_rewards"]]
+    assert dense == [[0.0] * len(row) for row in dense[:1]] + [[*[0.0] * (len(dense[1]) - 1), 1.0]] + [
+        [0.0] * len(dense[2])
+    ]
+    assert batch["completion_ids"][0].tolist() != batch["completion_ids"][2].tolist()  # noise of its own
+
+
+# ------------------------------------------------------------------------------------------------------------ limits
+
+
+def test_a_budget_is_used_to_its_last_token():
+    async def agent(episode):
+        ids = ids_of(episode.prompt)
+        while True:
+            turn = await episode.client.generate(ids, max_tokens=7)
+            ids = [*ids, *turn.token_ids, *ids_of("[5]")]
+
+    batch, report = rolled(agent)
+    lengths, ends = batch["completion_length"].tolist(), batch["finish_reason"]
+    assert set(ends) == {"length"}
+    # Of turns of seven tokens and answers of three, forty end in the third token of an answer at the latest.
+    assert all(MAX_TOKENS - 3 <= length <= MAX_TOKENS for length in lengths)
+    assert MAX_TOKENS in lengths
+    assert report.metrics.result()["agents/ended_length"] == 1.0
+
+
+def test_an_agent_past_its_time_keeps_its_turns():
+    async def agent(episode):
+        await once(episode)
+        if episode.prompt == PROMPTS[1]:
+            await asyncio.sleep(60)
+        if episode.prompt == PROMPTS[2]:  # with the engine at work
+            while True:
+                await episode.client.generate(ids_of("1+1="), max_tokens=30)
+
+    begun = time.monotonic()
+    batch, report = rolled(agent, num_generations=1, config={"trajectory_timeout_seconds": 0.4})
+    assert time.monotonic() - begun < 5
+    first = batch.select((batch["turn"] == 0).nonzero()[:, 0])
+    assert first["finish_reason"] == ["stop", "time", "time", "stop"]
+    assert (first["policy_length"] > 0).all()
+    assert report.failures == [] or {failure.reason for failure in report.failures} == {"none"}
+    assert report.metrics.result()["agents/ended_time"] == 0.5
+
+
+def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog):
+    monkeypatch.setattr("hybrid_rl.rollout.agentic.CANCEL_SECONDS", 0.05)
+    asked = []
+
+    async def agent(episode):
+        await once(episode)
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.2)
+        with pytest.raises(TrajectoryEndedError) as ended:
+            await once(episode)
+        asked.append(ended.value.reason)
+
+    batch, _ = rolled(agent, num_generations=1, tasks=TASKS[:1], config={"trajectory_timeout_seconds": 0.1})
+    assert batch["finish_reason"] == ["time"]
+    assert "goes on" in caplog.text
+
+
+def test_trajectories_are_begun_in_order_and_only_so_many_are_open():
+    begun, most = [], []
+
+    async def agent(episode):
+        begun.append(episode.trajectory)
+        await once(episode)
+        most.append(sum(trajectory.end_reason is None for trajectory in begun))
+        await asyncio.sleep(0.002)
+
+    batch, report = rolled(agent, config={"max_open_trajectories": 5})
+    assert [trajectory.row["answer"] for trajectory in begun] == [str(place) for place in range(4) for _ in range(3)]
+    assert max(most) == 5
+    assert report.metrics.result()["agents/open_max"] == 5
+    assert begun[0].row == {"answer": "0", "prompt": PROMPTS[0]}
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def test_an_exception_masks_its_trajectory_only():
+    async def agent(episode):
+        await once(episode)
+        if episode.prompt == PROMPTS[1]:
+            raise ValueError("the lamp is broken")
+        episode.trajectory.add_reward(1.0)
+
+    batch, report = rolled(agent)
+    assert batch["finish_reason"] == ["stop"] * 3 + ["error"] * 3 + ["stop"] * 6
+    assert batch["rewards"].isnan().tolist() == [False] * 3 + [True] * 3 + [False] * 6
+    assert (batch["policy_length"] > 0).all()  # its turns stay
+    failed = report.failures
+    assert [failure.key.trajectory for failure in failed] == [103, 104, 105]
+    assert {(failure.function, failure.reason) for failure in failed} == {("the agent", "agent")}
+    assert failed[0].detail.startswith("Traceback") and "the lamp is broken" in failed[0].detail
+    assert "hybrid_rl" not in failed[0].detail  # the user's own frames only
+    assert "the lamp is broken" in batch["conversation"][3]["error"]
+
+
+@pytest.mark.parametrize(("error", "reason"), [(KeyboardInterrupt, "interrupt"), (SystemExit, "ended")])
+def test_an_agent_that_asks_the_program_to_end_is_reported(error, reason):
+    async def agent(episode):
+        if episode.prompt == PROMPTS[0]:
+            raise error("enough")
+        await once(episode)
+        episode.trajectory.add_reward(1.0)
+
+    batch, report = rolled(agent, num_generations=1)
+    assert [(failure.function, failure.reason) for failure in report.failures] == [("the agent", reason)]
+    assert batch["rewards"].isnan().tolist() == [True, False, False, False]
+
+
+def test_an_agent_error_ends_the_run():
+    async def agent(episode):
+        await once(episode)
+        if episode.prompt == PROMPTS[2]:
+            raise AgentError("no environment can be made")
+        await asyncio.sleep(60)
+
+    with Rig(agent) as rig:
+        with pytest.raises(AgentError, match="no environment"):
+            rig.run()
+        assert is_empty(rig)
+
+
+def test_a_trajectory_without_a_token_is_a_sample_that_teaches_nothing():
+    async def agent(episode):
+        if episode.prompt == PROMPTS[0]:
+            raise RuntimeError("before it began")
+        if episode.prompt == PROMPTS[1]:
+            episode.trajectory.add_reward(1.0)
+            return
+        await once(episode)
+        episode.trajectory.add_reward(0.0)
+
+    batch, _ = rolled(agent, num_generations=1)
+    assert batch["completion_length"][:2].tolist() == [1, 1] and batch["policy_length"][:2].tolist() == [0, 0]
+    assert batch["oldest_version"].tolist() == [1] * 4
+    assert batch["prompt_ids"][0].tolist() == ids_of(PROMPTS[0])
+    assert batch["rewards"].tolist()[1:] == [1.0, 0.0, 0.0] and math.isnan(batch["rewards"][0])
+
+
+def test_nothing_more_is_generated_for_a_trajectory_that_has_ended():
+    late, tasks = [], []
+
+    async def agent(episode):
+        async def stray():
+            while episode.trajectory.end_reason is None:
+                await asyncio.sleep(0.001)
+            try:
+                await once(episode)
+            except TrajectoryEndedError as error:
+                late.append(error.reason)
+            await asyncio.sleep(60)
+
+        tasks.append(asyncio.ensure_future(stray()))
+        await once(episode)
+        while episode.prompt == PROMPTS[0] and len(late) < 3:
+            await asyncio.sleep(0.001)
+
+    _, report = rolled(agent, num_generations=1)
+    assert late[:3] == ["abort"] * 3 and report.metrics.result()["agents/turns_mean"] == 1.0
+    assert all(task.done() for task in tasks)  # cancelled with the rollout
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_interrupt_is_seen_at_once_and_leaves_nothing(busy):
+    cancelled = []
+
+    async def agent(episode):
+        try:
+            while True:
+                await once(episode)
+                await asyncio.sleep(0 if busy else 60)
+        except asyncio.CancelledError:
+            cancelled.append(time.monotonic())
+            raise
+
+    with Rig(agent) as rig:
+        requested = []
+        timer = threading.Timer(0.3, lambda: (requested.append(time.monotonic()), request_interrupt()))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rig.run()
+        ended = time.monotonic()
+        timer.join()
+        assert ended - requested[0] < 0.5
+        assert len(cancelled) >= 1 and is_empty(rig)
+        clear_interrupt()
+        rig.rollout._agent = once  # the next rollout is undisturbed
+        batch, _ = rig.run()
+        assert batch["finish_reason"] == ["stop"] * 12
+
+
+# ----------------------------------------------------------------------------------------------------------- rewards
+
+
+def test_functions_see_each_trajectory_once_and_add_to_its_own_rewards():
+    seen = []
+
+    def length(completions, completion_ids, answer, prompts, trainer_state, **_):
+        seen.extend(zip(prompts, completions, completion_ids, answer, strict=True))
+        assert trainer_state == STATE
+        return [float(len(ids)) for ids in completion_ids]
+
+    batch, report = rolled(wandering(), functions=[length])
+    last = [
+        index for index in range(batch.num_samples) if index + 1 == batch.num_samples or batch["turn"][index + 1] == 0
+    ]
+    ids = sorted(batch["completion_ids"][index].tolist() for index in last)
+    assert sorted(found for *_, found, _ in seen) == ids and len(seen) == 12
+    assert sorted(text for _, text, *_ in seen) == sorted(batch["completion"][index] for index in last)
+    for index in range(batch.num_samples):
+        functions, own = batch["function_rewards"][index]
+        assert batch["rewards"][index] == functions + own
+    # Turn rewards lie at the last token of their turn, and add up to what the agent gave.
+    sums = torch.zeros(112).index_add_(
+        0, batch["trajectory"], torch.stack([row.sum() for row in batch["token_rewards"]])
+    )
+    own = {int(t): row[1] for t, row in zip(batch["trajectory"], batch["function_rewards"], strict=True)}
+    assert {trajectory: float(sums[trajectory]) for trajectory in own} == own
+    spans = [span for shown in batch["conversation"] for span in shown["tokens"]]
+    assert {span["origin"] for span in spans} == {"policy", "environment"}
+    assert sum(span.get("reward", 0) for span in spans) == sum(own.values())
+    assert sum(span["num_tokens"] for span in spans) == int(batch["completion_length"].sum())
+    assert report.failures == []
+
+
+def test_groups_are_scored_whole():
+    sizes = []
+
+    def best(completions, **_):
+        sizes.append(len(completions))
+        return [1.0] * len(completions)
+
+    async def agent(episode):
+        await once(episode)
+        if episode.prompt == PROMPTS[0] and not sizes:
+            raise RuntimeError("one of them fails")
+
+    batch, _ = rolled(agent, functions=[best], score_by="group")
+    assert sizes == [3] * 4
+    assert batch["rewards"].isnan().sum() == 3
+
+
+def test_rewards_that_nobody_counts_are_refused():
+    async def agent(episode):
+        await once(episode)
+        episode.trajectory.add_reward(1.0)
+
+    with Rig(agent, functions=[lambda completions, **_: [0.0] * len(completions)]) as rig:
+        rig.rewards.entries.given.clear()
+        with pytest.raises(ConfigError, match="GivenReward"):
+            rig.run()
+
+
+def test_ends_and_scores_are_told_to_the_trajectory():
+    told = []
+
+    async def agent(episode):
+        trajectory = episode.trajectory
+
+        async def ended():
+            told.append(("end", trajectory.end_reason))
+            trajectory.given["late"] = 1.0
+
+        trajectory.on_end.append(ended)
+        trajectory.on_scored.append(lambda: told.append(("scored", trajectory.end_reason)))
+        await once(episode)
+        if episode.prompt == PROMPTS[0]:
+            raise RuntimeError("on purpose")
+        trajectory.add_reward(1.0)
+
+    rolled(agent, num_generations=1)
+    assert sorted(told) == sorted([(kind, end) for kind in ("end", "scored") for end in ("error", *["stop"] * 3)])
+    assert told[0][0] == "end" and told[-1][0] == "scored"
+
+
+# ------------------------------------------------------------------------------------------------------ rollout_func
+
+
+def test_a_rollout_func_makes_the_trajectories_of_its_rows():
+    async def rollout(rows, client, trainer_state, num_generations):
+        assert (trainer_state, num_generations) == (STATE, 2)
+
+        async def one(row):
+            trajectory = client.trajectory(row)
+            ids = ids_of(row["prompt"])
+            turn = await client.generate(ids, trajectory, max_tokens=3)
+            await client.generate(ids_of("1+1="), max_tokens=2)  # nothing records it
+            await client.generate([*ids, *turn.token_ids, 3], trajectory, max_tokens=3)
+            trajectory.add_reward(float(row["answer"]))
+            return trajectory
+
+        return await asyncio.gather(*map(one, rows))
+
+    batch, report = rolled(None, rollout_func=rollout, num_generations=2)
+    assert batch["rewards"].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of(text) for text in PROMPTS for _ in range(2)]
+    assert report.metrics.result()["agents/turns_mean"] == 2.0
+    assert batch["completion_ids"][0].tolist() != batch["completion_ids"][1].tolist()
+
+    async def agent(episode):
+        ids = ids_of(episode.prompt)
+        turn = await episode.client.generate(ids, max_tokens=3)
+        await episode.client.generate([*ids, *turn.token_ids, 3], max_tokens=3)
+
+    same, _ = rolled(agent, num_generations=2)
+    assert torch.equal(same["completion_ids"].values, batch["completion_ids"].values)
+
+
+def made(tokens=(5, 6), **changes):
+    sample = Sample((4,))
+    sample.add_policy(Completion(list(tokens), [-1.0] * len(tokens), [1] * len(tokens), "stop"))
+    for name, value in changes.items():
+        setattr(sample, name, value)
+    trajectory = Trajectory()
+    trajectory.samples.append(sample)
+    return trajectory
+
+
+def test_trajectories_may_be_put_together_by_hand():
+    async def rollout(rows, client, **_):
+        return [made((5, index)) for index, _ in enumerate(rows)]
+
+    batch, _ = rolled(None, rollout_func=rollout, num_generations=1)
+    assert [row.tolist() for row in batch["completion_ids"]] == [[5, 0], [5, 1], [5, 2], [5, 3]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda rows: None, "returned None"),
+        (lambda rows: [made()], "a list of 1 for 4 rows"),
+        (lambda rows: [made()] * 4, "same trajectory"),
+        (lambda rows: [Trajectory() for _ in rows], "without a token of the policy"),
+        (lambda rows: [made(logprobs=[-1.0]) for _ in rows], "'logprobs': 1"),
+        (lambda rows: [made(prompt_ids=()) for _ in rows], "no prompt_ids"),
+        (lambda rows: [made(turn_rewards=[]) for _ in rows], "0 turn_rewards"),
+    ],
+)
+def test_what_a_rollout_func_returns_is_checked(answer, words):
+    async def rollout(rows, client):
+        return answer(rows)
+
+    batch, report = rolled(None, rollout_func=rollout, num_generations=1)
+    assert words in report.failures[0].detail and "DataError" in report.failures[0].detail
+    assert batch["rewards"].isnan().all() and batch["finish_reason"] == ["error"] * 4
+
+
+def test_a_rollout_func_must_catch_the_end_of_a_trajectory():
+    async def rollout(rows, client):
+        for row in rows:
+            trajectory = client.trajectory(row)
+            while True:
+                turn = await client.generate(ids_of("1+1="), trajectory)
+                await client.generate([*turn.prompt_ids, *turn.token_ids], trajectory)
+
+    _, report = rolled(None, rollout_func=rollout, num_generations=1)
+    assert "catch TrajectoryEndedError" in report.failures[0].detail
+
+
+def test_a_row_past_its_time_ends_alone():
+    async def rollout(rows, client):
+        async def one(row):
+            trajectory = client.trajectory(row)
+            turn = await client.generate(ids_of(row["prompt"]), trajectory, max_tokens=2)
+            if row["answer"] == "1":
+                await asyncio.sleep(0.3)
+            with contextlib.suppress(TrajectoryEndedError):
+                await client.generate([*turn.prompt_ids, *turn.token_ids, 3], trajectory, max_tokens=2)
+            return trajectory
+
+        return await asyncio.gather(*map(one, rows))
+
+    batch, _ = rolled(None, rollout_func=rollout, num_generations=1, config={"trajectory_timeout_seconds": 0.2})
+    assert batch["finish_reason"] == ["stop", "time", "stop", "stop"]
+    assert (batch["policy_length"][1], batch["completion_mask"][1].all()) == (2, True)
+
+
+def test_rows_and_trajectories_of_others_are_refused():
+    async def rollout(rows, client):
+        with pytest.raises(DataError, match="not a copy"):
+            client.trajectory(dict(rows[0]))
+        with pytest.raises(DataError, match="leave it out"):
+            await client.generate(ids_of("1"), Trajectory())
+        return [made() for _ in rows]
+
+    _, report = rolled(None, rollout_func=rollout, num_generations=1)
+    assert {failure.reason for failure in report.failures} == {"none"}  # nobody gave a reward
+
+
+def test_a_rollout_func_must_be_a_coroutine_function():
+    def plain(rows, client):
+        return []
+
+    with pytest.raises(ConfigError, match="async def"):
+        check_rollout_func(plain)
+    with pytest.raises(ConfigError, match="cannot be called"):
+        check_rollout_func(3)

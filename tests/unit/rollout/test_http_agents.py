@@ -1,0 +1,68 @@
+"""Agents that speak to the endpoint, on a real engine: what is stored is what the policy said."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import openai
+import torch
+
+from hybrid_rl.agents.chat import Chat
+from hybrid_rl.agents.http_agent import HttpAgent
+from tests.tiny import CHAT_TEMPLATE, build_tokenizer
+from tests.unit.rollout.agents import Rig, own_logprobs
+
+
+def talker(delays_seed: int) -> Any:
+    """An agent of OpenAI's client: up to three turns, the second streams or has two answers, and a completion of text.
+    What it says depends on answers only, not on its delays."""
+    noise = random.Random(delays_seed)
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+            ask: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": 5, "temperature": 1.0}
+            length = 0
+            for number in range(3):
+                await asyncio.sleep(noise.random() ** 4 * 0.01)
+                if number == 1 and length % 2:
+                    text = ""
+                    async for chunk in await client.chat.completions.create(**ask, stream=True):
+                        text += chunk.choices[0].delta.content or ""
+                else:
+                    answer = await client.chat.completions.create(**ask, n=1 + number % 2)
+                    text = answer.choices[0].message.content or ""
+                length += len(text)
+                messages += [{"role": "assistant", "content": text or None}, {"role": "user", "content": str(length)}]
+            await client.completions.create(model="m", prompt=row["prompt"], max_tokens=4)
+            return float(length)
+
+    return agent
+
+
+def made_by(delays_seed: int) -> tuple[Any, Any]:
+    tokenizer = build_tokenizer(chat=True)
+    # Answers begin as the template renders them later on.
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("'/'", "'[a'")
+    chat = Chat(tokenizer)
+    with Rig(HttpAgent(talker(delays_seed), temperature=1.0), chat=chat) as rig:
+        batch, report = rig.run()
+        return batch, (own_logprobs(rig.module, batch), report)
+
+
+def test_the_stored_tokens_have_the_logprobs_of_the_trainer_whatever_the_delays() -> None:
+    batch, (own, report) = made_by(0)
+    again, _ = made_by(1)
+    mask = batch["completion_mask"].values
+    assert not report.failures
+    torch.testing.assert_close(batch["rollout_logprobs"].values[mask].double(), own[mask], atol=1e-5, rtol=0)
+    assert (batch["rollout_logprobs"].values[~mask] == 0).all() and (~mask).sum() > 30
+    # 4 prompts, 3 generations; conversations stay whole, and each has at least the samples of its text completion.
+    assert len(set(batch["trajectory"].tolist())) == 12
+    assert int((batch["turn"] == 1).sum()) == 12
+    assert sum(batch["rewards"].tolist()) > 0
+    for name in ("completion_ids", "rollout_logprobs", "completion_mask"):
+        torch.testing.assert_close(again[name].values, batch[name].values, atol=1e-5, rtol=0)
+    assert again["turn"].tolist() == batch["turn"].tolist()
