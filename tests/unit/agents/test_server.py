@@ -19,7 +19,7 @@ from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.server import app
 from hybrid_rl.agents.server.answers import token_texts
 from hybrid_rl.agents.trajectory import Completion, Trajectory
-from hybrid_rl.errors import ConfigError, DataError, EngineStateError
+from hybrid_rl.errors import ConfigError, DataError, EngineStateError, MessagesRefusedError
 from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
 
 QUESTION: Any = {"role": "user", "content": "2+3?"}
@@ -255,6 +255,33 @@ def test_what_biases_training_is_refused_with_the_reason() -> None:
             assert bad.status == 400 and "not JSON" in (await bad.json())["error"]["message"]
 
     assert run(agent, temperature=0.5).counts["turns"] == 2
+
+
+def test_messages_that_the_chat_template_refuses_can_be_mended() -> None:
+    class Picky(ByteChat):
+        def prompt_ids(self, messages: Any, tools: Any, known: Any) -> list[int]:
+            if len(messages) > 1:
+                raise MessagesRefusedError("the template refuses two messages; correct them")
+            return super().prompt_ids(messages, tools, known)
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            with pytest.raises(openai.BadRequestError, match="the template refuses two messages; correct them"):
+                await client.chat.completions.create(model="policy", messages=[QUESTION, QUESTION])
+            answer = await client.chat.completions.create(model="policy", messages=[QUESTION])
+            return float(answer.choices[0].message.content == "5")
+
+    async def main() -> Trajectory:
+        endpoint = HttpAgent(agent, temperature=1.0)
+        episode = episode_of(ScriptedTokens(lambda _: "5"), {})
+        episode.client.chat = Picky()
+        try:
+            return await run_agent(endpoint, episode)
+        finally:
+            endpoint.close()
+
+    trajectory = asyncio.run(main())
+    assert (trajectory.reward, trajectory.error) == (1.0, "")
 
 
 def test_a_key_opens_its_own_trajectory_only() -> None:
