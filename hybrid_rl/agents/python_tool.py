@@ -370,9 +370,10 @@ class _Warden:
                     future.set_exception(AgentError("the sandbox died while a program ran; the next call starts it"))
             return
         with self._lock:
-            number = message["number"]
-            future = self._open.pop(number) if number in self._open else None
-        if future is not None and future.set_running_or_notify_cancel():
+            found = [self._open.pop(number) for number in (message["number"],) if number in self._open]
+        for future in found:
+            if not future.set_running_or_notify_cancel():
+                continue
             gap = f"\n[{message['cut_bytes']} bytes left out]\n" if message["cut_bytes"] else ""
             output = message["head"] + gap + message["tail"]
             future.set_result(ProgramResult(output, message["end"], message["code"], message["seconds"]))
