@@ -31,7 +31,7 @@ _CRAFTS = {
 }
 _FOODS = ("smoked eel pie", "barley dumplings", "plum bread", "salted cheese", "chestnut soup", "honey cake")
 
-NUM_FOUND = 3
+NUM_FOUND = 5
 _B, _K1 = 0.75, 1.5  # BM25's usual constants
 
 

@@ -37,7 +37,7 @@ def test_a_question_from_start_to_end() -> None:
     library = Library()
     library.reset(question="?", expected="Dell", prompt=None)
     assert library.get_reward() == 0
-    assert len(library.search("town on the river Dell").splitlines()) == 3
+    assert len(library.search("town on the river Dell").splitlines()) == 5
     assert library.search("xyzzy") == "Nothing found."
     library.answer("The River DELL.")
     assert library.get_reward() == 1
