@@ -30,7 +30,7 @@ RewrittenHistory = Literal["fork", "keep", "error"]
 _logger = logging.getLogger("hybrid_rl")
 # The last tokens of a prompt, which are searched first for the start of the answer.
 _OPENING_TOKENS = 256
-_EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
+_NOTHING = re.compile(r"(?:\s|<think>\s*</think>)+")
 
 
 class Chat:
@@ -150,7 +150,9 @@ class Chat:
         kept = whole[: len(whole) - len(tail or "")]
         if not kept.startswith(start):
             # Blocks with nothing in them come and go with the place of a turn, and mean nothing.
-            start, kept = _EMPTY_THINKING.sub("", start), _EMPTY_THINKING.sub("", kept)
+            head = self.template.up_to_answer(kept)
+            if _NOTHING.sub(" ", head) == _NOTHING.sub(" ", start):
+                start = head
         if not kept.startswith(start):
             return _Seam(tail, _first_difference(start, kept))
         if tail is None:
@@ -223,7 +225,7 @@ class Chat:
     def read(self, text: str, tools: Sequence[Message] = ()) -> dict[str, Any]:
         """Return the text of an answer, without the token that ends it, as an assistant message (see `parse`)."""
         if self._own_parser:
-            return self._parse_own(text + self.template.close, self.template.header, tools, "")
+            return self._parse_own(text + self.template.close.rstrip(), self.template.header, tools, "")
         return self._parse_text(text, tools, "")
 
     def _parse_own(self, text: str, prefix: str, tools: Sequence[Message], digest: str) -> dict[str, Any]:

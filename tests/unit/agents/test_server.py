@@ -20,7 +20,7 @@ from hybrid_rl.agents.server import app
 from hybrid_rl.agents.server.answers import token_texts
 from hybrid_rl.agents.trajectory import Completion, Trajectory
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
-from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
+from tests.unit.agents.scripted import EOS, ByteChat, ScriptedTokens, episode_of, run_agent, text_of
 
 QUESTION: Any = {"role": "user", "content": "2+3?"}
 ADD = {
@@ -52,10 +52,6 @@ def run(
             agent.close()
 
     return asyncio.run(main())
-
-
-def text_of(token_ids: Any) -> str:
-    return "".join({BOS: "<s>", EOS: "</s>"}.get(token) or chr(token) for token in token_ids)
 
 
 # ------------------------------------------------------------------------------------------------------ answers
@@ -313,8 +309,14 @@ def test_a_prompt_without_room_ends_the_trajectory_unless_the_agent_helps_itself
                 await client.chat.completions.create(model="m", messages=[QUESTION])
             return 1.0
 
-    with pytest.raises(TrajectoryEndedError, match="length"):
-        run(gives_up, limits=limits)
+    async def without_room() -> None:
+        http, episode = HttpAgent(gives_up, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"), limits=limits)
+        with pytest.raises(TrajectoryEndedError, match="length"):
+            await http(episode)
+        http.close()
+        assert episode.trajectory.reward == 0.0
+
+    asyncio.run(without_room())
     assert run(goes_on, limits=limits).end_reason == "stop"
 
     async def swallows(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -464,7 +466,7 @@ def test_a_plain_function_that_works_on_is_left_behind() -> None:
     async def main() -> None:
         http, episode = HttpAgent(plain, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"))
         running = asyncio.ensure_future(http(episode))
-        while not (threads := [one for one in threading.enumerate() if one.name == "agent"]):
+        while not (threads := [one for one in threading.enumerate() if one.name == "agent" and one.is_alive()]):
             await asyncio.sleep(0.001)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -532,3 +534,15 @@ def test_what_a_function_raises_comes_out(error: BaseException, is_async: bool) 
 
     asyncio.run(main())
     assert [type(one) for one in caught] == [expected]
+
+
+def test_if_one_of_several_answers_fails_the_others_are_cancelled() -> None:
+    tokens = ScriptedTokens(lambda _: ValueError("too long"), delay=lambda number: 0.0 if number == 1 else 60.0)
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="too long"):
+            await episode_of(tokens).client.generate_many([1, 2], 3)
+        await asyncio.sleep(0)
+        assert len(tokens.cancelled) == 2
+
+    asyncio.run(main())
