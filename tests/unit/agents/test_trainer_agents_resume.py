@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # the file as a whole
 
 CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3}), ("add", {"a": "x", "b": 1}), ("move", {"by": 5})]
 KEYS: dict[str, Any] = {
-    "max_steps": 4,
+    "max_steps": 3,
     "prompts_per_step": 3,
     "num_generations": 3,
     "max_completion_length": 120,
@@ -99,7 +99,7 @@ def test_a_run_that_ctrl_c_ended_resumes_as_if_it_had_not(
     with pytest.raises(KeyboardInterrupt):
         broken.fit()
     steps_done = broken.global_step
-    assert 1 <= steps_done < 4 and calls_until_interrupt <= 0
+    assert 1 <= steps_done < 3 and calls_until_interrupt <= 0
     resumed = trainer("broken", resume="auto")
     assert resumed.run_folder == broken.run_folder and resumed.global_step == steps_done
     resumed.fit()
@@ -107,4 +107,4 @@ def test_a_run_that_ctrl_c_ended_resumes_as_if_it_had_not(
     assert mine == theirs
     first, second = (records(one, name="samples.jsonl") for one in (resumed, straight))
     assert first == second
-    assert any(len(sample["conversation"]["tokens"]) > 2 for sample in first)
+    assert any(len(sample["tokens"]) > 2 for sample in first)
