@@ -19,7 +19,6 @@ from hybrid_rl.errors import (
     ConfigError,
     DataError,
     DivergedError,
-    EngineStateError,
     NoSignalError,
     NotYetSupportedError,
     do_all,
@@ -168,7 +167,7 @@ class Trainer(Tenant):
         KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
         trainer.max_steps = trainer.global_step in a callback's on_step_end.
         """
-        self._require_open()
+        self._require_idle("call fit()")
         with self._working("fit()"), self._run_shown():
             self._evaluate_at_start()
             while self.global_step < self.max_steps:
@@ -187,6 +186,7 @@ class Trainer(Tenant):
 
         Ctrl-C before the update undoes the step; once the update has begun it waits until the step is logged.
         """
+        self._require_idle("call step()")
         self._require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
@@ -295,6 +295,7 @@ class Trainer(Tenant):
 
         eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
         """
+        self._require_idle("evaluate")
         self._require_current()
         if self._run.data.eval is None:
             raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
@@ -303,7 +304,7 @@ class Trainer(Tenant):
         doing = f"evaluation after step {self.global_step}"
         each, params = self.config.eval.num_generations_eval, self._run.eval_params
         with self._working("evaluate()"):
-            with broken_model_explained(doing, self.run_folder):
+            with self._computing(), broken_model_explained(doing, self.run_folder):
                 state = self._state(self.global_step)
                 metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
             metrics["timing/evaluate"] = now() - start
@@ -329,9 +330,7 @@ class Trainer(Tenant):
         max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
         The same seed gives the same samples.
         """
-        self._require_open()
-        if self._guard.is_stepping:
-            raise EngineStateError("a training step is running; generate before or after it, or from on_step_end")
+        self._require_idle("generate")
         self._require_current()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not prompts:
@@ -342,7 +341,8 @@ class Trainer(Tenant):
         check_numbers(num_generations, given)
         rows, params = generation_of(self._run, prompts, given, stop_strings)
         call = (rows, num_generations, params, self.policy_version, self._state(self.global_step))
-        batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
+        with self._computing():
+            batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
         return generations_of(batch.load() if isinstance(batch, BatchRef) else batch)
 
     def plan(self, layouts: str | Path | None = None) -> RunPlan:
@@ -362,7 +362,7 @@ class Trainer(Tenant):
 
         Raises CheckpointError if it cannot be written.
         """
-        self._require_open()
+        self._require_idle("save")
         if folder is None:
             self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)

@@ -59,7 +59,7 @@ class Caller:
         if outcome is not None:
             return outcome
         self.check_left()
-        return self._late("its thread cannot be killed and is left behind" if is_left else "an earlier call still runs")
+        return self._late("it still runs: threads cannot be killed" if is_left else "an earlier call still runs")
 
     async def run(self, make: Callable[[], Awaitable[Any]]) -> Outcome:
         """Await what `make` returns, on the event loop of this caller. Raises AgentError if too many calls hang."""

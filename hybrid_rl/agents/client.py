@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -105,6 +106,8 @@ class AgentClient:
         self._tokens, self._place, self._generation = tokens, place, generation
         self._is_open = is_open
         self._asked: Counter[str] = Counter()
+        self._num_asked = 0
+        self._told: list[int] = []  # of each conversation of the trajectory, the number of its request
 
     async def generate(
         self,
@@ -151,24 +154,34 @@ class AgentClient:
         if room < 1:
             raise TrajectoryEndedError("length")
         digest = hashlib.blake2b(repr(tuple(ids)).encode(), digest_size=16).hexdigest()
+        number, self._num_asked = self._num_asked, self._num_asked + 1
         first = self._asked[digest]
         self._asked[digest] += count
         room = room if max_tokens is None else min(room, max_tokens)
-        turns = []
-        for completion in await _all(
-            self._tokens.complete(
-                ids, max_tokens=room, stop=stop, seed_parts=(self._place, self._generation, digest, first + number)
+        samples = [self.trajectory.claim(ids) for _ in range(count)]
+        try:
+            completions = await _all(
+                self._tokens.complete(
+                    ids, max_tokens=room, stop=stop, seed_parts=(self._place, self._generation, digest, first + copy)
+                )
+                for copy in range(count)
             )
-            for number in range(count)
-        ):
+        except BaseException:
+            for sample in reversed(samples):
+                self.trajectory.release(sample)
+            raise
+        turns = []
+        for completion, sample in zip(completions, samples, strict=True):
             message = self.chat.parse(completion.token_ids, ids, tools)
-            sample, number = self.trajectory.record(ids, completion)
+            where = self.trajectory.record(ids, completion, sample)
             if is_chat:
                 # An answer that the caller began is one message with what the policy added to it.
                 before = messages[:-1] if messages[-1].get("role") == "assistant" else messages
                 known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids))
-                self.trajectory.conversations.append(known)
-            turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, sample, number))
+                place = bisect.bisect(self._told, number)
+                self._told.insert(place, number)
+                self.trajectory.conversations.insert(place, known)
+            turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, *where))
         return turns
 
     def tokens_left(self, prompt_ids: Sequence[int]) -> int:

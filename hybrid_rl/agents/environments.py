@@ -14,7 +14,8 @@ from typing import Any
 
 from hybrid_rl.agents.calls import Caller, Outcome
 from hybrid_rl.agents.schemas import tool_schema
-from hybrid_rl.agents.tools import Tool, content_of, needs_main_thread
+from hybrid_rl.agents.tool_calling import content_of
+from hybrid_rl.agents.tools import NOT_IN_A_THREAD, Tool, needs_main_thread
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import Messages, is_text_block, shorten
 from hybrid_rl.errors import ConfigError, HybridRLError
@@ -28,10 +29,6 @@ RESERVED_METHODS = (RESET, GET_REWARD, CLOSE)
 ENVIRONMENT_COLUMN = "environment"
 END_SECONDS = 10.0  # for the close() of all environments together
 RESETS = 2  # tries, each on an instance of its own
-NOT_IN_A_THREAD = (
-    "it calls signal.signal or signal.alarm, which work in a main thread only, and environments live in threads of "
-    "their own; leave the limit to agents.tool_timeout_seconds, or move the call to a function in tools="
-)
 
 
 class EnvironmentFailedError(HybridRLError, RuntimeError):

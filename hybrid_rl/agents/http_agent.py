@@ -25,6 +25,7 @@ from hybrid_rl.process.threads import LoopThread, start_thread
 # Arguments after row, base_url and api_key: passed by name to functions that take them.
 OPTIONAL = ("trainer_state", "environment", "trajectory")
 STOP_SECONDS = 1.0
+LIMITS = ("length", "turns", "time")
 
 
 class HttpAgent:
@@ -33,8 +34,9 @@ class HttpAgent:
     function: gets the columns of the row as a dict, and where the policy answers. A coroutine function runs on an event
     loop that all of them share for the whole run, so that HTTP clients can be kept; a plain one in a thread of its own.
     It may take `trainer_state`, `environment` and `trajectory` besides. A number that it returns is the reward of the
-    trajectory; of a dict, the item "reward" is, and the others are written to samples.jsonl; None gives no reward.
-    temperature: of the run; requests for another one are refused.
+    trajectory; of a dict, the item "reward" is, and the others are written to samples.jsonl; None gives no reward. If a
+    limit ends the trajectory, and the function raises therefore instead of returning, that is no failure: the reward is
+    0. temperature: of the run; requests for another one are refused.
 
     Raises ConfigError for a function that cannot be called so.
     """
@@ -72,6 +74,10 @@ class HttpAgent:
                 if session.limit is not None and isinstance(value.error, Exception):
                     raise TrajectoryEndedError(session.limit) from value.error
                 raise value.error
+        except (TrajectoryEndedError, asyncio.CancelledError):
+            if session.limit in LIMITS or trajectory.end_reason in LIMITS:
+                trajectory.add_reward(0.0)
+            raise
         finally:
             result.cancel()
             await self._server.end(session)

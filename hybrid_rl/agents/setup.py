@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_rl.agents.calls import Caller
 from hybrid_rl.agents.environments import Environment, EnvironmentKind
 from hybrid_rl.agents.tool_agent import ToolAgent
-from hybrid_rl.agents.tools import ToolSet, function_tools
+from hybrid_rl.agents.tools import Functions
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.errors import ConfigError
 
@@ -101,7 +101,7 @@ def setup_tools(tools: Sequence[Any], environment_factory: Any, config: AgentCon
     caller = Caller(config.tool_timeout_seconds)
     environments: list[Environment] = []
     try:
-        standalone = ToolSet(function_tools(tools, caller))
+        standalone = Functions(tools, caller, config.tool_processes).tools
         for kind in _kinds(environment_factory):
             environment = Environment(kind, caller)
             environments.append(environment)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from hybrid_rl.agents.parsing import MARKERS
 from hybrid_rl.data.prompts import shorten
-from hybrid_rl.errors import DataError, ModelError
+from hybrid_rl.errors import MessagesRefusedError, ModelError
 
 Message: TypeAlias = Mapping[str, Any]
 # How a rendered conversation ends: with the header of the answer to come, after its last message, or within it.
@@ -19,6 +19,7 @@ Ending: TypeAlias = Literal["answer", "closed", "open"]
 # Why a tool call could not be read. A key of ours, which no template sees.
 CALL_ERROR = "tool_call_error"
 PROBE_ID = "probe0id0"  # nine letters and digits: Mistral's templates refuse others
+_NO_CALL = "000000000"  # what the result of a call names that could not be read
 PROBE = {"role": "user", "content": "probe question"}
 
 
@@ -51,31 +52,41 @@ class ChatTemplate:
         self._write_arguments = self._try_arguments()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], ending: Ending) -> str:
-        """Return the text of a conversation. Raises DataError if the template refuses it."""
-        settings = dict(self.kwargs)
-        if tools:
-            settings["tools"] = [dict(tool) for tool in tools]
+        """Return the text of a conversation. Raises MessagesRefusedError if the template does."""
+        shown = [self._for_template(message) for message in messages]
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [self._for_template(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=ending == "answer",
-                continue_final_message=ending == "open",
-                **settings,
-            )
-        except Exception as error:  # a template may raise anything
-            raise DataError(
+            try:
+                text = self._apply(shown, tools, ending)
+            except Exception:  # a template may raise anything
+                if shown == (named := _with_names(shown)):
+                    raise
+                text = self._apply(named, tools, ending)
+        except Exception as error:
+            raise MessagesRefusedError(
                 f"the chat template of {self.name} refuses the messages {shorten(list(messages), 200)} "
                 f"({type(error).__name__}: {error}); correct them, or use another template "
                 '(chat_template_kwargs={"chat_template": ...})'
             ) from error
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Message], ending: Ending) -> str:
+        settings = dict(self.kwargs)
+        if tools:
+            settings["tools"] = [dict(tool) for tool in tools]
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=ending == "answer",
+            continue_final_message=ending == "open",
+            **settings,
+        )
+        return text
+
     def renders(self, messages: Sequence[Message], *wanted: str, tools: Sequence[Message] = ()) -> bool:
         """Return whether the template takes these messages, and all wanted texts are in what it makes of them."""
         try:
             text = self.render(messages, tools, "answer")
-        except DataError:
+        except MessagesRefusedError:
             return False
         return all(one in text for one in wanted)
 
@@ -103,9 +114,9 @@ class ChatTemplate:
         """Return what follows a mark in the rendering; None if the template refuses the messages or alters the mark."""
         try:
             text = self.render(messages, tools, ending)
-        except DataError:
+        except MessagesRefusedError:
             return None
-        return text.partition(mark)[2] if text.count(mark) == 1 else None
+        return text.partition(mark)[2] if mark in text else None
 
     @cached_property
     def knows_reasoning(self) -> bool:
@@ -123,7 +134,7 @@ class ChatTemplate:
         """The role of a message that tells the policy about a call that could not be read. "tool", unless the template
         takes tool messages only after a tool call that it understood."""
         answer = {"role": "assistant", "content": "probe answer"}
-        error = {"role": "tool", "name": "tool", "tool_call_id": PROBE_ID, "content": "probe error"}
+        error = {"role": "tool", "content": "probe error"}
         shown = self.renders([PROBE, answer, error, answer, error], "probe error")
         return "tool" if shown else "user"
 
@@ -158,7 +169,7 @@ class ChatTemplate:
 
 
 def text_of(message: Message) -> str:
-    """Return the content of a message as one text; blocks of text are joined. Raises DataError for other contents."""
+    """Return the content of a message as one text; blocks of text are joined. Raises MessagesRefusedError for more."""
     content = message.get("content")
     if content is None:
         return ""
@@ -166,7 +177,7 @@ def text_of(message: Message) -> str:
         return content
     if isinstance(content, list) and all(isinstance(block, Mapping) and "text" in block for block in content):
         return "".join(str(block["text"]) for block in content)
-    raise DataError(
+    raise MessagesRefusedError(
         f"the content of a message is {shorten(content)}; content is a text, or a list of text blocks "
         '[{"type": "text", "text": "..."}]. Turn results of tools into text first'
     )
@@ -188,6 +199,20 @@ def probe_call(name: str, count: int = 1) -> dict[str, Any]:
     function = {"name": name, "arguments": {"probe_argument": "probe"}}
     calls = [{"id": PROBE_ID, "type": "function", "function": function}] * count
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _with_names(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with the name of the tool and the id of the call in every result of a tool. Some templates ask for
+    them, while clients leave the name out, and a call that could not be read has neither."""
+    names: dict[Any, str] = {}
+    named: list[Message] = []
+    for message in messages:
+        names |= {call.get("id"): call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message.get("role") == "tool":
+            called = message.get("tool_call_id")
+            message = {"name": names.get(called, "tool"), "tool_call_id": _NO_CALL, **message}
+        named.append(message)
+    return named
 
 
 def _as_dict(arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from hybrid_rl.agents.environments import (
 )
 from hybrid_rl.agents.episode import Episode
 from hybrid_rl.agents.templates import CALL_ERROR
-from hybrid_rl.agents.tools import ToolSet, function_tools
+from hybrid_rl.agents.tools import Functions, ToolSet
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.data.prompts import Messages, shorten
@@ -44,13 +44,13 @@ class ToolAgent:
         free: Sequence[Environment] = (),
     ) -> None:
         self._caller = caller or Caller(config.tool_timeout_seconds)
-        self._tools = ToolSet(function_tools(tools, self._caller))
+        self._functions = Functions(tools, self._caller, config.tool_processes)
         self._is_by_name = any(kind.name is not None for kind in kinds)
         self._pool = EnvironmentPool(kinds, self._caller, free) if kinds else None
 
     async def __call__(self, episode: Episode) -> None:
         """Run an episode: until an answer has no tool call, or until a limit."""
-        trajectory, tools = episode.trajectory, self._tools
+        trajectory, tools = episode.trajectory, self._functions.tools
         if isinstance(episode.prompt, str):
             raise DataError(f"tools need a prompt of chat messages; it is text: {shorten(episode.prompt)}")
         prompt: Messages = EMPTY_PROMPT if episode.prompt is None else episode.prompt
@@ -76,6 +76,7 @@ class ToolAgent:
         """Close environments and threads. Idempotent; what hangs is not waited for."""
         if self._pool is not None:
             self._pool.close()
+        self._functions.close()
         self._caller.close()
 
 

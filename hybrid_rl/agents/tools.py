@@ -14,6 +14,8 @@ from typing import Any
 
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
 from hybrid_rl.agents.schemas import tool_schema
+from hybrid_rl.agents.tool_calling import content_of
+from hybrid_rl.agents.tool_processes import ToolProcesses
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
 
@@ -21,7 +23,11 @@ logger = logging.getLogger("hybrid_rl")
 
 # What CPython's signal.signal raises anywhere but in the main thread begins so.
 ONLY_IN_MAIN_THREAD = "signal only works in main thread"
-NO_IMAGES = "images, audio and video cannot be used yet; return text"
+NOT_IN_A_THREAD = (
+    "it sets a signal handler (signal.alarm?), which only a main thread can, and it runs in another; leave the limit "
+    "to agents.tool_timeout_seconds, or make it a function in tools= that can be sent to a process"
+)
+PROCESSES_FOR_SIGNALS = 2
 # JSON schema's names of types, and the Python types that a parsed value may have.
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -95,18 +101,6 @@ def type_text(schema: Mapping[str, Any]) -> str:
     names = schema.get("type", "anything")
     text = names if isinstance(names, str) else " or ".join(names)
     return f"{text} or null" if schema.get("nullable") else text
-
-
-def content_of(result: Any) -> str | list[dict[str, Any]]:
-    """Return what a tool returned as the content of its message: its text, or a list of text blocks as it is. Raises
-    ToolCallError for blocks of another kind."""
-    is_blocks = isinstance(result, list) and result and all(isinstance(b, dict) and "type" in b for b in result)
-    if not is_blocks:
-        return str(result)
-    for block in result:
-        if block["type"] != "text" or not isinstance(block.get("text"), str):
-            raise ToolCallError(f"the tool returned a content block of type {block['type']!r}: {NO_IMAGES}")
-    return [dict(block) for block in result]
 
 
 def error_text(error: BaseException) -> str:
@@ -188,29 +182,71 @@ def _message(call: Any, outcome: Outcome, counts: Counter[str]) -> dict[str, Any
     return message
 
 
-def function_tools(functions: Sequence[Any], caller: Caller, processes: Any = None) -> list[Tool]:
-    """Return tools that are functions of their own, or methods of an object that all trajectories share.
+class Functions:
+    """Tools that are functions of their own, or methods of an object that all trajectories share.
 
-    They run concurrently, for as many trajectories as call them. processes: where plain functions run, None = in
-    threads; coroutines and methods never do. Raises ConfigError for what cannot be described to the model."""
-    tools = []
-    for function in functions:
+    They run concurrently, for as many trajectories as call them: plain ones in threads, or with num_processes above 0
+    in that many processes, except methods, whose object is only here. A function that sets a signal handler, for a time
+    limit by signal.alarm, cannot do so in a thread; its calls go to processes from the first time that it fails for
+    this, which is logged: there it has a main thread.
+
+    Raises ConfigError for what cannot be described to the model, two tools of one name, and functions that cannot be
+    sent to a process although they are to run there.
+    """
+
+    def __init__(self, functions: Sequence[Any], caller: Caller, num_processes: int = 0) -> None:
+        self._caller = caller
+        self._plain: dict[str, Any] = {}
+        self._processes: dict[str, ToolProcesses] = {}  # by tool
+        self.tools = ToolSet([self._tool(function) for function in functions])
+        if num_processes and self._plain:
+            self._processes = dict.fromkeys(self._plain, ToolProcesses(self._plain, num_processes, caller))
+
+    def _tool(self, function: Any) -> Tool:
         schema = tool_schema(function)
-        name, is_async = schema["function"]["name"], inspect.iscoroutinefunction(function)
-        tools.append(Tool(name, schema, is_async, _runner(function, is_async, caller, processes)))
-    return tools
+        name = str(schema["function"]["name"])
+        is_async = inspect.iscoroutinefunction(function)
+        if inspect.isfunction(function) and not is_async:
+            self._plain[name] = function
+        return Tool(name, schema, is_async, partial(self._run, name, function, is_async))
+
+    async def _run(self, name: str, function: Any, is_async: bool, arguments: dict[str, Any]) -> Outcome:
+        if is_async:
+            return await self._caller.run(lambda: _awaited_content(function, arguments))
+        if name not in self._processes:
+            outcome = await self._caller.call(lambda: content_of(function(**arguments)))
+            if not needs_main_thread(outcome.error) or not self._moved(name):
+                return outcome
+        return await self._processes[name].call(name, arguments)
+
+    def _moved(self, name: str) -> bool:
+        """Have a function's calls go to processes, if it can be sent there."""
+        if name in self._processes:  # by another trajectory's call
+            return True
+        try:
+            if name not in self._plain:
+                raise ConfigError(f"{name} is a method")
+            self._processes[name] = ToolProcesses({name: self._plain[name]}, PROCESSES_FOR_SIGNALS, self._caller)
+        except ConfigError as error:
+            logger.warning("the tool %s: %s (%s)", name, NOT_IN_A_THREAD, error)
+            return False
+        logger.warning(
+            "the tool %s sets a signal handler, which only a main thread can: its calls go to %d processes of their "
+            "own from now on; set agents.tool_processes to choose how many",
+            *(name, PROCESSES_FOR_SIGNALS),
+        )
+        return True
+
+    def close(self) -> None:
+        """End the processes."""
+        for processes in set(self._processes.values()):
+            processes.close()
+
+
+async def _awaited_content(function: Any, arguments: dict[str, Any]) -> Any:
+    return content_of(await function(**arguments))
 
 
 def needs_main_thread(error: BaseException | None) -> bool:
     """Whether a call failed because it set a signal handler in another thread than the main one."""
     return isinstance(error, ValueError) and str(error).startswith(ONLY_IN_MAIN_THREAD)
-
-
-def _runner(function: Any, is_async: bool, caller: Caller, processes: Any) -> Run:
-    if is_async:
-        return lambda arguments: caller.run(partial(_await_content, function, arguments))
-    return lambda arguments: caller.call(lambda: content_of(function(**arguments)))
-
-
-async def _await_content(function: Any, arguments: dict[str, Any]) -> Any:
-    return content_of(await function(**arguments))

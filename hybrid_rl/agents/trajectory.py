@@ -66,13 +66,13 @@ class Turn:
         return self.completion.finish_reason
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """One sequence of tokens to train on: a prompt, then turns of the policy with tokens of the environment between.
 
     token_ids: all that follows prompt_ids; mask, logprobs, versions: of each of them, whether the policy made it, its
     ln p (0.0 if not) and its policy version (-1 if not). turns: (start, end) of each turn in token_ids.
-    turn_rewards: of each turn, None = nothing was given for it.
+    turn_rewards: of each turn, None = nothing was given for it. is_awaited: an answer is under way that belongs here.
     """
 
     prompt_ids: tuple[int, ...]
@@ -82,6 +82,7 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
+    is_awaited: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -158,22 +159,47 @@ class Trajectory:
         self.on_scored: list[Callable[[], None]] = []
 
     def sample_of(self, prompt_ids: Sequence[int]) -> Sample | None:
-        """Return the longest sample that this prompt goes on with; None if it rewrites all of them."""
-        known = [sample for sample in self.samples if sample.is_start_of(prompt_ids)]
+        """Return the longest sample that this prompt goes on with, of those that no answer is under way for; None if
+        there is none."""
+        known = [
+            sample
+            for sample in self.samples
+            if sample.token_ids and not sample.is_awaited and sample.is_start_of(prompt_ids)
+        ]
         return max(known, key=lambda sample: sample.num_tokens, default=None)
 
-    def record(self, prompt_ids: Sequence[int], completion: Completion) -> tuple[int, int]:
-        """Keep a turn: as the next one of the sample that its prompt goes on with, else as the first of a new sample.
-        Return the places of sample and turn, as `add_reward` takes them."""
+    def claim(self, prompt_ids: Sequence[int]) -> Sample:
+        """Return the sample that the answer to this prompt will belong to: the one that the prompt goes on with, else a
+        new one. So it is decided by the order in which the policy is asked, not by the order of its answers. `record`
+        or `release` must follow."""
         sample = self.sample_of(prompt_ids)
         if sample is None:
-            self.counts["forks"] += bool(self.samples)
             sample = Sample(tuple(prompt_ids))
             self.samples.append(sample)
+        sample.is_awaited = True
+        return sample
+
+    def release(self, sample: Sample) -> None:
+        """Give up a claim: there will be no answer. A sample without any is left out if the last, so that no other
+        changes its place."""
+        sample.is_awaited = False
+        if not sample.token_ids and self.samples and self.samples[-1] is sample:
+            self.samples.pop()
+
+    def record(
+        self, prompt_ids: Sequence[int], completion: Completion, sample: Sample | None = None
+    ) -> tuple[int, int]:
+        """Keep a turn, in the sample that was claimed for it (None = that is done now). Return the places of sample and
+        turn, as `add_reward` takes them."""
+        sample = sample or self.claim(prompt_ids)
+        sample.is_awaited = False
+        if not any(one is sample for one in self.samples):
+            self.samples.append(sample)
+        self.counts["forks"] += not sample.token_ids and any(one.token_ids for one in self.samples)
         sample.add_environment(prompt_ids[sample.num_tokens :])
         sample.add_policy(completion)
         self.counts["turns"] += 1
-        return self.samples.index(sample), len(sample.turns) - 1
+        return next(place for place, one in enumerate(self.samples) if one is sample), len(sample.turns) - 1
 
     def add_reward(self, value: float, turn: Turn | None = None) -> None:
         """Add to the reward of the trajectory, or of one of its recorded turns. Raises DataError for a turn that this

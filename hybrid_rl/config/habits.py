@@ -204,6 +204,10 @@ _FLOAT16 = (
     "float16 is not supported: its gradients overflow and vanish without loss scaling; set dtype=bfloat16 or float32"
 )
 _CISPO = "set policy_loss=cispo (its bound epsilon_high counts from 1: 4 is a ratio of 5)"
+_NAMED = (
+    "name the residents, such as [optimizer,critic] (hybrid-rl plan shows those of a run), or leave it out: "
+    "then what the run would not fit without goes"
+)
 _NEWEST = "set resume=auto, with run_name, for the newest checkpoint of that run, or give the folder of a checkpoint"
 
 # Values from other libraries: (path, value) -> advice.
@@ -221,6 +225,7 @@ VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
         ("model.device", "mps"): "GPUs are supported only through CUDA; set device=cpu",
         **{("resume", word): _NEWEST for word in (True, "latest", "last", "newest", "true", "True")},
         ("resume", False): "leave it out to begin a new run",
+        **{(f"memory.offload{place}", "all"): _NAMED for place in ("", *(f"[{n}]" for n in range(8)))},
         ("num_ranks", "all"): "set num_ranks=auto, which takes all GPUs",
         **{
             ("model.device", f"cuda:{n}"): f"set device=cuda; CUDA_VISIBLE_DEVICES={n} chooses the GPU"

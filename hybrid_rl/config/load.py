@@ -207,7 +207,8 @@ def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> t
     if value is None:
         return None, place
     if choice.tag is None:
-        raise ConfigError(f"{section} is a section of keys, not a value: {value!r}")
+        meant = f"; did you mean model.path={value}?" if section == "model" else ""
+        raise ConfigError(f"{section} is a section of keys, not a value: {value!r}{meant}")
     if not isinstance(value, str) or value not in choice.members:
         near = difflib.get_close_matches(str(value).lower(), choice.members, n=1)
         raise ConfigError(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory.residents import held, sized
+from hybrid_rl.memory.sizes import size_text
 
 ALIGNMENT_BYTES = 64  # of each tensor in a slot
 
@@ -86,9 +86,9 @@ class HostArena:
         total = sum(others.values()) + wanted
         if self.limit_bytes is not None and total > self.limit_bytes:
             raise MemoryStateError(
-                f"{tag!r} cannot go to host memory: it takes {sized(wanted)} there beside {held(others)}, in all "
-                f"{sized(total)}, more than memory.host_memory={sized(self.limit_bytes)} (per rank); raise it, or "
-                f"name fewer residents in memory.offload"
+                f"memory.host_memory is too small for {tag}: of it a rank may take {size_text(self.limit_bytes)}, but "
+                f"needs {size_text(total)} so far ({_told(others | {tag: wanted})}); set it to at least {total} bytes "
+                f"for each rank of a host, or name fewer residents in memory.offload"
             )
         if slot is not None:  # its resident is awake, so nobody needs the old bytes; old and new together might not fit
             self._copies.finish()
@@ -98,8 +98,9 @@ class HostArena:
             made = _Slot.of(wanted, pinned=self.device.type == "cuda")
         except (OSError, ValueError, RuntimeError) as error:
             raise MemoryStateError(
-                f"{tag!r} cannot go to host memory: no {sized(wanted)} to be had there ({error}), beside "
-                f"{held(others)}; name fewer residents in memory.offload, or use a machine with more memory"
+                f"{tag!r} cannot go to host memory: no {size_text(wanted)} to be had there ({error}), beside "
+                f"{_told(others) or 'nothing else'}; name fewer residents in memory.offload, or use a machine with "
+                f"more memory"
             ) from error
         made.used_bytes = num_bytes
         self._slots[tag] = made
@@ -210,3 +211,7 @@ def _places(tensors: Sequence[Tensor]) -> tuple[list[slice], int]:
 
 def _whole_pages(num_bytes: int) -> int:
     return -(-max(1, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{tag} {size_text(size)}" for tag, size in sorted(sizes.items()))

@@ -23,11 +23,13 @@ from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
 from hybrid_rl.planning.phases import NOTES, StepMemory
+from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.training.cycle import memory_phases
 
 # What leaves first: what is needed least often, and costs no more than its way through the bus.
 ORDER = (OPTIMIZER, REFERENCE, TEACHER, REWARD_MODELS, CRITIC_OPTIMIZER, CRITIC, ACTOR)
 SPARE_SHARE = 0.05  # of the device, that a chosen cache leaves free
+RESERVE_SHARE = 0.02  # of the device, that every phase leaves if some choice can, for what is not counted
 CACHE_SHARE = 0.5  # of the cache that all sequences want: if there is less, more residents leave while it is awake
 FEWEST_TOKENS = 1024  # of a micro-batch that is made smaller: below, passes only get slower
 
@@ -41,15 +43,18 @@ def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passe
     passes = passes or Passes(shape)
     attempts = list(_attempts(config, shape))
     if fitting(attempts, passes, budget) is None:
-        return attempts[-1].plan(passes, budget)
-    cramped: MemoryPlan | None = None
+        return least_demanding(attempts, passes, budget)
+    reserve = int(RESERVE_SHARE * (budget.device_bytes or 0))
+    found: list[tuple[int, bool, MemoryPlan]] = []
     for attempt in attempts:
         plan = attempt.plan(passes, budget)
-        if plan.fits and not _is_cramped(plan, passes, attempt):
-            return plan
-        cramped = cramped or (plan if plan.fits else None)
-    assert cramped is not None
-    return cramped
+        if plan.fits:
+            left, is_roomy = min(plan.free_bytes or 0, reserve), not _is_cramped(plan, passes, attempt)
+            if left == reserve and is_roomy:
+                return plan
+            found.append((left, is_roomy, plan))
+    # A small cache is slow, but what is not counted may end a run. Of equal ones the first.
+    return max(found, key=lambda one: one[:2])[2]
 
 
 def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
@@ -57,13 +62,34 @@ def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Pass
     return fitting(list(_attempts(config, shape)), passes, budget) is not None
 
 
+def smallest_plan(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> MemoryPlan:
+    """Return the plan of a run that demands least, whether it fits or not."""
+    return least_demanding(list(_attempts(config, shape)), passes, budget)
+
+
 def fitting(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> MemoryPlan | None:
     """Return a plan that fits, made from one of the attempts that need least of the device, or of the host; None if
     they do not fit, as then nothing does."""
+    return next((plan for plan in _frugal(attempts, passes, budget) if plan.fits), None)
+
+
+def least_demanding(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> MemoryPlan:
+    """Return the plan that misses least of the device: of several that fit on it the one that needs least of the host,
+    else the one that has least there."""
+
+    def demand(plan: MemoryPlan) -> tuple[int, int]:
+        missing = max(0, -(plan.free_bytes or 0))
+        return missing, 0 if missing else plan.bytes_of_host
+
+    return min(_frugal(attempts, passes, budget), key=demand)
+
+
+def _frugal(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> Iterator[MemoryPlan]:
+    """Yield plans with the smallest micro-batches, the one that has least on the device first."""
     smallest = min(attempt.max_tokens for attempt in attempts)
-    frugal = [attempt for attempt in reversed(attempts) if attempt.max_tokens == smallest]
-    plans = (attempt.plan(passes, budget) for attempt in frugal)
-    return next((plan for plan in plans if plan.fits), None)
+    for attempt in reversed(attempts):
+        if attempt.max_tokens == smallest:
+            yield attempt.plan(passes, budget)
 
 
 @dataclass(frozen=True)
@@ -93,7 +119,7 @@ class Attempt:
     def plan(self, passes: Passes, budget: Budget) -> MemoryPlan:
         """Plan it, with the largest cache that fits."""
         step, given = self.step(passes), given_cache_bytes(self.config)
-        cache_bytes = _cache_bytes(step, budget) if given is None else given
+        cache_bytes, limit = _cache_bytes(step, budget) if given is None else (given, "")
         config = self.config
         assert config.num_ranks != "auto"
         default = tokens_per_micro_batch(config, passes.shape.max_length)
@@ -103,11 +129,12 @@ class Attempt:
         if config.memory.optimizer_on_host is None and self.optimizer_on_host:
             reasons["memory.optimizer_on_host"] = "masters and moments do not fit on the device with the gradients"
         if given is None:
-            reasons["kv_cache_memory_bytes"] = "what the other residents leave while it is awake, or all that is wanted"
+            reasons["kv_cache_memory_bytes"] = limit
         if self.max_tokens < default:
-            reasons["optimizer.tokens_per_micro_batch"] = f"activations of {default} tokens would not fit"
+            reasons["optimizer.tokens_per_micro_batch"] = f"{default} tokens would not fit, or leave no reserve"
         choices = Choices(self.offload, self.optimizer_on_host, cache_bytes, self.max_tokens, reasons)
-        return MemoryPlan(config.num_ranks, config.model.device, budget, choices, step.phases(cache_bytes), NOTES)
+        device, phases = config.model.device, step.phases(cache_bytes)
+        return MemoryPlan(config.num_ranks, device, budget, choices, phases, _notes(step, given))
 
 
 def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
@@ -128,8 +155,9 @@ def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
     most = tokens_per_micro_batch(config, shape.max_length)
     sizes = [most]
     if config.optimizer.tokens_per_micro_batch is None:
-        while sizes[-1] // 2 >= max(shape.max_length, FEWEST_TOKENS):
-            sizes.append(sizes[-1] // 2)
+        fewest = max(shape.max_length, FEWEST_TOKENS)
+        while sizes[-1] > fewest:
+            sizes.append(max(sizes[-1] // 2, fewest))
     for on_host in hosts:
         own = [tag for tag in may_leave if tag != OPTIMIZER or not on_host]
         sets = [own[:count] for count in range(len(own) + 1)] if memory.offload is None else [memory.offload]
@@ -138,16 +166,36 @@ def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
                 yield Attempt(config, tuple(leaving), on_host, size)
 
 
-def _cache_bytes(step: StepMemory, budget: Budget) -> int:
-    """Return the size of the cache: all that is wanted, or what is left in the phases in which it is in memory, and at
-    least room for one sequence."""
+def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:
+    """Return the size of the cache, and what limits it: all that is wanted, or what is left in the phases in which it
+    is in memory, and at least room for one sequence."""
     cache = step.cache()
+    wanted = f"room for all {cache.num_sequences} sequences at full length; more would stay empty"
     if budget.device_bytes is None:
-        return cache.wanted_bytes
+        return cache.wanted_bytes, wanted
     there = [phase for phase in step.phases(0) if _has_cache(step, phase.phase)]
     spare = int(SPARE_SHARE * budget.device_bytes)
-    left = budget.device_bytes - spare - max(phase.device_bytes for phase in there)
-    return max(cache.smallest_bytes, min(cache.wanted_bytes, left))
+    fullest = max(there, key=lambda phase: phase.device_bytes)
+    left = budget.device_bytes - spare - fullest.device_bytes
+    if left >= cache.wanted_bytes:
+        return cache.wanted_bytes, wanted
+    if left <= cache.smallest_bytes:
+        return cache.smallest_bytes, f"room for one sequence at full length: others leave no more in {fullest.name}"
+    all_ = f"all {cache.num_sequences} sequences at full length would take {size_text(cache.wanted_bytes)}"
+    return left, f"what others leave in {fullest.name}, but {SPARE_SHARE:.0%} of the device; {all_}"
+
+
+def _notes(step: StepMemory, given: int | None) -> tuple[str, ...]:
+    """Return what a plan says besides its numbers. given: the size of the cache, if it is not auto."""
+    notes, smallest = NOTES[step.config.model.device], step.cache().smallest_bytes
+    if given is None or given >= smallest:
+        return notes
+    length = step.passes.shape.engine_length
+    return (
+        *notes,
+        f"kv_cache_memory_bytes={given} cannot hold one sequence of {length:,} tokens, which takes {smallest:,} B: "
+        f"the run is refused if it may have such sequences",
+    )
 
 
 def _has_cache(step: StepMemory, name: str) -> bool:

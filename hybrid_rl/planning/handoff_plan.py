@@ -46,9 +46,12 @@ class HandoffPlan:
     is_on_gpus: bool = True
 
     @property
-    def bytes_by_link(self) -> dict[str, int]:
+    def bytes_by_link(self) -> dict[str, int] | None:
         """Bytes that cross each link: of its own memory read and written, of others on the host read in place, from
-        other hosts sent in the engine's dtype. From host memory to GPUs all is cast, and crosses "pcie"."""
+        other hosts sent in the engine's dtype. From host memory to GPUs all is cast, and crosses "pcie". None if they
+        are not known."""
+        if self.missing:
+            return None
         found = {name: self.links.get(name, Traffic()) for name in LINKS}
         remote = found["remote"].written_bytes
         if not self.is_on_gpus:
@@ -153,7 +156,8 @@ def _traces(
     if not may_trace:
         return {}, f"{reason} (layouts=, such as benchmarks/layouts); metrics of a step have handoff/*_bytes"
     if config.rollout.engine != "vllm" or importlib.util.find_spec("vllm") is None:
-        return {}, f"{reason}, and vLLM is not installed to trace its loader here"
+        help_ = "give --layouts benchmarks/layouts" if layouts is None else "benchmarks/make_layouts.py makes them"
+        return {}, f"{reason}, and vLLM is not installed to trace its loader here; {help_}"
     # Imported here: it takes longer than everything else in a plan.
     from hybrid_rl.vllm.meta import trace_on_meta, views_on_meta
 
@@ -164,22 +168,25 @@ def _traces(
     return {rank: trace_on_meta(*arguments, rank, size, torch.bfloat16) for rank in wanted}, "traced here, with vLLM"
 
 
+def trace_files(folder: Path) -> list[tuple[re.Match[str], Path]]:
+    """Return the traces in a folder, each with its name's parts. Raises ConfigError if there are none."""
+    named = [(match, path) for path in sorted(folder.glob("*.npz")) if (match := TRACE_NAME.fullmatch(path.name))]
+    if not named:
+        missing = "has no traces (MODEL-tpN-rankN.npz)" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"layouts={str(folder)!r} {missing}; give the folder benchmarks/layouts, or leave it out")
+    return named
+
+
 def _files(folder: Path, skeleton: PreTrainedModel, size: int) -> dict[int, Path]:
     """Find the traces of a model by rank: those whose sources are the model's weights, whatever the files are called.
 
     Raises ConfigError if the folder has no traces at all.
     """
-    named = [(match, path) for path in sorted(folder.glob("*.npz")) if (match := TRACE_NAME.fullmatch(path.name))]
-    if not named:
-        raise ConfigError(
-            f"layouts={str(folder)!r} has no traces (MODEL-tpN-rankN.npz); give the folder benchmarks/layouts, or "
-            f"leave it out"
-        )
     weights = {name: tuple(tensor.shape) for name, tensor in named_weights(skeleton).items()}
     parameters = {name for name, _ in skeleton.named_parameters()}
     fitting: dict[str, bool] = {}
     found = {}
-    for match, path in named:
+    for match, path in trace_files(folder):
         if int(match["size"]) != size:
             continue
         if match["model"] not in fitting:

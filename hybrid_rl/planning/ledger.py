@@ -7,7 +7,7 @@ the process and never sleep. Bytes are those of one rank; with uneven shards, of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.cycle import RESIDENTS
@@ -70,13 +70,19 @@ class PhaseMemory:
 @dataclass(frozen=True)
 class Budget:
     """The memory that there is. device_bytes: of the device of one rank; host_bytes: of a host, shared by its
-    ranks_per_host ranks; None = unknown. device, host: where the numbers are from, as text."""
+    ranks_per_host ranks; None = unknown. device, host: where the numbers are from, as text. gpus_per_host: the most
+    ranks that a host would have if there were more of them."""
 
     device_bytes: int | None
     host_bytes: int | None
     ranks_per_host: int
     device: str = ""
     host: str = ""
+    gpus_per_host: int = 8
+
+    def for_ranks(self, num_ranks: int) -> Budget:
+        """Return the same memory with so many ranks, on hosts as full as they can be."""
+        return replace(self, ranks_per_host=min(num_ranks, max(self.gpus_per_host, self.ranks_per_host)))
 
 
 @dataclass(frozen=True)
@@ -119,11 +125,20 @@ class MemoryPlan:
         return None if self.budget.device_bytes is None else self.budget.device_bytes - self.peak.device_bytes
 
     @property
+    def ranks_of_host(self) -> int:
+        """The ranks of the fullest host."""
+        return min(self.budget.ranks_per_host, self.num_ranks)
+
+    @property
+    def bytes_of_host(self) -> int:
+        """Bytes of all ranks of a host, at its fullest."""
+        return self.host_peak.host_bytes * self.ranks_of_host
+
+    @property
     def fits(self) -> bool:
         """Whether every phase fits on the device and on the host; what is unknown is taken to suffice."""
         device, host = self.budget.device_bytes, self.budget.host_bytes
-        on_host = self.host_peak.host_bytes * min(self.budget.ranks_per_host, self.num_ranks)
-        return (device is None or self.peak.device_bytes <= device) and (host is None or on_host <= host)
+        return (device is None or self.peak.device_bytes <= device) and (host is None or self.bytes_of_host <= host)
 
     @property
     def residents(self) -> tuple[str, ...]:

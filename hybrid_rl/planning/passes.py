@@ -67,7 +67,7 @@ class Passes:
     ) -> PassMemory:
         """Count a pass of an engine over so many tokens with logits of so many sequences; as in Counted."""
         return self._once(
-            "policy",
+            "engine",
             config,
             num_tokens,
             (num_sequences, keeps_logprobs),
@@ -94,7 +94,7 @@ class Passes:
         return found
 
     def module(self, role: str) -> PreTrainedModel:
-        """Return the model of a role; "update" is the policy."""
+        """Return the model of a role; "update" and "engine" are the policy."""
         models = self.shape.models
         if role.isdigit():
             return models.rewards[int(role)]
@@ -135,7 +135,7 @@ class Passes:
             is_packed=config.rollout.is_packed or role.isdigit(),
             checkpoints=trains and config.model.gradient_checkpointing,
             offloads=trains and config.model.activation_offload and config.model.device == "cuda",
-            sharding=sharding_of(config),
+            sharding=None if role == "engine" else sharding_of(config),  # engines run full weights, which lie there
         )
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -56,12 +56,16 @@ from hybrid_rl.training.optimizer import SLICE_ELEMENTS
 CONTEXT_BYTES = 800 * 1000**2  # the CUDA context, kernels that were loaded, workspaces of cuBLAS
 NCCL_BYTES = 800 * 1000**2  # buffers of the channels between ranks
 GRAPH_BYTES = 1000**3  # vLLM's CUDA graphs
-NOTES = (
-    f"a process on a GPU takes {size_text(CONTEXT_BYTES)} for CUDA, and {size_text(NCCL_BYTES)} for NCCL if there are "
-    "several ranks",
-    "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length",
-    "gaps between tensors in the allocator's segments are not counted",
-)
+FULL_NOTE = "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length"
+NOTES = {
+    "cuda": (
+        f"a process on a GPU takes {size_text(CONTEXT_BYTES)} for CUDA, and {size_text(NCCL_BYTES)} for NCCL if there "
+        "are several ranks",
+        FULL_NOTE,
+        "gaps between tensors in the allocator's segments are not counted",
+    ),
+    "cpu": (FULL_NOTE,),
+}
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,8 @@ class StepMemory:
 
     def _row_words(self) -> str:
         samples = self.passes.samples(self.config)
-        return f"counted: a row of {samples.num_tokens:,} tokens, {len(samples.prompts)} samples"
+        count = len(samples.prompts)
+        return f"counted: a row of {samples.num_tokens:,} tokens, {count} sample{'s' if count > 1 else ''}"
 
     def _of_pass(self, count: PassMemory) -> list[Share]:
         held = count.fullest

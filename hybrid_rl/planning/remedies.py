@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
-from hybrid_rl.config.schema import VLLMRolloutConfig
+from hybrid_rl.config.schema import RolloutConfig, VLLMConfig, VLLMRolloutConfig
+from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit
+from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit, smallest_plan
 from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
@@ -18,44 +19,57 @@ from hybrid_rl.planning.sizes import size_text
 
 MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64
+HOST_MEMORY = "memory.host_memory"
+FEWER = {"max_num_batched_tokens": (2048, 256), "max_num_seqs": (32, 8, 1)}  # of an engine
+
+
+NO_REMEDY = (
+    "no keys of memory, micro-batches, the engine, checkpointing or sharding make it fit, not even all together at "
+    f"their smallest on up to {MOST_RANKS} ranks; take a smaller model, shorter completions, or larger devices"
+)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Keys and the values with which a run would fit."""
+    """Keys and the values with which a run would fit. note: what they need elsewhere; may be empty."""
 
     values: tuple[tuple[str, Any], ...]
+    note: str = ""
 
     @property
     def words(self) -> str:
-        """The keys as a user writes them."""
-        return " and ".join(f"{path}={_written(value)}" for path, value in self.values)
+        """The keys as a user writes them, and the note."""
+        keys = " and ".join(f"{path}={_written(value)}" for path, value in self.values)
+        return f"{keys} ({self.note})" if self.note else keys
+
+    @property
+    def num_ranks(self) -> int | None:
+        """The ranks that it asks for, if it does."""
+        return dict(self.values).get("num_ranks")
 
     def apply(self, config: TrainerConfig) -> TrainerConfig:
         """Return the configuration with them."""
         values = dict(self.values)
         num_ranks = values.pop("num_ranks", None)  # what else several ranks need is not a matter of memory
+        config = _on_vllm(config) if values.pop("rollout.engine", None) else config
         config = load_config(config, values)[0] if values else config
         return config if num_ranks is None else dataclasses.replace(config, num_ranks=num_ranks)
 
-    def __add__(self, other: Remedy) -> Remedy:
-        return Remedy((*self.values, *other.values))
+    def budget(self, budget: Budget) -> Budget:
+        """Return the memory that there is with them: hosts have as many of the ranks as they can, and what is asked
+        for of a host."""
+        host = dict(self.values).get(HOST_MEMORY)
+        if host is not None:
+            budget = dataclasses.replace(budget, host_bytes=memory_bytes(host, HOST_MEMORY))
+        return budget if self.num_ranks is None else budget.for_ranks(self.num_ranks)
 
 
 def check_fits(plan: MemoryPlan, shape: RunShape, config: TrainerConfig, passes: Passes) -> None:
     """Raise ConfigError for a plan that does not fit, with its arithmetic line by line, and what was found to help."""
     if plan.fits:
         return
-    found = find_remedies(shape, config, plan.budget, passes)
-    words = [remedy.words for remedy in found]
-    help_ = (
-        "it fits with " + ", or with ".join(words)
-        if words
-        else (
-            "no key of memory, micro-batches, checkpointing or sharding makes it fit on up to "
-            f"{MOST_RANKS} ranks; take a smaller model, or devices with more memory"
-        )
-    )
+    words = [remedy.words for remedy in find_remedies(shape, config, plan.budget, passes)]
+    help_ = "it fits with " + ", or with ".join(words) if words else NO_REMEDY
     raise ConfigError(f"this run does not fit into memory: {too_much(plan)}\n{help_}")
 
 
@@ -84,28 +98,71 @@ def table(shares: Sequence[Share]) -> list[str]:
 
 
 def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> list[Remedy]:
-    """Return remedies that make a run fit, each of which was planned: single keys; if none is enough, the fewest of
-    all together, on these ranks or on more."""
+    """Return remedies that make a run fit, each of which was planned: single keys, or more memory of the host; if none
+    is enough, the fewest of all together, on these ranks or on more."""
 
     def fits(remedies: Sequence[Remedy]) -> bool:
         return _fits(sum_of(remedies), shape, config, budget, passes)
 
-    singles, more_ranks = list(_singles(config, shape)), list(_more_ranks(config))
-    found = [one for one in singles if fits([one])][:MOST_NAMED]
-    if len(found) < MOST_NAMED:
-        found += [one for one in more_ranks if fits([one])][:1]
+    def told(remedy: Remedy) -> Remedy:
+        """Return a remedy with what it needs of the host, if shards go there."""
+        if "fsdp.cpu_offload" not in dict(remedy.values) or HOST_MEMORY in dict(remedy.values):
+            return remedy
+        plan = smallest_plan(shape, remedy.apply(config), remedy.budget(budget), passes)
+        return dataclasses.replace(remedy, note=f"needs {size_text(plan.bytes_of_host)} per host")
+
+    singles = [*_singles(config, shape), *_vllm(config, shape)]
+    more_ranks = list(_more_ranks(config, budget))
+    found: list[Remedy] = []
+    for one in singles:
+        is_new = not any(other.values[0][0] == one.values[0][0] for other in found)
+        if len(found) < MOST_NAMED and is_new and fits([one]):
+            found.append(one)
+    # If most ranks are not enough, fewer are not.
+    if len(found) < MOST_NAMED and more_ranks and fits([more_ranks[-1]]):
+        found.append(next(one for one in more_ranks if fits([one])))
+    if budget.host_bytes is not None and len(found) < MOST_NAMED:
+        more = (_more_of_the_host(one, shape, config, budget, passes) for one in (Remedy(()), *_to_the_host(config)))
+        found += [one for one in more if one is not None][:1]
     if found:
-        return found
-    for ranks in ([], *([one] for one in more_ranks)):
-        if fits([*singles, *ranks]):
-            needed = singles
-            for one in reversed(singles):  # those that cost most time first
-                fewer = [other for other in needed if other is not one]
-                needed = fewer if fits([*fewer, *ranks]) else needed
-            found.append(sum_of([*needed, *ranks]))
-            if ranks or len(found) == MOST_NAMED:
-                break
-    return found
+        return [told(one) for one in found]
+
+    def together(ranks: Remedy) -> Remedy | None:
+        """Return the fewest of all keys that suffice with these ranks, on vLLM if they do not otherwise."""
+        for engine in (Remedy(()), *_vllm(ranks.apply(config), shape)):
+            keys = list(_singles(sum_of([ranks, engine]).apply(config), shape))
+            if fits([ranks, engine, *keys]):
+                for one in reversed(list(keys)):  # those that cost most time first
+                    fewer = [other for other in keys if other is not one]
+                    keys = fewer if fits([ranks, engine, *fewer]) else keys
+                return sum_of([engine, *keys, ranks])
+        return None
+
+    most = together(more_ranks[-1]) if more_ranks else None
+    several = next(filter(None, map(together, more_ranks)), None) if most else None
+    found = [one for one in (together(Remedy(())), several) if one is not None]
+    return [told(one) for one in found]
+
+
+def _to_the_host(config: TrainerConfig) -> list[Remedy]:
+    """Return the keys that take from the device what a host may not have room for."""
+    if config.model.device != "cuda" or config.num_ranks == 1 or config.fsdp.cpu_offload:
+        return []
+    return [Remedy((("fsdp.cpu_offload", True),))]
+
+
+def _more_of_the_host(
+    remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes
+) -> Remedy | None:
+    """Return the remedy with the memory that a host needs for it; None if the device would still be too small."""
+    unlimited = dataclasses.replace(budget, host_bytes=None)
+    try:
+        plan = smallest_plan(shape, remedy.apply(config), unlimited, passes)
+    except ConfigError:
+        return None
+    if not plan.fits:
+        return None
+    return Remedy((*remedy.values, (HOST_MEMORY, f"{-(-plan.bytes_of_host // 10**9)}GB")), "if a host has so much")
 
 
 def sum_of(remedies: Sequence[Remedy]) -> Remedy:
@@ -118,7 +175,7 @@ def sum_of(remedies: Sequence[Remedy]) -> Remedy:
 
 def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
     try:
-        return can_fit(shape, remedy.apply(config), budget, passes)
+        return can_fit(shape, remedy.apply(config), remedy.budget(budget), passes)
     except ConfigError:  # keys that do not go together
         return False
 
@@ -153,19 +210,16 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
         if shape.max_length <= number < size:
             yield one("optimizer.tokens_per_micro_batch", number)
     engine = getattr(config.rollout, config.rollout.engine)
-    for name, number in (("max_num_batched_tokens", 2048), ("max_num_seqs", 32)):
-        if getattr(engine, name) > number:
-            yield one(f"rollout.{config.rollout.engine}.{name}", number)
+    for name, numbers in FEWER.items():
+        for number in numbers:
+            if getattr(engine, name) > number:
+                yield one(f"rollout.{config.rollout.engine}.{name}", number)
     if is_cuda and not model.activation_offload:
         yield one("model.activation_offload", True)
     if isinstance(config.rollout, VLLMRolloutConfig):
-        assert config.num_ranks != "auto"
-        own = config.rollout.vllm.tensor_parallel_size
-        for number in (2, 4, 8, 16):
-            if number > own and config.num_ranks % number == 0:
+        for number in _replica_sizes(config, shape):
+            if number > config.rollout.vllm.tensor_parallel_size:
                 yield one("rollout.vllm.tensor_parallel_size", number)
-    elif several and is_cuda and config.num_ranks % 8 == 0:  # an embedded engine has the whole model on every rank
-        yield Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", 8)))
     if is_cuda and model.dtype == "float32":
         yield one("model.dtype", "bfloat16")
     if is_cuda and not several and config.memory.optimizer_on_host is False:
@@ -174,12 +228,41 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
         yield one("fsdp.cpu_offload", True)
 
 
-def _more_ranks(config: TrainerConfig) -> Iterator[Remedy]:
+def _replica_sizes(config: TrainerConfig, shape: RunShape) -> list[int]:
+    """Return the numbers of ranks over which vLLM can cut the model."""
+    heads = getattr(shape.models.policy.config.get_text_config(), "num_attention_heads", None) or 1
     assert config.num_ranks != "auto"
-    number = config.num_ranks
-    while number * 2 <= MOST_RANKS:
-        number *= 2
-        yield Remedy((("num_ranks", number),))
+    return [number for number in (2, 4, 8, 16) if config.num_ranks % number == 0 and heads % number == 0]
+
+
+def _vllm(config: TrainerConfig, shape: RunShape) -> list[Remedy]:
+    """Return another engine where an embedded one has the whole model on every rank."""
+    sizes = [] if isinstance(config.rollout, VLLMRolloutConfig) else _replica_sizes(config, shape)
+    if config.model.device != "cuda" or not sizes:
+        return []
+    return [Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", sizes[-1])))]
+
+
+def _on_vllm(config: TrainerConfig) -> TrainerConfig:
+    """Return a run with vLLM in place of its engine, with all that is common to both, and of the engine's own keys
+    those that were given."""
+    rollout, own = config.rollout, getattr(config.rollout, config.rollout.engine)
+    names = {item.name for item in dataclasses.fields(VLLMConfig)} & {item.name for item in dataclasses.fields(own)}
+    given = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(type(own)(), name)}
+    common = {item.name: getattr(rollout, item.name) for item in dataclasses.fields(RolloutConfig)} | {"engine": "vllm"}
+    return dataclasses.replace(config, rollout=VLLMRolloutConfig(**common, vllm=VLLMConfig(**given)))
+
+
+def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:
+    """Yield more ranks: twice as many, and so on; above one host only whole hosts."""
+    assert config.num_ranks != "auto"
+    host = max(budget.gpus_per_host, 1)
+    numbers = {first << power for first in (config.num_ranks, host) for power in range(7)}
+    divisors = (config.rollout.ranks_per_engine, config.fsdp.dp_replicate)
+    for number in sorted(numbers):
+        is_whole = (number <= host or number % host == 0) and not any(number % divisor for divisor in divisors)
+        if config.num_ranks < number <= MOST_RANKS and is_whole:
+            yield Remedy((("num_ranks", number),))
 
 
 def _written(value: Any) -> str:

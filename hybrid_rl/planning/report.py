@@ -23,6 +23,7 @@ from hybrid_rl.memory.cycle import (
 )
 from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
+from hybrid_rl.planning.remedies import NO_REMEDY
 from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
 from hybrid_rl.planning.step_time import StepTime
 
@@ -67,11 +68,14 @@ def tables(
     handoff: HandoffPlan,
     time: StepTime | None,
     time_missing: str,
+    workload: str,
 ) -> RenderableType:
     """Return all parts of a plan, in the order in which they are read."""
-    parts: list[RenderableType] = [Text(title, style="bold"), _verdict(memory)]
+    parts: list[RenderableType] = [Text(title, style="bold"), *map(Text, _given(workload, memory)), _verdict(memory)]
     if remedies:
         parts += [*_section("What would make it fit"), *_lines(remedies)]
+    elif not memory.fits:
+        parts += [Text(NO_REMEDY)]
     parts += [*_section("Cycle: what each phase of a step needs, and where the rest is"), phase_table(cycle, memory)]
     parts += [Text(_legend(cycle, memory), style="dim")]
     parts += [*_section(f"Memory of a rank, {_units(memory)}"), memory_table(memory), *_lines(memory.notes)]
@@ -195,6 +199,17 @@ def _legend(cycle: Cycle, memory: MemoryPlan) -> str:
     return states_explained(shown)
 
 
+def _given(workload: str, memory: MemoryPlan) -> Iterator[str]:
+    """Yield what the plan is for, in a line or two: the work, and the memory that there is."""
+    budget, unit = memory.budget, "a GPU" if memory.device == "cuda" else "a rank"
+    if workload:
+        yield workload
+    sizes = ((unit, budget.device_bytes, budget.device), ("a host", budget.host_bytes, budget.host))
+    known = [f"{size_text(size)} of {of}" + (f" ({source})" if source else "") for of, size, source in sizes if size]
+    if known:
+        yield f"memory: {', '.join(known)}"
+
+
 def _verdict(memory: MemoryPlan) -> Text:
     """Say whether the run fits, with the numbers that decide it."""
     peak, budget = memory.peak, memory.budget
@@ -205,11 +220,11 @@ def _verdict(memory: MemoryPlan) -> Text:
     if over > 0:
         needs = f"needs {size_text(peak.device_bytes)} {of} in {peak.name}: {size_text(over)} too much"
         return Text(f"does not fit: a rank {needs}", style="bold red")
-    ranks = min(budget.ranks_per_host, memory.num_ranks)
-    on_host = memory.host_peak.host_bytes * ranks
+    ranks, on_host = memory.ranks_of_host, memory.bytes_of_host
     if budget.host_bytes is not None and on_host > budget.host_bytes:
-        needs = f"{size_text(on_host)} of {size_text(budget.host_bytes)} in {memory.host_peak.name}"
-        return Text(f"does not fit: {ranks} ranks need {needs} of their host's memory", style="bold red")
+        needs = f"{size_text(on_host)} for its {ranks} rank{'s' if ranks > 1 else ''}, in {memory.host_peak.name}"
+        there = size_text(budget.host_bytes)
+        return Text(f"does not fit: a host needs {needs}; it has {there}", style="bold red")
     is_tight = -over < TIGHT_SHARE * budget.device_bytes
     fits = "fits barely" if is_tight else "fits"
     text = f"{fits}: peak {size_text(peak.device_bytes)} {of} in {peak.name}, {size_text(-over)} left"
@@ -238,7 +253,7 @@ def _chosen(memory: MemoryPlan) -> Iterator[RenderableType]:
 def _handoff(handoff: HandoffPlan) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(handoff.words)]
     if handoff.missing:
-        return [*parts, Text(f"bytes by link are not known: {handoff.missing}")]
+        return [*parts, Text(f"bytes by link: not known, because {handoff.missing}")]
     if not handoff.links:
         return parts
     table = _table("from", "read", "written")
@@ -257,6 +272,8 @@ def _handoff(handoff: HandoffPlan) -> list[RenderableType]:
 def _time(time: StepTime) -> list[RenderableType]:
     table = _table("part", "share", "seconds")
     for part, seconds in time.seconds.items():
-        table.add_row(part, f"{time.share(part):.0%}", f"~{seconds_text(seconds)}")
-    table.add_row("step", "", f"~{seconds_text(time.total)}", style="bold")
+        known = ("", "not known") if seconds is None else (f"{time.share(part):.0%}", f"~{seconds_text(seconds)}")
+        table.add_row(part, *known)
+    rest = " and what is not known" if None in time.seconds.values() else ""
+    table.add_row("step", "", f"~{seconds_text(time.total)}{rest}", style="bold")
     return [table, *_lines(time.assumptions)]

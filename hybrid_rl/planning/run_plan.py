@@ -24,8 +24,8 @@ HTML = "<pre style='white-space:pre;font-family:monospace;line-height:1.25'>{cod
 class RunPlan:
     """The plan of a run, made from its config and the model's shapes.
 
-    title: model, algorithm, engine and ranks in a line. remedies: if it does not fit, keys that would help, each with
-    its effect. time: an estimate; None if `time_missing` says why.
+    title: model, algorithm, engine and ranks in a line. workload: the samples of a step in a line. remedies: if it does
+    not fit, keys that would help. time: an estimate; None if `time_missing` says why.
 
     It shows itself as tables: in a console of rich, as text (`print(plan)`), in a notebook; `to_json` has all numbers.
     """
@@ -37,6 +37,7 @@ class RunPlan:
     handoff: HandoffPlan
     time: StepTime | None = None
     time_missing: str = ""
+    workload: str = ""
 
     @property
     def fits(self) -> bool:
@@ -73,6 +74,7 @@ class RunPlan:
         memory |= {"peak": self.memory.peak.name, "free_bytes": self.memory.free_bytes, "fits": self.fits}
         return {
             "title": self.title,
+            "workload": self.workload,
             "fits": self.fits,
             "cycle": {phase.name: sorted(phase.tags) for phase in self.cycle if phase.is_taken},
             "memory": memory,

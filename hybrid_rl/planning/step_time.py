@@ -128,8 +128,8 @@ class StepWork:
     scored: models that score all samples, by name. trained: models that learn, by name, with their parameters on a
     rank. passes: over the samples. forward_passes: in an update, 2 with checkpointing. optimizer_steps: of each model.
     host_optimizers: of `trained`, those that are updated in host memory. handoff_bytes: that a rank takes from itself
-    ("local"), GPUs of its host ("host"), other hosts ("remote") and host memory ("pcie"). moved_bytes: of a rank to
-    the host and back.
+    ("local"), GPUs of its host ("host"), other hosts ("remote") and host memory ("pcie"); None = not known.
+    moved_bytes: of a rank to the host and back.
     """
 
     num_ranks: int
@@ -143,25 +143,26 @@ class StepWork:
     forward_passes: int = 1
     optimizer_steps: int = 1
     host_optimizers: frozenset[str] = frozenset()
-    handoff_bytes: Mapping[str, int] = field(default_factory=dict)
+    handoff_bytes: Mapping[str, int] | None = field(default_factory=dict)
     moved_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Estimated seconds of a step by part (PARTS), and what the estimate takes for granted."""
+    """Estimated seconds of a step by part (PARTS), None for one that is not known, and what the estimate takes for
+    granted."""
 
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float | None]
     assumptions: tuple[str, ...]
 
     @property
     def total(self) -> float:
-        """Seconds of a step."""
-        return sum(self.seconds.values())
+        """Seconds of a step, without the parts that are not known."""
+        return sum(seconds or 0.0 for seconds in self.seconds.values())
 
     def share(self, part: str) -> float:
-        """Return the share of a part, 0 to 1."""
-        return self.seconds[part] / self.total if self.total else 0.0
+        """Return the share of a part, 0 to 1; 0 if it is not known."""
+        return (self.seconds[part] or 0.0) / self.total if self.total else 0.0
 
 
 def step_time(work: StepWork, rates: Rates, assumed: Assumptions | None = None) -> StepTime:
@@ -170,12 +171,12 @@ def step_time(work: StepWork, rates: Rates, assumed: Assumptions | None = None) 
     trained_flops = work.num_ranks * rates.flops * assumed.training_share
     scoring = sum(model.forward_flops(work.lengths) for model in work.scored.values())
     learning = sum(model.forward_flops(work.lengths) for model, _ in work.trained.values())
-    seconds = {
+    seconds: dict[str, float | None] = {
         "rollout": _rollout_seconds(work, rates, assumed) if work.generation else 0.0,
         "scoring": scoring / trained_flops,
         "update": learning * (work.forward_passes + BACKWARD) * work.passes / trained_flops
         + _optimizer_seconds(work, rates, assumed),
-        "handoff": _handoff_seconds(work.handoff_bytes, rates, assumed),
+        "handoff": None if work.handoff_bytes is None else _handoff_seconds(work.handoff_bytes, rates, assumed),
         "sleep and wake": work.moved_bytes / (rates.host_bandwidth * assumed.link_share),
     }
     return StepTime(seconds, _named(work, rates, assumed))

@@ -40,7 +40,7 @@ def step_work(
     memory: MemoryPlan,
     *,
     prompt_tokens: int,
-    handoff_bytes: Mapping[str, int],
+    handoff_bytes: Mapping[str, int] | None,
     kv_bytes_per_token: int,
     others: Mapping[str, PreTrainedModel],
 ) -> StepWork:

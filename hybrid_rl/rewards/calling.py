@@ -1,6 +1,6 @@
 """One call of one reward function: its log, its values and its exceptions.
 
-Reward processes load this file by its path (`process_main.py`), so it imports nothing of this package.
+Reward processes load this file by its path (`process/call_main.py`), so it imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-FORKED = "forked"  # the reason of a call after which a second process came back from the function
-LENGTH_BYTES = 8  # of the length before each message between trainer and reward process, big endian
 RESERVED_METRICS = frozenset({"step"})
 ADDRESS = re.compile(r"<.+ at 0x[0-9a-f]+>", re.DOTALL | re.IGNORECASE)  # an object without its own text
 

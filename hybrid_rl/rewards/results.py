@@ -20,6 +20,7 @@ Part = tuple[Sequence[RewardInput], CallOutcome]
 """Some samples, and the outcome of one call over them."""
 
 ALL_FUNCTIONS = "all functions"
+THE_AGENT = "the agent"  # in the place of a function, if it failed before there was anything to score
 MEANINGS: dict[str, str] = {
     "raised": "raised an exception",
     "interrupt": "raised KeyboardInterrupt",
@@ -32,7 +33,7 @@ MEANINGS: dict[str, str] = {
     "long": "did not fit into the judge or reward model",
     "large": "got a reward that is too large",
     "none": "returned None",
-    "agent": "ended with an error of its agent, environment or tools",
+    "agent": "ended with an exception",
 }
 # Sums over a batch of rewards of this size are finite.
 LARGEST_REWARD = 1e302
@@ -44,7 +45,7 @@ class RewardFailure:
     """A failure of one function on one sample."""
 
     function: str
-    """Name of the function; "all functions" for the reason "none"."""
+    """Name of the function; ALL_FUNCTIONS for the reason "none"; THE_AGENT."""
     key: SampleKey
     reason: str
     """A key of MEANINGS."""
@@ -207,7 +208,8 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         detail = members[0].detail
         cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # the last line of a traceback
         what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
-        lines.append(f"reward {function}: {what} ({which} {shown}{more}); first:{cause}")
+        who = function if function == THE_AGENT else f"reward {function}"
+        lines.append(f"{who}: {what} ({which} {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
 
@@ -227,11 +229,12 @@ def check_not_ended(failures: Iterable[RewardFailure], step: int) -> None:
     for failure in failures:
         told = "\n".join(f"  {line}" for line in failure.detail.splitlines())
         cause = cause_of(failure.detail)
+        who = THE_AGENT if failure.function == THE_AGENT else f"reward function {failure.function!r}"
         if failure.reason == "interrupt":
-            raise KeyboardInterrupt(f"step {step}: reward function {failure.function!r} raised {cause}\n{told}")
+            raise KeyboardInterrupt(f"step {step}: {who} raised {cause}\n{told}")
         if failure.reason == "ended":
             raise RewardError(
-                f"step {step}: reward function {failure.function!r} raised {cause}, which asks the program to end and "
+                f"step {step}: {who} raised {cause}, which asks the program to end and "
                 f"is not a failure of a sample; raise an Exception for a sample that cannot be scored, or return None\n"
                 f"{told}"
             )
@@ -248,8 +251,10 @@ def check_failure_share(
     if num_samples == 0 or num_failed / num_samples <= max_share:
         return
     cause = f" ({failures[0].function}: {cause_of(failures[0].detail)})" if failures else ""
+    is_agent = bool(failures) and failures[0].function == THE_AGENT
+    culprit = "the agent, its environment or its tools" if is_agent else "the reward function"
     raise RewardError(
         f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward{cause}, "
-        f"more than max_reward_failure_share={max_share}; correct the reward function, or raise "
+        f"more than max_reward_failure_share={max_share}; correct {culprit}, or raise "
         f"max_reward_failure_share if such failures are expected\n{format_failures(failures)}"
     )

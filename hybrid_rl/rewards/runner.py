@@ -16,12 +16,13 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
+from hybrid_rl.process.call_process import END_SECONDS
 from hybrid_rl.process.threads import JOIN_SECONDS, LoopThread
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import ENVIRONMENTS, RewardInput
 from hybrid_rl.rewards.narrowing import call_narrowed
-from hybrid_rl.rewards.pool import END_SECONDS, ProcessCaller
+from hybrid_rl.rewards.pool import ProcessCaller
 from hybrid_rl.rewards.results import Part, RewardFailure, RewardResult, assemble
 from hybrid_rl.rewards.threads import ThreadCaller, on_device
 

@@ -14,14 +14,13 @@ from hybrid_rl.data.prompts import Messages, Prompt
 from hybrid_rl.engines.base import EngineStats
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardInput
-from hybrid_rl.rewards.calling import CallOutcome
-from hybrid_rl.rewards.results import Part
+from hybrid_rl.rewards.calling import CallOutcome, as_json
+from hybrid_rl.rewards.results import THE_AGENT, Part
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 
-AGENT = "agent"  # the name of agents in reports of failures, and the reason there
+AGENT = "agent"  # the name of rewards that agents give, and the reason of failures
 # End reasons whose counts are metrics.
 ENDS = ("stop", "length", "turns", "time", "error", "abort")
-FAILURES = {"error": AGENT, "interrupt": "interrupt", "ended": "ended"}
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -56,7 +55,7 @@ class Attempt:
         """Return the failure that masks its reward, if it has failed."""
         if not self.failure:
             return None
-        return RewardFailure(AGENT, self.keys[-1], self.failure, self.trajectory.error)
+        return RewardFailure(THE_AGENT, self.keys[-1], self.failure, self.trajectory.error)
 
 
 def _nothing(task: RolloutTask) -> Sample:
@@ -86,7 +85,8 @@ def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardI
     ids = list(attempt.samples[-1].token_ids)
     group = call.group(attempt.task)
     given = attempt.trajectory.given
-    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given)
+    length = sum(sum(sample.mask) for sample in attempt.samples)
+    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given, length)
 
 
 def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:
@@ -182,9 +182,17 @@ def _conversation(attempt: Attempt, number: int, decode: Decode) -> dict[str, An
     shown: dict[str, Any] = {"tokens": tokens}
     if is_last:
         _, completion = conversation_of(attempt, decode)
-        shown["messages"] = completion if isinstance(completion, list) else None
+        shown["messages"] = as_written(completion) if isinstance(completion, list) else None
         shown["error"] = attempt.trajectory.error or None
     return shown
+
+
+def as_written(value: Any) -> Any:
+    """Return a value of the user's as JSON gives it back, for records; what JSON cannot hold, as its text."""
+    try:
+        return as_json(value, "conversation", 0)
+    except ValueError:
+        return repr(value)
 
 
 def _span(origin: str, token_ids: Sequence[int], decode: Decode) -> dict[str, Any]:

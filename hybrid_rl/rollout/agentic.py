@@ -17,7 +17,7 @@ from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import AgentError, ConfigError
+from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.metrics import Timings, now
 from hybrid_rl.process.threads import CANCEL_SECONDS
 from hybrid_rl.rewards import RewardInput, RewardRunner
@@ -26,6 +26,7 @@ from hybrid_rl.rollout.agent_columns import (
     AGENT,
     Attempt,
     agent_metrics,
+    as_written,
     has_own_reward,
     own_rewards,
     reward_input,
@@ -105,7 +106,7 @@ class AgentRollout:
         rewards = self._rewards if call.is_scored else None
         before = self._client.stats()
         with self._client.session():
-            share = _Share(self, attempts, call, rewards)
+            share = _Share(self, attempts, call, rewards, _limits_of(self._limits, tasks, call))
             start = now()
             self._turns.run(share.run, call.version)
             end = now()
@@ -138,10 +139,12 @@ class AgentRollout:
         failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
         result = rewards.join(inputs, parts, failed)
         made = reward_columns(result, is_dense=rewards.is_dense)
-        ends = [(attempt, key == attempt.keys[-1]) for attempt in attempts for key in attempt.keys]
+        said = [
+            attempt.trajectory.extra if key == attempt.keys[-1] else {} for attempt in attempts for key in attempt.keys
+        ]
         made["extra"] = [
-            {**(attempt.trajectory.extra if is_last else {}), **extra}
-            for extra, (attempt, is_last) in zip(made["extra"], ends, strict=True)
+            {name: as_written(value) for name, value in of_agent.items()} | extra
+            for of_agent, extra in zip(said, made["extra"], strict=True)
         ]
         report = RolloutReport({}, first_in_full(result.failures), logged_means(result), result.retried)
         return Batch({**columns, **made}), report
@@ -164,6 +167,7 @@ class _Share:
     attempts: Sequence[Attempt]
     call: RolloutCall
     rewards: RewardRunner | None
+    limits: Limits
     inputs: dict[int, RewardInput] = field(default_factory=dict)
     parts: list[tuple[int, Part]] = field(default_factory=list)
     made_at: float = 0.0
@@ -199,26 +203,24 @@ class _Share:
 
     # -------------------------------------------------------------------------------------------- trajectories
 
-    def _client(self, attempt: Attempt | None, trajectory: Trajectory) -> tuple[AgentClient, TrajectoryTokens]:
-        """Make the client of a trajectory. attempt: None for answers that belong to none."""
+    def _client(
+        self, attempt: Attempt | None, trajectory: Trajectory, number: int = 0
+    ) -> tuple[AgentClient, TrajectoryTokens]:
+        """Make the client of a trajectory. attempt: None for answers that belong to none; number: of such an answer,
+        among those to its prompt."""
         rollout, call = self.rollout, self.call
         group = call.first_id if attempt is None else call.group(attempt.task)
-        place, generation = (-1, 0) if attempt is None else (attempt.task.place, attempt.generation)
-        priority = place * call.num_generations + generation
+        place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
+        priority = 0 if attempt is None else place * call.num_generations + generation
         tokens = TrajectoryTokens(rollout._turns, call, seed=rollout._seed, group=group, priority=priority)
-        # A call may ask for longer completions than a training step.
-        longer = max(0, call.params.max_tokens - rollout._limits.max_completion_length)
-        limits = replace(
-            rollout._limits,
-            max_completion_length=call.params.max_tokens,
-            max_length=rollout._limits.max_length + longer,
-        )
-
-        def is_open() -> bool:
-            return trajectory.end_reason is None and rollout._turns.is_open
-
         client = AgentClient(
-            tokens, rollout._chat, trajectory, limits, place=place, generation=generation, is_open=is_open
+            tokens,
+            rollout._chat,
+            trajectory,
+            self.limits,
+            place=place,
+            generation=generation,
+            is_open=lambda: rollout._turns.is_open,
         )
         return client, tokens
 
@@ -259,16 +261,12 @@ class _Share:
         timers: list[asyncio.TimerHandle] = []
         seconds = self.rollout._config.trajectory_timeout_seconds
 
-        def make(place: int | None, trajectory: Trajectory) -> AgentClient:
-            client, tokens = self._client(None if place is None else self.attempts[place], trajectory)
+        def make(place: int | None, trajectory: Trajectory, number: int) -> AgentClient:
+            client, tokens = self._client(None if place is None else self.attempts[place], trajectory, number)
             begun.append(tokens)
             if place is not None and seconds is not None:
-
-                def expire() -> None:
-                    trajectory.end("time")
-                    tokens.close("time")
-
-                timers.append(asyncio.get_running_loop().call_later(seconds, expire))
+                # Whether it wants more by then only the function knows: its next question ends it.
+                timers.append(asyncio.get_running_loop().call_later(seconds, tokens.close, "time"))
             return client
 
         whole = Attempt(self.attempts[0].task, 0, 0, Trajectory()) if self.attempts else None
@@ -282,7 +280,13 @@ class _Share:
                 tokenizer=self.rollout._tokenizer,
                 num_generations=self.call.num_generations,
             )
-            answer = await function(rows, RolloutClient(rows, make), **keywords)
+            try:
+                answer = await function(rows, RolloutClient(rows, make), **keywords)
+            except TrajectoryEndedError as error:
+                raise DataError(
+                    f"{error}, and rollout_func did not catch that: catch TrajectoryEndedError around what you ask "
+                    f"for one trajectory, and return the trajectory all the same; what was recorded stays"
+                ) from error
             made = checked_trajectories(answer, len(rows))
             for attempt, trajectory in zip(self.attempts, made, strict=True):
                 attempt.trajectory = trajectory
@@ -293,6 +297,7 @@ class _Share:
         for tokens in begun:
             tokens.close("stop")
         for attempt in self.attempts:
+            await _finish(attempt)
             if whole.failure:
                 attempt.trajectory, attempt.failure = whole.trajectory, whole.failure
             elif attempt.trajectory.end_reason == "error":
@@ -388,6 +393,19 @@ def _fail(attempt: Attempt, error: BaseException, failure: str) -> None:
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without our own frame
     attempt.failure = failure
     attempt.trajectory.end("error", "".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _limits_of(limits: Limits, tasks: Sequence[RolloutTask], call: RolloutCall) -> Limits:
+    """Return the limits of a call, which may have longer prompts and ask for longer completions than training does."""
+    longest = max((len(task.row.prompt_ids) for task in tasks), default=0)
+    longer_prompt = 0 if limits.max_prompt_length is None else max(0, longest - limits.max_prompt_length)
+    longer = longer_prompt + max(0, call.params.max_tokens - limits.max_completion_length)
+    return replace(
+        limits,
+        max_completion_length=call.params.max_tokens,
+        max_length=limits.max_length + longer,
+        max_prompt_length=None if limits.max_prompt_length is None else limits.max_prompt_length + longer_prompt,
+    )
 
 
 def _row_of(task: RolloutTask) -> dict[str, Any]:

@@ -34,7 +34,8 @@ GREEDY = "/greedy"  # ends the purpose of a baseline's rollout
 
 @dataclass(frozen=True)
 class Generation:
-    """One generated completion. logprobs: ln p of each token under the distribution that it was sampled from."""
+    """One generated completion. logprobs: ln p of each token under the distribution that it was sampled from; 0.0 of
+    what tools and environments put between the policy's tokens."""
 
     prompt: Any
     completion: str
@@ -44,7 +45,8 @@ class Generation:
 
 
 def generations_of(batch: Batch) -> list[Generation]:
-    """Return the samples of a batch one by one, in order."""
+    """Return the samples of a batch one by one, in order; of a trajectory of several the last one."""
+    batch = Trajectories.of(batch).last_turns(batch)
     columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
     return [
         Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason)

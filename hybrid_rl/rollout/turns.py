@@ -26,7 +26,8 @@ logger = logging.getLogger("hybrid_rl")
 
 # How soon a rank without work sees an interrupt; also how long ranks that share an engine let each other wait.
 IDLE_SECONDS, SHARED_IDLE_SECONDS = 0.05, 0.005
-BLOCKED_SECONDS = 20.0  # an event loop that answers nothing for so long is reported
+# An event loop that answers nothing for so long is reported; it is asked so often at most.
+BLOCKED_SECONDS, WATCH_SECONDS = 20.0, 1.0
 
 T = TypeVar("T")
 
@@ -157,15 +158,17 @@ class _LoopWatch:
 
     def __init__(self, loop: LoopThread) -> None:
         self._loop = loop
-        self._answered = time.monotonic()
-        self._is_asked = self._is_told = False
+        self._asked = self._answered = time.monotonic()
+        self._is_told = False
 
     def look(self) -> None:
         """Ask the loop whether it is there, and warn, once, if it has not answered for long."""
-        if not self._is_asked:
-            self._is_asked = True
-            self._loop.loop.call_soon_threadsafe(self._note_answer)
-        elif not self._is_told and time.monotonic() - self._answered > BLOCKED_SECONDS:
+        now = time.monotonic()
+        if self._answered >= self._asked:
+            if now - self._answered > min(WATCH_SECONDS, BLOCKED_SECONDS / 4):
+                self._asked = now
+                self._loop.loop.call_soon_threadsafe(self._note_answer)
+        elif not self._is_told and now - self._asked > BLOCKED_SECONDS:
             self._is_told = True
             frame = sys._current_frames().get(self._loop.thread.ident or 0)
             where = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
@@ -176,7 +179,7 @@ class _LoopWatch:
             )
 
     def _note_answer(self) -> None:
-        self._answered, self._is_asked = time.monotonic(), False
+        self._answered = time.monotonic()
 
 
 async def _tidy(main: Callable[[], Coroutine[Any, Any, T]], ended: threading.Event) -> T:

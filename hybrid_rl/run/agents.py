@@ -89,7 +89,7 @@ def reward_sources(agents: AgentSetup | None) -> list[Any]:
     """Return the rewards that come with samples rather than from functions."""
     if agents is None:
         return []
-    return [*map(GivenReward, agents.sources), *([GivenReward(AGENT)] if agents.gives_rewards else [])]
+    return [*map(GivenReward, agents.sources), *([GivenReward(AGENT, is_dense=True)] if agents.gives_rewards else [])]
 
 
 def widest(agents: AgentSetup | None) -> list[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.sizes import memory_bytes
-from hybrid_rl.errors import ModelError
+from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.planning.choices import plan_memory, with_choices
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
@@ -56,19 +56,30 @@ def planned(run: Run) -> Run:
 
 def budget_of(config: TrainerConfig, hardware: Hardware) -> Budget | None:
     """Return the memory that a run may take; None if nothing is to be planned: on CPUs without memory.device_memory,
-    and on GPUs of other machines, whose size is not known here."""
+    and on GPUs of other machines, whose size is not known here.
+
+    Raises ConfigError if the run is given more than a GPU has."""
     given, host = config.memory.device_memory, config.memory.host_memory
     is_cuda = config.model.device == "cuda"
     if given is None and (not is_cuda or not hardware.is_here or not torch.cuda.is_available()):
         return None
+    total = 0
+    if is_cuda and hardware.is_here and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if given is not None:
         device_bytes, words = memory_bytes(given, "memory.device_memory"), f"memory.device_memory={given}"
+        if total and device_bytes > total:
+            raise ConfigError(
+                f"memory.device_memory={given} is more than the {size_text(total)} of {hardware.name}; leave it out, "
+                "or make it smaller"
+            )
     else:
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         device_bytes = int(USABLE_SHARE * total)
         words = f"{USABLE_SHARE:.0%} of the {size_text(total)} of {hardware.name}"
     assert config.num_ranks != "auto"
-    ranks_per_host = min(config.num_ranks, max(hardware.num_gpus, 1) if hardware.is_here else MOST_GPUS_OF_HOST)
+    # Ranks on CPUs are all on this machine.
+    most = max(hardware.num_gpus, 1) if hardware.is_here else MOST_GPUS_OF_HOST
+    ranks_per_host = min(config.num_ranks, most) if is_cuda else config.num_ranks
     if host is not None:
         return Budget(
             device_bytes, memory_bytes(host, "memory.host_memory"), ranks_per_host, words, f"memory.host_memory={host}"

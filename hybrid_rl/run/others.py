@@ -16,7 +16,7 @@ from torch import nn
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.config.schema import RayControllerConfig
-from hybrid_rl.errors import ConfigError, HybridRLError, counted
+from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, counted
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.run.guard import StepGuard
 
@@ -47,6 +47,7 @@ class Tenant:
     _is_made = False
     _guard: StepGuard
     _work: Sequence[str] = ()  # calls in progress: fit(), inside it step(), inside that evaluate()
+    _is_computing = False  # outside of a training step, for evaluate() or generate()
     _module_steps = 0
     _global_step = _num_tokens = _policy_version = 0
 
@@ -102,6 +103,15 @@ class Tenant:
         finally:
             self._work = self._work[:-1]
 
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Refuse whatever needs the workers inside the block."""
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
+
     def __enter__(self) -> Self:
         return self
 
@@ -127,6 +137,13 @@ class Tenant:
             raise HybridRLError(
                 f"the update after step {self.global_step} was interrupted: make a new Trainer, with resume="
             )
+
+    def _require_idle(self, what: str) -> None:
+        """Require an open Trainer whose workers are free: a reward function that called them would wait for itself."""
+        self._require_open()
+        if self._guard.is_stepping or self._is_computing:
+            busy = "a training step" if self._guard.is_stepping else "an evaluation or generation"
+            raise EngineStateError(f"{busy} is running; {what} before or after it, or from a callback's on_step_end")
 
     def _require_current(self) -> None:
         """Require an open Trainer. If another one has trained the module, publish its weights to the engine again."""

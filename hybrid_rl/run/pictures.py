@@ -49,7 +49,7 @@ class MemoryPictures:
         try:
             steps = self._policy.memory_history()[0]
             if steps:
-                title = f"memory of rank 0 by resident, training step {step}"
+                title = f"residents in memory of rank 0 (its process takes more), training step {step}"
                 memory_picture.draw_memory(steps[-1], path, title=title, expected=self._expected)
             self._drawn = step
         except Exception as error:

@@ -8,17 +8,18 @@ from pathlib import Path
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm import needs_reference, reference_ranks
 from hybrid_rl.config.sizes import memory_bytes
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.choices import plan_memory, with_choices
-from hybrid_rl.planning.handoff_plan import plan_handoff
+from hybrid_rl.planning.handoff_plan import plan_handoff, trace_files
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
-from hybrid_rl.planning.remedies import find_remedies
+from hybrid_rl.planning.remedies import HOST_MEMORY, Remedy, find_remedies
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.planning.sizes import count_text
 from hybrid_rl.planning.step_time import StepTime, step_time
@@ -40,13 +41,15 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     Only config.json of the models is read. Raises ConfigError or ModelError for what cannot be planned.
     """
     config = planned_config(words, machine)
+    if layouts is not None:
+        trace_files(layouts)  # also for engines that need none: a path that is wrong is an error now, not with vLLM
     teacher = getattr(config.advantage, "teacher_path", None)
     if teacher is None and Needs.TEACHER_LOGPROBS in config.advantage.needs:
         raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
     critic = config.critic.critic_path if isinstance(config.critic, ValueHeadConfig) else None
     for path in (config.model.path, teacher, critic):
         if path is not None:
-            load_settings(path, config)
+            _check_settings(path, config)
     recipe = ModelRecipe.of_folder(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
     models = RunModels.of(recipe, config, teacher=teacher, critic=critic)
     prompt, note = _longest_prompt(config, models)
@@ -54,11 +57,25 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     shape = RunShape(models, length, length)
     budget, passes = _budget(config, machine), Passes(shape)
     memory = plan_memory(shape, config, budget, passes=passes)
-    remedies = () if memory.fits else tuple(r.words for r in find_remedies(shape, config, budget, passes))
+    remedies = (
+        ()
+        if memory.fits
+        else tuple(_with_gpus(remedy, config, machine) for remedy in find_remedies(shape, config, budget, passes))
+    )
     notes = (*memory.notes, *([note] if note else []), UNKNOWN_REWARDS)
     decided = with_choices(config, memory.choices)
     plan = _assembled(decided, passes, replace(memory, notes=notes), machine.rates, layouts, may_trace=True)
     return replace(plan, remedies=remedies)
+
+
+def _check_settings(path: str, config: TrainerConfig) -> None:
+    """Raise ModelError if the config of a model cannot be read, with what a plan needs of it."""
+    try:
+        load_settings(path, config)
+    except ModelError as error:
+        if Path(path).is_dir():
+            raise
+        raise ModelError(f"{error}; for a plan a folder with nothing but its config.json suffices") from error
 
 
 def plan_prepared(run: Run, layouts: Path | None = None) -> RunPlan:
@@ -66,6 +83,8 @@ def plan_prepared(run: Run, layouts: Path | None = None) -> RunPlan:
 
     Raises ModelError for a model whose memory cannot be counted.
     """
+    if layouts is not None:
+        trace_files(layouts)
     shape = run_shape(run)
     passes, memory = Passes(shape), run.plan
     if memory is None:
@@ -91,7 +110,8 @@ def _assembled(
     cycle = memory_phases(config, has_reward_models=bool(models.rewards)).cycle
     ranks = memory.budget.ranks_per_host
     handoff = plan_handoff(config, models.policy, ranks_per_host=ranks, layouts=layouts, may_trace=may_trace)
-    plan = RunPlan(_title(config, models), cycle, memory, (), handoff)
+    workload = _workload(config, passes.shape.max_length)
+    plan = RunPlan(_title(config, models), cycle, memory, (), handoff, workload=workload)
     missing = ""
     if not memory.fits:
         missing = "not estimated for a run that does not fit"
@@ -128,11 +148,29 @@ def _time(plan: RunPlan, config: TrainerConfig, passes: Passes, rates: Rates) ->
 def _budget(config: TrainerConfig, machine: Machine) -> Budget:
     """Return the memory that the machine of a plan has."""
     assert config.num_ranks != "auto"
-    sizes = {name: getattr(config.memory, name) for name in ("device_memory", "host_memory")}
-    device, host = (None if text is None else memory_bytes(text, f"memory.{name}") for name, text in sizes.items())
-    given = {name: "not given" if text is None else f"memory.{name}={text}" for name, text in sizes.items()}
-    ranks = min(machine.gpus_per_host, config.num_ranks)
-    return Budget(device, host, ranks, given["device_memory"], given["host_memory"])
+    found: list[tuple[int | None, str]] = []
+    for name, there, option in (
+        ("device_memory", machine.device_memory, machine.device_option),
+        ("host_memory", machine.host_memory, f"--host-memory {machine.host_memory}"),
+    ):
+        text = getattr(config.memory, name)
+        size = None if text is None else memory_bytes(text, f"memory.{name}")
+        source = "not given" if text is None else option if text == there else f"memory.{name}={text}"
+        found.append((size, source))
+    (device, device_source), (host, host_source) = found
+    return Budget(device, host, 1, device_source, host_source, machine.gpus_per_host).for_ranks(config.num_ranks)
+
+
+def _with_gpus(remedy: Remedy, config: TrainerConfig, machine: Machine) -> str:
+    """Return a remedy as it is to be followed here, where the machine is given by options."""
+    number = remedy.num_ranks
+    if number is None or machine.num_gpus is None:
+        return (
+            remedy.words if machine.host_memory is None else remedy.words.replace(f"{HOST_MEMORY}=", "--host-memory ")
+        )
+    apart = reference_ranks(config) if needs_reference(config) else 0
+    option = f"--gpus {number + apart}"
+    return replace(remedy, note=f"{option}; {remedy.note}" if remedy.note else option).words
 
 
 def _longest_prompt(config: TrainerConfig, models: RunModels) -> tuple[int, str]:
@@ -144,6 +182,19 @@ def _longest_prompt(config: TrainerConfig, models: RunModels) -> tuple[int, str]
         return given, ""
     tokens = PROMPT_TOKENS if room is None else min(PROMPT_TOKENS, room.num_tokens)
     return tokens, f"prompts of up to {tokens:,} tokens are assumed, because data.max_prompt_length is not given"
+
+
+def _workload(config: TrainerConfig, max_length: int) -> str:
+    """Return the samples of a step in a line. max_length: tokens of the longest."""
+    completion = config.rollout.max_completion_length
+    prompts, generations = (
+        f"{number} {word}" + ("s" if number > 1 else "")
+        for number, word in (
+            (config.data.prompts_per_step, "prompt"),
+            (config.algorithm.num_generations, "completion"),
+        )
+    )
+    return f"{prompts} x {generations} a step, up to {max_length - completion:,} + {completion:,} tokens"
 
 
 def _title(config: TrainerConfig, models: RunModels) -> str:

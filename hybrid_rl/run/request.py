@@ -30,12 +30,36 @@ class Machine:
 
     def check(self) -> None:
         """Raise ConfigError for numbers and sizes that make no sense."""
-        for name, number in (("--gpus", self.num_gpus), ("--gpus-per-host", self.gpus_per_host)):
-            if number is not None and number < 1:
-                raise ConfigError(f"{name} {number} must be at least 1; plan a run on CPUs with device=cpu, without it")
+        if self.num_gpus is not None and self.num_gpus < 1:
+            raise ConfigError(
+                f"--gpus {self.num_gpus} must be at least 1; plan a run on CPUs with device=cpu, without it"
+            )
+        if self.gpus_per_host < 1:
+            raise ConfigError(f"--gpus-per-host {self.gpus_per_host} must be at least 1; it is 8 if it is left out")
+        rest = (self.num_gpus or 0) % self.gpus_per_host
+        if self.num_gpus is not None and self.num_gpus > self.gpus_per_host and rest:
+            raise ConfigError(
+                f"--gpus {self.num_gpus} is no multiple of --gpus-per-host {self.gpus_per_host}, so a host would have "
+                f"only some of its GPUs; give --gpus {self.num_gpus - rest + self.gpus_per_host}, or the right number "
+                "per host"
+            )
         for name, text in (("--gpu-memory", self.gpu_memory), ("--host-memory", self.host_memory)):
             if text is not None:
                 memory_bytes(text, name)
+
+    @property
+    def device_memory(self) -> str | None:
+        """What a run may take of a GPU."""
+        if self.gpu_memory is not None or self.num_gpus is None or self.rates is None:
+            return self.gpu_memory
+        return self.rates.memory
+
+    @property
+    def device_option(self) -> str:
+        """The option that says how much memory a GPU has; empty if none does."""
+        if self.gpu_memory is not None:
+            return f"--gpu-memory {self.gpu_memory}"
+        return "" if self.gpu is None else f"--gpu {self.gpu}"
 
     @property
     def rates(self) -> Rates | None:
@@ -52,7 +76,7 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     machine.check()
     base, settings, arguments = _base(words)
     keys = [argument.partition("=")[0] for argument in arguments]
-    options = {"device_memory": _device_memory(machine), "host_memory": machine.host_memory}
+    options = {"device_memory": machine.device_memory, "host_memory": machine.host_memory}
     for name, value in options.items():
         if value is not None and not {name, f"memory.{name}"} & set(keys):
             arguments.append(f"memory.{name}={value}")
@@ -68,14 +92,23 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     gpus = Hardware(machine.num_gpus or 0, machine.gpu or "", missing="the plan has none", is_here=False)
     if machine.num_gpus is not None and config.memory.device_memory is None:
         raise ConfigError("the memory of a GPU is missing: give --gpu-memory 80GB, or --gpu H100 for all of that GPU's")
+    _refuse_more_than_there_is(config, machine)
     return resolve(config, given, hardware=gpus)
 
 
-def _device_memory(machine: Machine) -> str | None:
-    """Return what the run may take of a GPU."""
-    if machine.gpu_memory is not None or machine.num_gpus is None or machine.rates is None:
-        return machine.gpu_memory
-    return machine.rates.memory
+def _refuse_more_than_there_is(config: TrainerConfig, machine: Machine) -> None:
+    """Raise ConfigError for keys that allow a run more memory than the machine has."""
+    gpu = machine.device_option
+    for name, option, there in (
+        ("device_memory", gpu, machine.device_memory),
+        ("host_memory", f"--host-memory {machine.host_memory}", machine.host_memory),
+    ):
+        given = getattr(config.memory, name)
+        if None not in (given, there) and memory_bytes(given, f"memory.{name}") > memory_bytes(str(there), option):
+            raise ConfigError(
+                f"memory.{name}={given} is more than there is ({option}: {there}); leave one of them out, or make the "
+                "key smaller"
+            )
 
 
 def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str]]:
@@ -92,10 +125,10 @@ def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str
     if first in PRESETS:
         return None, {"algorithm": first}, arguments
     near = difflib.get_close_matches(first, PRESETS, n=1)
-    raise ConfigError(
-        f"{first!r} is no recipe (.py), YAML file, preset or key=value"
-        + (f"; did you mean {near[0]!r}?" if near else "; `hybrid-rl algorithms` lists the presets")
-    )
+    help_ = f"did you mean {near[0]!r}?" if near else "`hybrid-rl algorithms` lists the presets"
+    if path.is_dir() or (not near and "/" in first):
+        help_ = f"did you mean model.path={first}?"
+    raise ConfigError(f"{first!r} is no recipe (.py), YAML file, preset or key=value; {help_}")
 
 
 def _recipe(path: Path, arguments: list[str]) -> tuple[str | None, dict[str, object], list[str]]:

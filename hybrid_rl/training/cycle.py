@@ -17,6 +17,7 @@ from hybrid_rl.memory.cycle import (
     KV_CACHE,
     OPTIMIZER,
     REFERENCE,
+    RESIDENTS,
     REWARD_MODELS,
     TEACHER,
     Cycle,
@@ -86,15 +87,29 @@ def scores_actor(config: TrainerConfig, spec: LossSpec) -> bool:
 
 def _check(config: TrainerConfig, residents: frozenset[str], offload: frozenset[str], *, engine_is_actor: bool) -> None:
     """Raise ConfigError unless all of offload can leave."""
-    missing = sorted(offload - residents)
+    missing = [tag for tag in RESIDENTS if tag in offload - residents]
     if missing:
-        movable = sorted(residents - {ENGINE_WEIGHTS, KV_CACHE} - ({ACTOR} if engine_is_actor else set()))
-        raise ConfigError(
-            f"memory.offload names {missing}, which the ranks of this run do not hold; choose of {movable}"
-        )
+        stays = {ENGINE_WEIGHTS, KV_CACHE} | ({ACTOR} if engine_is_actor else set())
+        stays |= {OPTIMIZER} if config.memory.optimizer_on_host else set()
+        movable = ", ".join(tag for tag in RESIDENTS if tag in residents - stays)
+        without = "; ".join(f"this run has no {tag} ({_why_not(config, tag)})" for tag in missing)
+        raise ConfigError(f"{without}; memory.offload can name {movable or 'nothing'}")
     if ACTOR in offload and engine_is_actor:
         engine = "adopt_weights=true" if config.rollout.placement != "embedded" else f"engine={config.rollout.engine}"
         raise ConfigError(
             f"memory.offload names actor, but with rollout.{engine} on one rank the engine generates from the actor's "
             "own memory, which cannot leave; take actor out"
         )
+
+
+def _why_not(config: TrainerConfig, tag: str) -> str:
+    """Return why the ranks of the policy do not hold this resident."""
+    if tag == REFERENCE and (count := reference_ranks(config)):
+        return f"controller.reference_ranks={count} puts it on ranks of its own"
+    return {
+        REFERENCE: "beta=0",
+        TEACHER: "algorithm=distillation has one",
+        CRITIC: "algorithm=ppo, vapo and impala have one",
+        CRITIC_OPTIMIZER: "algorithm=ppo, vapo and impala have one",
+        REWARD_MODELS: "all its rewards are functions",
+    }[tag]

@@ -39,6 +39,10 @@ class WorkerBase:
         if resident.wake is not None:
             self.movable.add(resident.tag)
 
+    def arena_bytes(self) -> int | None:
+        """Return bytes of host memory in which residents of this rank wait, or will again; None if none ever does."""
+        return None
+
     @contextmanager
     def lease(self, tags: frozenset[str]) -> Iterator[None]:
         """Have these residents in memory inside the block."""
@@ -72,10 +76,13 @@ class WorkerBase:
 
     @dispatch(collect="all")
     def memory_metrics(self) -> dict[str, float]:
-        """Return bytes by resident (0 = asleep), as measured for the process, seconds of the sleeps and wakes since the
-        last call, and how far the memory was from its plan. It ends a step of the history."""
+        """Return bytes by resident (0 = asleep), of the arena, and as measured for the process, seconds of the sleeps
+        and wakes since the last call, and how far the memory was from its plan. It ends a step of the history."""
         sizes = self.leases.resident_bytes()
-        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in {**sizes, **measure()}.items()}
+        found = {**sizes, **measure()}
+        if (arena_bytes := self.arena_bytes()) is not None:
+            found["arena"] = arena_bytes
+        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in found.items()}
         self._note_moves()
         self.history.end_step(sizes)
         for verb, seconds in self._seconds.items():

@@ -309,6 +309,10 @@ class HybridWorker(WorkerBase):
         if self._context.is_data_leader:
             save_rollout(folder, step, self._context.data_rank, self._context.num_data_ranks, batch)
 
+    def arena_bytes(self) -> int | None:
+        """Return bytes of host memory in which residents of this rank wait; None if memory.offload names none."""
+        return self._memory.arena_bytes
+
     def close(self) -> None:
         """Stop scoring and generating. Modules that the user has passed get their weights back."""
         self._rollout.close()

@@ -48,6 +48,11 @@ class TrainerMemory:
             limit = memory_bytes(config.memory.host_memory, "memory.host_memory") // own
         self._arena = HostArena(context.device, limit)
 
+    @property
+    def arena_bytes(self) -> int | None:
+        """Bytes of host memory in which residents wait, all slots together; None if nothing moves."""
+        return None if self._arena is None else self._arena.num_bytes
+
     def models(self, tag: str, models: Sequence[CausalLM]) -> Resident:
         """Make the resident of the weights of models. Buffers stay: they are small, and shared with engines."""
         modules = [model.module for model in models]
@@ -82,7 +87,7 @@ class TrainerMemory:
             return Resident(tag, lambda: sum(tensor.nbytes for tensor in tensors()))
         assert self._arena is not None
         memory = OffloadedTensors(tag, tensors, self._arena, regions)
-        guard = _Guard(tag, modules)
+        guard = _Guard(tag, modules, tensors)
 
         def sleep(tags: frozenset[str]) -> None:
             memory.sleep()
@@ -123,8 +128,9 @@ HARMLESS = frozenset(
 class _Guard:
     """Refuses what would read modules without weights, and crash: a module may be the user's own."""
 
-    def __init__(self, tag: str, modules: Sequence[nn.Module]) -> None:
-        self._tag, self._modules, self._hooks = tag, modules, ExitStack()
+    def __init__(self, tag: str, modules: Sequence[nn.Module], tensors: Callable[[], Sequence[Tensor]]) -> None:
+        """tensors: those of the modules that go away."""
+        self._tag, self._modules, self._tensors, self._hooks = tag, modules, tensors, ExitStack()
         refuse = self._refuse
 
         class Sleeping(nn.Parameter):
@@ -146,11 +152,12 @@ class _Guard:
             self._hooks.callback(module.register_state_dict_pre_hook(self._refuse).remove)
             for child in module.modules():
                 self._hooks.callback(child.register_forward_pre_hook(self._refuse).remove)
-            # Who holds one of them may know nothing of the module. Shards, which are DTensors, are nobody's but ours.
-            for parameter in module.parameters():
-                if type(parameter) is nn.Parameter:
-                    parameter.__class__ = self._class
-                    self._hooks.callback(setattr, parameter, "__class__", nn.Parameter)
+        # Who holds one of them may know nothing of the module. Shards, which are DTensors, are nobody's but ours; and
+        # what was gathered from them does not go, although it may stand in their place in the module.
+        for parameter in self._tensors():
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = self._class
+                self._hooks.callback(setattr, parameter, "__class__", nn.Parameter)
 
     def open(self) -> None:
         """Refuse no more."""

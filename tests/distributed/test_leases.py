@@ -283,7 +283,7 @@ def test_tensors_of_all_ranks_sleep_or_none(ranks) -> None:
         assert said[0] == ("held", ["critic"], 0, 3 * page) and said[1] == ("held", both, page, 3 * page)
         # Rank 1 has no room for the critic, whose sleep comes first; then the actor has not moved either.
         for told, awake, occupied, critic_bytes in (said[2], said[3]):
-            assert "rank 1: sleep of 'critic': MemoryStateError: 'critic' cannot go to host memory" in told
+            assert "rank 1: sleep of 'critic': MemoryStateError: memory.host_memory is too small for critic" in told
             assert (awake, occupied, critic_bytes) == (both, page, 3 * page)
         assert said[4] == ("held", ["critic"], 0, 3 * page) and said[5] == ("held", both, page, 3 * page)
     assert well[2][0].startswith("PeerRefusedError") and sick[2][0].startswith("MemoryRefusedError")

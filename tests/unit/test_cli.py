@@ -137,7 +137,7 @@ def test_plan_prints_tables_and_tells_by_its_status_whether_the_run_fits(
     options = ["--gpus", "4", "--gpu-memory=40GB", "--host-memory", "1TB", "--layouts", "folder"]
     assert main(["plan", "grpo", *options, "seed=1"]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[1].startswith("fits: peak 32.0 GB of 40.0 GB") and "^ peak" in out and err == ""
+    assert out.splitlines()[3].startswith("fits: peak 32.0 GB of 40.0 GB") and "^ peak" in out and err == ""
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
     assert asked == [(["grpo", "seed=1"], Machine(4, "40GB", host_memory="1TB"), Path("folder"))]
     plans(monkeypatch, made_plan(made_memory(30.0)))

@@ -106,18 +106,25 @@ def test_samples_that_cannot_be_logged_cost_neither_metrics_nor_checkpoint(make_
     assert (trainer.run_folder / "checkpoint-1" / "model.safetensors").is_file()
 
 
-def test_generating_inside_a_step_is_refused_and_in_a_callback_allowed(make_trainer) -> None:
+def test_what_needs_the_workers_is_refused_inside_a_step_or_evaluation(make_trainer) -> None:
+    """A reward function that called them would wait for itself for ever."""
     seen = []
 
-    def asks(completion_ids, **_):
-        with pytest.raises(EngineStateError, match="a training step is running"):
-            trainer.generate("1+2=")
-        seen.append("refused")
+    def asks(completion_ids, trainer_state, **_):
+        calls = (trainer.step, trainer.fit, trainer.evaluate, trainer.save, lambda: trainer.generate("1+2="))
+        for call in calls:
+            with pytest.raises(EngineStateError, match="is running; .* before or after it") as refused:
+                call()
+            seen.append(str(refused.value).partition(" is running")[0])
         return shares(completion_ids)
 
-    trainer = make_trainer(reward_funcs=asks)
+    trainer = make_trainer(reward_funcs=asks, eval_dataset=sums(2))
+    trainer.evaluate()
+    assert set(seen) == {"an evaluation or generation"}
+    seen.clear()
     trainer.step()
-    assert seen and trainer.generate("1+2=", temperature=0)[0].completion_ids
+    assert set(seen) == {"a training step"}
+    assert trainer.generate("1+2=", temperature=0)[0].completion_ids and trainer.save().is_dir()
 
 
 def test_a_checkpoint_of_another_model_or_with_a_hole_is_refused(make_trainer) -> None:

@@ -99,6 +99,11 @@ def episode_of(
     return Episode(trajectory.prompt, columns, client, trajectory, "a trainer state")
 
 
+def text_of(token_ids: Sequence[int]) -> str:
+    """Return tokens as text, one character each."""
+    return "".join({BOS: "<s>", EOS: "</s>"}.get(token) or chr(token) for token in token_ids)
+
+
 async def run_agent(agent: Agent, episode: Episode) -> Trajectory:
     """Run an episode as a rollout does, except that exceptions come out."""
     await agent(episode)

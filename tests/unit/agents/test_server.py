@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -17,8 +18,8 @@ from hybrid_rl.agents.client import Limits, TrajectoryEndedError
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.server import app
 from hybrid_rl.agents.server.answers import token_texts
-from hybrid_rl.agents.trajectory import Trajectory
-from hybrid_rl.errors import ConfigError, DataError, EngineStateError
+from hybrid_rl.agents.trajectory import Completion, Trajectory
+from hybrid_rl.errors import ConfigError, DataError, EngineStateError, MessagesRefusedError
 from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
 
 QUESTION: Any = {"role": "user", "content": "2+3?"}
@@ -44,7 +45,9 @@ def run(
     async def main() -> Trajectory:
         agent = HttpAgent(function, temperature=temperature)
         try:
-            return await run_agent(agent, episode_of(tokens or ScriptedTokens(lambda _: "5"), {"a": 1}, limits=limits))
+            return await run_agent(
+                agent, episode_of(tokens or ScriptedTokens(lambda _: "5"), {"a": 1, "b": [1]}, limits=limits)
+            )
         finally:
             agent.close()
 
@@ -126,6 +129,7 @@ def test_tools_go_there_and_back(streams: bool) -> None:
     assert text_of(sample.prompt_ids) == "<s><add>[user]2+3?\n[assistant]"
     assert text_of(sample.token_ids) == 'I think|CALL add {"b": 3, "a": 2}</s>[tool]5\n[assistant]I know|5</s>'
     assert (trajectory.counts["tool_calls"], trajectory.counts["forks"], trajectory.reward) == (1, 0, None)
+    assert "strict" not in trajectory.conversations[0].tools[0]["function"]
 
 
 def test_calls_without_tools_are_text() -> None:
@@ -144,17 +148,22 @@ def test_calls_without_tools_are_text() -> None:
 
 @pytest.mark.parametrize("first_seconds", [0.0, 0.05])
 def test_several_answers_lie_in_order_whichever_comes_first(first_seconds: float) -> None:
-    tokens = ScriptedTokens(lambda _: "5", delay=lambda number: first_seconds if number == 1 else 0.02)
+    class Numbered(ScriptedTokens):
+        async def complete(self, prompt_ids: Any, **options: Any) -> Completion:
+            made = await super().complete(prompt_ids, **options)
+            return replace(made, token_ids=[48 + options["seed_parts"][-1], EOS])
+
+    tokens = Numbered(lambda _: "5", delay=lambda number: first_seconds if number == 1 else 0.02)
 
     async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
         async with client_of(base_url, api_key) as client:
             answer = await client.chat.completions.create(model="m", messages=[QUESTION], n=2)
-            assert [choice.index for choice in answer.choices] == [0, 1]
+            assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, "0"), (1, "1")]
             assert answer.usage is not None and answer.usage.completion_tokens == 4
 
     trajectory = run(agent, tokens)
-    assert [sample.turns for sample in trajectory.samples] == [[(0, 2)], [(0, 2)]]
-    assert [parts[-1] for parts in tokens.asked] == [0, 1]
+    assert [text_of(sample.token_ids) for sample in trajectory.samples] == ["0</s>", "1</s>"]
+    assert trajectory.counts["forks"] == 1
 
 
 def test_a_stop_text_ends_the_answer_and_stays_in_the_sample() -> None:
@@ -246,6 +255,33 @@ def test_what_biases_training_is_refused_with_the_reason() -> None:
             assert bad.status == 400 and "not JSON" in (await bad.json())["error"]["message"]
 
     assert run(agent, temperature=0.5).counts["turns"] == 2
+
+
+def test_messages_that_the_chat_template_refuses_can_be_mended() -> None:
+    class Picky(ByteChat):
+        def prompt_ids(self, messages: Any, tools: Any, known: Any) -> list[int]:
+            if len(messages) > 1:
+                raise MessagesRefusedError("the template refuses two messages; correct them")
+            return super().prompt_ids(messages, tools, known)
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            with pytest.raises(openai.BadRequestError, match="the template refuses two messages; correct them"):
+                await client.chat.completions.create(model="policy", messages=[QUESTION, QUESTION])
+            answer = await client.chat.completions.create(model="policy", messages=[QUESTION])
+            return float(answer.choices[0].message.content == "5")
+
+    async def main() -> Trajectory:
+        endpoint = HttpAgent(agent, temperature=1.0)
+        episode = episode_of(ScriptedTokens(lambda _: "5"), {})
+        episode.client.chat = Picky()
+        try:
+            return await run_agent(endpoint, episode)
+        finally:
+            endpoint.close()
+
+    trajectory = asyncio.run(main())
+    assert (trajectory.reward, trajectory.error) == (1.0, "")
 
 
 def test_a_key_opens_its_own_trajectory_only() -> None:
@@ -420,19 +456,52 @@ def test_what_is_under_way_ends_with_its_trajectory() -> None:
 
 def test_slow_streams_stay_alive_and_tell_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "KEEP_ALIVE_SECONDS", 0.01)
+    body = {"messages": [QUESTION], "stream": True}
 
     async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
         async with client_of(base_url, api_key) as client:
             chunks = await client.chat.completions.create(model="m", messages=[QUESTION], stream=True)
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]) == "5"
-            with pytest.raises(openai.APIError, match="broken"):
+            with pytest.raises(openai.APIError, match="nothing more is generated"):
                 chunks = await client.chat.completions.create(model="m", messages=[QUESTION], stream=True)
                 [chunk async for chunk in chunks]
-            await asyncio.sleep(60)
+            async with aiohttp.ClientSession() as http, http.post(f"{base_url}/chat/completions", json=body) as answer:
+                assert (await answer.text()).startswith(": the policy is writing\n\n")
 
-    answers = iter(["5", EngineStateError("the engine is broken")])
+    answers = iter(["5", TrajectoryEndedError("time"), "5"])
+    assert run(agent, ScriptedTokens(lambda _: next(answers), delay=lambda _: 0.05)).counts["turns"] == 2
+
+
+def test_an_engine_that_fails_ends_the_episode_whatever_the_agent_does() -> None:
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
+        await post(f"{base_url}/chat/completions", api_key, {"messages": [QUESTION]})
+        await asyncio.sleep(60)
+
     with pytest.raises(EngineStateError, match="broken"):
-        run(agent, ScriptedTokens(lambda _: next(answers), delay=lambda _: 0.05))
+        run(agent, ScriptedTokens(lambda _: EngineStateError("the engine is broken")))
+
+
+def test_a_plain_function_that_works_on_is_left_behind() -> None:
+    goes_on = threading.Event()
+
+    def plain(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        goes_on.wait(10)
+        return 1.0
+
+    async def main() -> None:
+        http, episode = HttpAgent(plain, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"))
+        running = asyncio.ensure_future(http(episode))
+        while not (threads := [one for one in threading.enumerate() if one.name == "agent"]):
+            await asyncio.sleep(0.001)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        goes_on.set()
+        threads[0].join()
+        http.close()
+        assert episode.trajectory.reward is None
+
+    asyncio.run(main())
 
 
 # ---------------------------------------------------------------------------------------------------- functions
@@ -440,13 +509,13 @@ def test_slow_streams_stay_alive_and_tell_errors(monkeypatch: pytest.MonkeyPatch
 
 def test_what_a_function_may_take_and_return() -> None:
     async def everything(row: dict[str, Any], base_url: str, api_key: str, **kw: Any) -> dict[str, Any]:
-        row["a"] = 2  # a copy
+        row["b"].append(2)  # of a copy
         assert sorted(kw) == ["environment", "trainer_state", "trajectory"]
         assert kw["trainer_state"] == "a trainer state"
         return {"reward": 2, "note": "well done"}
 
     trajectory = run(everything)
-    assert (trajectory.reward, trajectory.extra, trajectory.row) == (2.0, {"note": "well done"}, {"a": 1})
+    assert (trajectory.reward, trajectory.extra, trajectory.row) == (2.0, {"note": "well done"}, {"a": 1, "b": [1]})
 
     def plain(row: dict[str, Any], base_url: str, api_key: str, trainer_state: Any = None) -> float:
         with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -490,3 +559,15 @@ def test_what_a_function_raises_comes_out(error: BaseException, is_async: bool) 
 
     asyncio.run(main())
     assert [type(one) for one in caught] == [expected]
+
+
+def test_if_one_of_several_answers_fails_the_others_are_cancelled() -> None:
+    tokens = ScriptedTokens(lambda _: ValueError("too long"), delay=lambda number: 0.0 if number == 1 else 60.0)
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="too long"):
+            await episode_of(tokens).client.generate_many([1, 2], 3)
+        await asyncio.sleep(0)
+        assert len(tokens.cancelled) == 2
+
+    asyncio.run(main())

@@ -179,6 +179,8 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("dtype", torch.float16, "model.dtype='float16' is not a valid choice: float16 is not supported"),
         ("dtype", "bf16", "set dtype=bfloat16"),
         ("dtype", "fp32", "set dtype=float32"),
+        ("memory.offload", "all", "memory.offload='all' is not a valid choice: name the residents, such as"),
+        ("memory.offload", ["optimizer", "all"], "or leave it out: then what the run would not fit without"),
         ("num_ranks", "all", "num_ranks='all' is not a valid choice: set num_ranks=auto, which takes all GPUs"),
         ("device", "cuda:1", "set device=cuda; CUDA_VISIBLE_DEVICES=1 chooses the GPU"),
         ("device", "gpu", "set device=cuda"),

@@ -19,7 +19,7 @@ from hybrid_rl.controller.server import Call, RankServer, Seat
 from hybrid_rl.controller.travel import Driver, pack
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.pool import RewardProcess
-from hybrid_rl.rewards.threads import CallThread
+from hybrid_rl.rewards.threads import CallThread, on_device
 from tests.groups import OpenGroup
 
 UUIDS = "GPU-8932f937,GPU-1c2d5a6b"
@@ -148,7 +148,7 @@ def test_rewards_compute_on_the_gpu_of_their_rank(calls: list[Any], monkeypatch:
     monkeypatch.setenv(VISIBLE, UUIDS)
     take_device(["GPU-1c2d5a6b"])
     calls.clear()
-    thread = CallThread()
+    thread = CallThread("reward call", on_device)
     thread.stop()
     thread.thread.join()
     assert calls == [("set_device", torch.device("cuda:1"))]

@@ -61,4 +61,5 @@ def plan(memory_plan: MemoryPlan | None = None, remedies: tuple[str, ...] = ()) 
         remedies,
         HandoffPlan("vllm gets each element once", links, Traffic(16 * GB, 8 * GB), 0, 12 * GB, "traces in files"),
         StepTime(seconds, ("H100: 989 TFLOP/s",)),
+        workload="16 prompts x 8 completions a step, up to 1,024 + 512 tokens",
     )

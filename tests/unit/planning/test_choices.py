@@ -1,15 +1,20 @@
 """Plans: phases added up, what is auto decided, what cannot fit refused."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, OPTIMIZER, REFERENCE
-from hybrid_rl.planning.choices import plan_memory, with_choices
+from hybrid_rl.planning import remedies
+from hybrid_rl.planning.choices import least_demanding, plan_memory, with_choices
 from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, GRADIENTS, Budget
 from hybrid_rl.planning.passes import Passes
-from hybrid_rl.planning.remedies import check_fits, find_remedies, too_much
+from hybrid_rl.planning.remedies import Remedy, check_fits, find_remedies, too_much
+from hybrid_rl.planning.sizes import size_text
+from tests.unit.planning.made import memory as made_memory
+from tests.unit.planning.made import share as made_share
 from tests.unit.planning.tiny_run import settings, shape_of
 
 KL = {"kl": "loss", "beta": 0.1}
@@ -51,6 +56,13 @@ def test_nothing_leaves_where_there_is_room():
     assert choices.kv_cache_memory_bytes == 8 * 32 * 192
 
 
+def test_cache_that_holds_no_sequence_is_told():
+    """The engine would refuse it: 32 tokens x 192 B are 6144."""
+    told = "kv_cache_memory_bytes=6143 cannot hold one sequence of 32 tokens, which takes 6,144 B"
+    assert plan(settings(kv_cache_memory_bytes=6143)).notes[-1].startswith(told)
+    assert "cannot hold" not in plan(settings(kv_cache_memory_bytes=6144)).notes[-1]
+
+
 def test_residents_leave_in_order_until_it_fits():
     config = settings(**KL)
     passes = Passes(shape_of(config, **MIDDLE))
@@ -74,6 +86,24 @@ def test_cache_takes_what_generating_leaves():
     budget = roomy.of("generate").device_bytes
     less = plan(config, budget, passes=passes)
     assert less.fits and less.choices.kv_cache_memory_bytes == wanted - int(0.05 * budget)
+    reasons = [found.choices.reasons["kv_cache_memory_bytes"] for found in (roomy, less)]
+    assert reasons[0].startswith("room for all 256 sequences")
+    assert reasons[1].startswith("what others leave in generate, but 5% of the device; all 256 sequences")
+
+
+def test_every_phase_leaves_a_reserve_where_some_choice_can():
+    config = settings(device="cuda", dtype="bfloat16", max_completion_length=1000, num_generations=64)
+    passes = Passes(shape_of(config, max_length=1100, **MIDDLE | {"max_position_embeddings": 2048}))
+    peak = plan(config, 10**12, passes=passes).peak.device_bytes
+    barely = plan(config, int(peak / 0.981), passes=passes)
+    assert barely.fits and barely.free_bytes >= 0.02 * barely.budget.device_bytes
+    assert barely.choices.tokens_per_micro_batch < 16384
+    assert plan(config, int(peak / 0.979), passes=passes).choices.tokens_per_micro_batch == 16384
+    # A reserve that no choice can leave refuses nothing. What leaves most is chosen, down to rows of a single sample.
+    least = plan(config, 1, passes=passes)
+    assert not least.fits and least.choices.tokens_per_micro_batch == 1100 and least.choices.optimizer_on_host
+    tight = plan(config, int(least.of("update").device_bytes * 1.01), passes=passes)
+    assert tight.fits and tight.choices.tokens_per_micro_batch == 1100
 
 
 def test_smaller_micro_batches_come_before_the_optimizer_on_the_host():
@@ -100,9 +130,9 @@ def test_refusal_shows_the_arithmetic_and_keys_that_were_tried():
     for share in refused.peak.device:
         assert f"  {share.resident}" in text and share.formula in text
     assert "(memory.device_memory=x)" in text and "too much" in text
-    remedies = find_remedies(shape, config, budget, passes)
-    assert "model.gradient_checkpointing=true" in text and remedies
-    for remedy in remedies:
+    found = find_remedies(shape, config, budget, passes)
+    assert "model.gradient_checkpointing=true" in text and found
+    for remedy in found:
         assert remedy.words in text
         assert plan_memory(shape, remedy.apply(config), budget, passes=passes).fits
 
@@ -115,3 +145,103 @@ def test_hosts_are_counted_with_all_their_ranks():
     tight = plan_memory(shape, config, Budget(None, 2 * arena - 1, 2, host="memory.host_memory=y"))
     assert not tight.fits
     assert "a host (2 x the following), which has" in too_much(tight) and "(memory.host_memory=y)" in too_much(tight)
+
+
+def budget_for(device_bytes, host_bytes=None, ranks=1, gpus_per_host=8):
+    return Budget(device_bytes, host_bytes, ranks, "given", "given", gpus_per_host)
+
+
+@pytest.mark.parametrize(("device_gigabytes", "shown"), [(40.0, 8), (30.0, 32)])
+def test_a_refusal_shows_what_asks_least_of_the_memory_that_is_too_small(device_gigabytes, shown):
+    """Of the host if only that is too small; else the plan that keeps least on the device, whatever it takes there."""
+    much = made_memory(device_gigabytes, 1.0)  # 4 ranks with 8 GB each on the host
+    phases = (dataclasses.replace(phase, host=tuple(made_share(ARENA, 2) for _ in phase.host)) for phase in much.phases)
+    little = dataclasses.replace(much, phases=tuple(phases))
+    attempts = [SimpleNamespace(max_tokens=1, plan=lambda *_, it=it: it) for it in (little, much)]
+    found = least_demanding(attempts, None, much.budget)
+    assert not found.fits and found.bytes_of_host == shown * 10**9
+
+
+def test_an_embedded_engine_gives_way_to_vllm_over_several_ranks():
+    """Only so do engines share one copy of the weights; what was given for the engine stays."""
+    config = settings(num_ranks=2, device="cuda", dtype="bfloat16", max_num_seqs=8, tokens_per_micro_batch=32)
+    shape = shape_of(config, **MIDDLE)
+    remedy = Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", 2)))
+    on_vllm = remedy.apply(config)
+    assert on_vllm.rollout.engine == "vllm" and on_vllm.rollout.ranks_per_engine == 2
+    assert on_vllm.rollout.vllm.max_num_seqs == 8
+    assert on_vllm.rollout.max_completion_length == config.rollout.max_completion_length == 24
+    assert plan_memory(shape, on_vllm, budget_for(10**12, ranks=2)).fits
+
+
+def found_where(monkeypatch, fits, config, budget):
+    """Return remedies in words, with a rule in place of a plan. fits: of a config and a budget."""
+    monkeypatch.setattr(remedies, "can_fit", lambda shape, config, budget, passes: fits(config, budget))
+    shape = shape_of(config)
+    return [one.words for one in find_remedies(shape, config, budget, Passes(shape))]
+
+
+def test_more_ranks_are_counted_on_hosts_as_full_as_they_get(monkeypatch):
+    """Whoever needs 10 GB of a host for all ranks together finds no room on one host, however many of its GPUs."""
+    config = settings(num_ranks=2)
+
+    def fits(changed, budget):
+        return changed.num_ranks >= 4 and 10 * budget.ranks_per_host <= 4 * changed.num_ranks
+
+    found = found_where(monkeypatch, fits, config, budget_for(10**9, ranks=2, gpus_per_host=4))
+    assert found == ["num_ranks=16"]  # 2.5 hosts are enough, and hosts are full
+
+
+def test_smaller_passes_of_the_engine_are_tried_with_all_else(monkeypatch):
+    config = settings(num_ranks=2, max_num_seqs=64)
+
+    def fits(changed, _):
+        engine = changed.rollout.inplace
+        return (
+            engine.max_num_seqs <= 8 and engine.max_num_batched_tokens <= 2048 and changed.model.gradient_checkpointing
+        )
+
+    alone, *_ = found_where(monkeypatch, fits, config, budget_for(10**9, ranks=2))
+    assert sorted(alone.split(" and ")) == [
+        "model.gradient_checkpointing=true",
+        "rollout.inplace.max_num_batched_tokens=2048",
+        "rollout.inplace.max_num_seqs=8",
+    ]
+
+
+def test_vllm_is_tried_with_all_else_over_as_many_ranks_as_divide_the_heads(monkeypatch):
+    config = settings(device="cuda", dtype="bfloat16")
+
+    def fits(changed, _):
+        return changed.rollout.ranks_per_engine == 2 and changed.model.gradient_checkpointing
+
+    found = found_where(monkeypatch, fits, config, budget_for(10**9))
+    (words,) = found  # heads: 2
+    assert words.split(" and ") == [
+        "rollout.engine=vllm",
+        "rollout.vllm.tensor_parallel_size=2",
+        "model.gradient_checkpointing=true",
+        "num_ranks=2",
+    ]
+
+
+def test_nothing_is_named_if_nothing_helps(monkeypatch):
+    assert found_where(monkeypatch, lambda *_: False, settings(num_ranks=2), budget_for(10**9, ranks=2)) == []
+
+
+def test_a_host_that_is_too_small_is_told_how_much_would_do(monkeypatch):
+    config = settings(num_ranks=2, offload=["optimizer"])
+    budget = budget_for(10**9, 1000, ranks=2, gpus_per_host=2)
+    found = found_where(monkeypatch, lambda *_: False, config, budget)
+    assert found == ["memory.host_memory=1GB (if a host has so much)"]
+    more = Remedy((("memory.host_memory", "2GB"), ("num_ranks", 4))).budget(budget)
+    assert (more.host_bytes, more.ranks_per_host) == (2 * 10**9, 2)
+
+
+def test_what_goes_to_the_host_names_what_it_needs_there(monkeypatch):
+    config = settings(num_ranks=2, device="cuda", dtype="bfloat16")
+    budget = budget_for(10**12, ranks=2)
+    (words,) = found_where(monkeypatch, lambda changed, _: changed.fsdp.cpu_offload, config, budget)
+    on_host = dataclasses.replace(config, fsdp=dataclasses.replace(config.fsdp, cpu_offload=True))
+    needed = plan_memory(shape_of(config), on_host, budget).bytes_of_host
+    assert words == f"fsdp.cpu_offload=true (needs {size_text(needed)} per host)"

@@ -75,7 +75,8 @@ def test_without_traces_and_without_vllm_the_reason_is_given(
     keys = ("rollout.engine=vllm", "tensor_parallel_size=7")  # of which there is no trace
     found = plan_handoff(*made(7, *keys), ranks_per_host=8, layouts=layouts)
     assert isinstance(found, HandoffPlan) and found.links == {}
-    assert "vLLM is not installed" in found.missing
+    assert "vLLM is not installed" in found.missing and found.bytes_by_link is None
+    assert ("give --layouts" in found.missing) == (layouts is None)
     assert ("has no trace of this model with tensor_parallel_size=7" in found.missing) == (layouts is not None)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.report import memory_table
 from hybrid_rl.planning.sizes import count_text, seconds_text, size_text, unit_of
@@ -64,19 +65,51 @@ def test_narrow_consoles_get_tables_in_parts() -> None:
         (40.0, 100.0, "fits: peak 32.0 GB of 40.0 GB in update: backward, 8.00 GB left; 32.0 GB of 100 GB on the host"),
         (32.5, 100.0, "fits barely: peak 32.0 GB of 32.5 GB in update: backward, 500 MB left"),
         (30.0, 100.0, "does not fit: a rank needs 32.0 GB of 30.0 GB in update: backward: 2.00 GB too much"),
-        (40.0, 31.0, "does not fit: 4 ranks need 32.0 GB of 31.0 GB in publish of their host's memory"),
+        (40.0, 31.0, "does not fit: a host needs 32.0 GB for its 4 ranks, in publish; it has 31.0 GB"),
         (None, None, "peak 32.0 GB per rank, in update: backward; the memory there is is not known"),
     ],
 )
 def test_the_verdict(device: float | None, host: float | None, line: str) -> None:
     shown = plan(memory(device, host))
-    assert shown.text().splitlines()[1].startswith(line)
+    assert shown.text().splitlines()[2 if device is None else 3].startswith(line)
     assert shown.fits == (not line.startswith("does not"))
 
 
 def test_remedies_come_right_after_a_refusal() -> None:
     lines = plan(memory(30.0), ("gradient_checkpointing=true: 12 GB less",)).text().splitlines()
-    assert lines[2:5] == ["", "What would make it fit", " - gradient_checkpointing=true: 12 GB less"]
+    assert lines[4:7] == ["", "What would make it fit", " - gradient_checkpointing=true: 12 GB less"]
+
+
+def test_a_refusal_without_remedies_says_so() -> None:
+    assert plan(memory(30.0)).text().splitlines()[4].startswith("no keys of memory, micro-batches, the engine")
+    assert "no keys" not in plan().text()
+
+
+def test_what_the_plan_is_for_comes_first() -> None:
+    planned = memory()
+    planned = replace(planned, budget=replace(planned.budget, device="--gpu-memory 40GB", host="--host-memory 100GB"))
+    shown = plan(planned)
+    assert shown.text().splitlines()[1:3] == [
+        "16 prompts x 8 completions a step, up to 1,024 + 512 tokens",
+        "memory: 40.0 GB of a GPU (--gpu-memory 40GB), 100 GB of a host (--host-memory 100GB)",
+    ]
+    found = shown.to_dict()
+    assert found["workload"].startswith("16 prompts") and found["memory"]["budget"]["device"] == "--gpu-memory 40GB"
+
+
+def test_a_handoff_that_is_not_known_is_not_shown_as_nothing() -> None:
+    known = plan()
+    assert known.time is not None
+    seconds = {**known.time.seconds, "handoff": None}
+    handoff = HandoffPlan("vllm gets each element once", {}, missing="no folder was given; give --layouts traces")
+    unknown = replace(known, handoff=handoff, time=replace(known.time, seconds=seconds))
+    found = unknown.to_dict()
+    assert found["handoff"]["bytes_by_link"] is None and found["time"]["seconds"]["handoff"] is None
+    assert found["time"]["total"] == 99
+    lines = unknown.text().splitlines()
+    assert "bytes by link: not known, because no folder was given; give --layouts traces" in lines
+    assert [line.split() for line in lines if line.startswith("handoff  ")][-1] == ["handoff", "not", "known"]
+    assert any(line.split()[:2] == ["step", "~99"] and line.endswith("and what is not known") for line in lines)
 
 
 def test_json_holds_the_numbers() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.trajectory import Completion, Sample, Trajectory
-from hybrid_rl.errors import AgentError, ConfigError
+from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from hybrid_rl.rollout.agentic import check_rollout_func
 from tests.tiny import ids_of
@@ -177,12 +177,12 @@ def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog):
         for _ in range(3):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.2)
-        with pytest.raises(TrajectoryEndedError) as ended:
-            await once(episode)
-        asked.append(ended.value.reason)
+            with contextlib.suppress(TrajectoryEndedError):
+                await once(episode)
+                asked.append("was answered")
 
     batch, _ = rolled(agent, num_generations=1, tasks=TASKS[:1], config={"trajectory_timeout_seconds": 0.1})
-    assert batch["finish_reason"] == ["time"]
+    assert batch["finish_reason"] == ["time"] and not asked
     assert "goes on" in caplog.text
 
 
@@ -212,13 +212,20 @@ def test_an_exception_masks_its_trajectory_only():
             raise ValueError("the lamp is broken")
         episode.trajectory.add_reward(1.0)
 
-    batch, report = rolled(agent)
+    seen = []
+
+    def watch(prompts, completions, **_):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    batch, report = rolled(agent, functions=[watch])
+    assert sorted(seen) == sorted(text for text in PROMPTS if text != PROMPTS[1] for _ in range(3))
     assert batch["finish_reason"] == ["stop"] * 3 + ["error"] * 3 + ["stop"] * 6
     assert batch["rewards"].isnan().tolist() == [False] * 3 + [True] * 3 + [False] * 6
     assert (batch["policy_length"] > 0).all()  # its turns stay
     failed = report.failures
     assert [failure.key.trajectory for failure in failed] == [103, 104, 105]
-    assert {(failure.function, failure.reason) for failure in failed} == {("agent", "agent")}
+    assert {(failure.function, failure.reason) for failure in failed} == {("the agent", "agent")}
     assert failed[0].detail.startswith("Traceback") and "the lamp is broken" in failed[0].detail
     assert "hybrid_rl" not in failed[0].detail  # the user's own frames only
     assert "the lamp is broken" in batch["conversation"][3]["error"]
@@ -233,7 +240,7 @@ def test_an_agent_that_asks_the_program_to_end_is_reported(error, reason):
         episode.trajectory.add_reward(1.0)
 
     batch, report = rolled(agent, num_generations=1)
-    assert [(failure.function, failure.reason) for failure in report.failures] == [("agent", reason)]
+    assert [(failure.function, failure.reason) for failure in report.failures] == [("the agent", reason)]
     assert batch["rewards"].isnan().tolist() == [True, False, False, False]
 
 
@@ -272,22 +279,22 @@ def test_nothing_more_is_generated_for_a_trajectory_that_has_ended():
 
     async def agent(episode):
         async def stray():
-            await asyncio.sleep(0.01)
+            while episode.trajectory.end_reason is None:
+                await asyncio.sleep(0.001)
             try:
                 await once(episode)
             except TrajectoryEndedError as error:
                 late.append(error.reason)
-            except asyncio.CancelledError:
-                late.append("cancelled")
+            await asyncio.sleep(60)
 
         tasks.append(asyncio.ensure_future(stray()))
         await once(episode)
-        if episode.prompt == PROMPTS[0]:
-            await asyncio.sleep(0.05)
+        while episode.prompt == PROMPTS[0] and len(late) < 3:
+            await asyncio.sleep(0.001)
 
-    batch, report = rolled(agent, num_generations=1)
-    assert sorted(late[:3]) != [] and report.metrics.result()["agents/turns_mean"] <= 1.25
-    assert all(task.done() for task in tasks)
+    _, report = rolled(agent, num_generations=1)
+    assert late[:3] == ["stop"] * 3 and report.metrics.result()["agents/turns_mean"] == 1.0
+    assert all(task.done() for task in tasks)  # cancelled with the rollout
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -397,6 +404,8 @@ def test_ends_and_scores_are_told_to_the_trajectory():
         if episode.prompt == PROMPTS[0]:
             raise RuntimeError("on purpose")
         trajectory.add_reward(1.0)
+        while episode.prompt == PROMPTS[3] and ("scored", "stop") not in told:
+            await asyncio.sleep(0.001)  # environments of others are given back meanwhile
 
     rolled(agent, num_generations=1)
     assert sorted(told) == sorted([(kind, end) for kind in ("end", "scored") for end in ("error", *["stop"] * 3)])
@@ -473,6 +482,48 @@ def test_what_a_rollout_func_returns_is_checked(answer, words):
     batch, report = rolled(None, rollout_func=rollout, num_generations=1)
     assert words in report.failures[0].detail and "DataError" in report.failures[0].detail
     assert batch["rewards"].isnan().all() and batch["finish_reason"] == ["error"] * 4
+
+
+def test_a_rollout_func_must_catch_the_end_of_a_trajectory():
+    async def rollout(rows, client):
+        for row in rows:
+            trajectory = client.trajectory(row)
+            while True:
+                turn = await client.generate(ids_of("1+1="), trajectory)
+                await client.generate([*turn.prompt_ids, *turn.token_ids], trajectory)
+
+    _, report = rolled(None, rollout_func=rollout, num_generations=1)
+    assert "catch TrajectoryEndedError" in report.failures[0].detail
+
+
+def test_a_row_past_its_time_ends_alone():
+    async def rollout(rows, client):
+        async def one(row):
+            trajectory = client.trajectory(row)
+            turn = await client.generate(ids_of(row["prompt"]), trajectory, max_tokens=2)
+            if row["answer"] == "1":
+                await asyncio.sleep(0.3)
+            with contextlib.suppress(TrajectoryEndedError):
+                await client.generate([*turn.prompt_ids, *turn.token_ids, 3], trajectory, max_tokens=2)
+            return trajectory
+
+        return await asyncio.gather(*map(one, rows))
+
+    batch, _ = rolled(None, rollout_func=rollout, num_generations=1, config={"trajectory_timeout_seconds": 0.2})
+    assert batch["finish_reason"] == ["stop", "time", "stop", "stop"]
+    assert (batch["policy_length"][1], batch["completion_mask"][1].all()) == (2, True)
+
+
+def test_rows_and_trajectories_of_others_are_refused():
+    async def rollout(rows, client):
+        with pytest.raises(DataError, match="not a copy"):
+            client.trajectory(dict(rows[0]))
+        with pytest.raises(DataError, match="leave it out"):
+            await client.generate(ids_of("1"), Trajectory())
+        return [made() for _ in rows]
+
+    _, report = rolled(None, rollout_func=rollout, num_generations=1)
+    assert {failure.reason for failure in report.failures} == {"none"}  # nobody gave a reward
 
 
 def test_a_rollout_func_must_be_a_coroutine_function():

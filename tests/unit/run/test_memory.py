@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import types
 
 import pytest
 
@@ -79,3 +80,17 @@ def test_budget_is_what_keys_or_the_gpu_say():
     assert budget_of(without, Hardware()) is None
     on_gpus = dataclasses.replace(without, model=dataclasses.replace(config.model, device="cuda"))
     assert budget_of(on_gpus, Hardware(8, is_here=False)) is None
+
+
+def test_a_run_may_not_take_more_than_its_gpu_has(monkeypatch):
+    config = prepared(device_memory="80GB").config
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, device="cuda"))
+    sizes = iter([79 * 10**9, 80 * 10**9])
+    monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        memory.torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=next(sizes))
+    )
+    with pytest.raises(ConfigError, match=r"memory.device_memory=80GB is more than the 79.0 GB of an H100"):
+        budget_of(config, Hardware(8, "an H100"))
+    assert budget_of(config, Hardware(8, "an H100")).device_bytes == 80 * 10**9

@@ -92,6 +92,14 @@ def test_what_prevents_a_picture_is_a_warning(tmp_path: Path, caplog: pytest.Log
     assert "memory.png: RuntimeError: a rank is gone" in caplog.text
 
 
+def test_phases_of_a_step_have_a_check_if_its_handoff_is_probed(make_trainer: Callable[..., Any]) -> None:
+    """The first step has the start's, too: the first three handoffs are probed whatever the schedule says."""
+    trainer = make_trainer(max_steps=4, probe_steps=4)
+    trainer.fit()
+    (steps,) = trainer.policy.memory_history()
+    assert [[phase.name for phase in step.phases].count("check") for step in steps] == [2, 1, 0, 1]
+
+
 def test_a_run_draws_its_second_and_its_last_step_and_writes_a_trace(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +112,8 @@ def test_a_run_draws_its_second_and_its_last_step_and_writes_a_trace(
     monkeypatch.setattr(memory_picture, "draw_memory", draw)
     trainer.fit()
     titles, paths, steps = zip(*drawn, strict=True)
-    assert [title[-15:] for title in titles] == ["training step 2", "training step 4"]
+    told = "residents in memory of rank 0 (its process takes more), training step {}"
+    assert list(titles) == [told.format(2), told.format(4)]
     assert set(paths) == {trainer.run_folder / "memory.png"}
     last = steps[-1]
     assert [phase.name for phase in last.phases] == ["generate", "update", "publish"]

@@ -8,7 +8,9 @@ import pytest
 
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.memory.cycle import ACTOR, CRITIC, KV_CACHE, OPTIMIZER, REFERENCE, TEACHER
+from hybrid_rl.planning.remedies import Remedy
 from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.run import planning
 from hybrid_rl.run.planning import PROMPT_TOKENS, plan_words
 from hybrid_rl.run.request import Machine
 from tests.tiny import build_model
@@ -49,6 +51,11 @@ def test_words_give_a_whole_plan_from_a_config_alone(folder: Path) -> None:
     assert plan.memory.budget.device_bytes == 10**9 and plan.memory.budget.ranks_per_host == 1
     assert any("reward models" in note for note in plan.memory.notes)
     assert "^ peak" in plan.text()
+    assert plan.workload == "4 prompts x 1 completion a step, up to 32 + 64 tokens"
+    assert plan.memory.budget.device == "--gpu-memory 1GB"
+    # 256 sequences of 96 tokens at 96 B in bfloat16; more cannot be used.
+    assert plan.memory.choices.kv_cache_memory_bytes == 256 * 96 * 96
+    assert "room for all 256 sequences" in plan.memory.choices.reasons["kv_cache_memory_bytes"]
 
 
 def test_models_besides_the_policy_have_their_own_size(folder: Path, tmp_path: Path) -> None:
@@ -67,10 +74,22 @@ def test_what_does_not_fit_comes_with_remedies_that_help_and_without_times(folde
     words = ("device=cpu", "device_memory=1MB", "max_num_batched_tokens=64", "max_num_seqs=4")
     plan = plan_of(folder, *words, machine=Machine())
     assert not plan.fits and plan.time is None and "does not fit" in plan.time_missing
-    assert plan.text().splitlines()[1].startswith("does not fit: a rank needs ")
+    assert plan.text().splitlines()[3].startswith("does not fit: a rank needs ")
+    assert not any("CUDA" in note or "allocator" in note for note in plan.memory.notes)
     assert "in MB of 1,000,000 bytes" in plan.text()  # a tiny model is shown in small units
     remedy = plan.remedies[0].split(" and ")
     assert plan_of(folder, *words, *remedy, machine=Machine()).fits
+
+
+def test_remedies_are_named_as_options_where_the_machine_is_given_by_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Remedy((("num_ranks", 16),), "needs 1 GB per host"), Remedy((("memory.host_memory", "98GB"),), "if so")]
+    monkeypatch.setattr(planning, "find_remedies", lambda *_: found)
+    words = plan_of(folder, machine=Machine(1, "1MB", "H100", "1GB")).remedies
+    assert words == ("num_ranks=16 (--gpus 16; needs 1 GB per host)", "--host-memory 98GB (if so)")
+    words = plan_of(folder, "device=cpu", "device_memory=1kB", machine=Machine()).remedies
+    assert words == tuple(one.words for one in found)
 
 
 def test_lengths_that_nobody_gave_are_assumed_and_named(folder: Path) -> None:
@@ -81,7 +100,18 @@ def test_lengths_that_nobody_gave_are_assumed_and_named(folder: Path) -> None:
     assert "--gpu" in plan.time_missing
 
 
+def test_without_the_hub_a_folder_with_a_config_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ModelError("cannot load the config of model 'some/model': there is no connection")
+
+    monkeypatch.setattr(planning, "load_settings", fail)
+    with pytest.raises(ModelError, match="no connection; for a plan a folder with nothing but its config.json"):
+        plan_words(["model.path=some/model", *LENGTHS], Machine(1, "1GB"))
+
+
 def test_models_that_cannot_be_read_are_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere' is no folder; give the folder benchmarks/layouts"):
+        plan_words([f"model.path={folder}", *LENGTHS], Machine(1, "1GB"), layouts=tmp_path / "nowhere")
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ModelError, match=str(path)):
             plan_of(path)

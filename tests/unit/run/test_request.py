@@ -21,6 +21,10 @@ def test_gpus_become_ranks_in_bfloat16() -> None:
     assert config.memory.device_memory == "80GB" and config.memory.host_memory is None
 
 
+def test_hosts_are_full_or_the_only_one() -> None:
+    assert [planned_config([MODEL], Machine(number, "80GB")).num_ranks for number in (3, 8, 16)] == [3, 8, 16]
+
+
 def test_what_is_given_as_a_key_stays() -> None:
     config = planned_config([MODEL, "num_ranks=4", "device_memory=60GB"], Machine(8, "80GB", host_memory="1TB"))
     assert (config.num_ranks, config.memory.device_memory, config.memory.host_memory) == (4, "60GB", "1TB")
@@ -58,9 +62,26 @@ def test_recipes_are_read_as_they_would_run(tmp_path: Path) -> None:
         (["grpoo", MODEL], NODE, "is no recipe .*did you mean 'grpo'"),
         (["grpo", "dapo", MODEL], NODE, "argument 'dapo' is not of the form key=value"),
         (["learning_rat=1", MODEL], NODE, "unknown key 'learning_rat'; did you mean"),
-        ([MODEL], Machine(0, "80GB"), "--gpus 0 must be at least 1"),
+        (["grpo", "model=some/model"], NODE, "model is a section of keys.*did you mean model.path=some/model"),
+        (["some/model"], NODE, "did you mean model.path=some/model"),
+        (["docs"], NODE, "did you mean model.path=docs"),
+        ([MODEL], Machine(0, "80GB"), "--gpus 0 must be at least 1; plan a run on CPUs with device=cpu"),
+        (
+            [MODEL],
+            Machine(8, "80GB", gpus_per_host=0),
+            "--gpus-per-host 0 must be at least 1; it is 8 if",
+        ),
+        ([MODEL], Machine(12, "80GB"), "--gpus 12 is no multiple of --gpus-per-host 8.*give --gpus 16"),
+        ([MODEL], Machine(8, "80"), "--gpu-memory='80' has no unit; write 80GB"),
+        ([MODEL, "device_memory=81GB"], NODE, "memory.device_memory=81GB is more .*--gpu-memory 80GB"),
+        ([MODEL, "device_memory=81GB"], Machine(8, gpu="H100"), "memory.device_memory=81GB is more .*--gpu H100: 80GB"),
+        (
+            [MODEL, "host_memory=2TB"],
+            Machine(8, "80GB", host_memory="1TB"),
+            "memory.host_memory=2TB is more .*--host-memory 1TB",
+        ),
         ([MODEL], Machine(8, "80XB"), "--gpu-memory='80XB' is not a size of memory"),
-        ([MODEL], Machine(8, "80GB", host_memory="0"), "--host-memory='0' is not a size of memory"),
+        ([MODEL], Machine(8, "80GB", host_memory="0B"), "--host-memory='0B' is not a size of memory"),
         ([MODEL], Machine(8), "the memory of a GPU is missing: give --gpu-memory 80GB, or --gpu H100"),
         ([MODEL], Machine(8, gpu="H10"), "did you mean H100"),
         ([MODEL], Machine(), "the GPUs are missing: give --gpus 8"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import io
+import mmap
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 from hybrid_rl import Trainer
 from hybrid_rl.engines.base import KV_CACHE
 from hybrid_rl.errors import ConfigError, HybridRLError, MemoryRefusedError, MemoryStateError
+from hybrid_rl.memory.cycle import RESIDENTS
 from hybrid_rl.memory.leases import Leases, Transition
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.workers.reference import Reference
@@ -23,6 +26,7 @@ from tests.sleeping_engine import SleepingEngine, sleeping_engine
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
 from tests.unit.workers.test_reward_model import classifier
 
+GLOSSARY = Path(__file__).parents[3] / "docs" / "glossary.md"
 Records = Callable[..., list[dict[str, Any]]]
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.05, "num_iterations": 2, "offload": ["actor", "optimizer", "reference", "reward_models"]},
@@ -110,6 +114,19 @@ def test_a_run_with_everything_moving_is_the_same_to_the_bit(
     assert told == expected_records
     assert_equal(state, expected)
     assert not expected["actor/model.norm.weight"].eq(1).all()  # it has learned
+
+
+def test_host_memory_is_a_metric_if_anything_waits_there(run: Callable[..., Trainer]) -> None:
+    assert "memory/arena_bytes" not in run("in place", moves=False, max_steps=1).step().metrics
+    metrics = run("in place", max_steps=1).step().metrics
+    sizes = [4 * parameter.numel() for parameter in build_model().parameters()]
+    least = 3 * sum(sizes)  # both moments of Adam, and the reference
+    # Each of them may leave a gap, and takes a counter of steps along; the two slots are whole pages.
+    assert least < metrics["memory/arena_bytes"] <= least + 4 * 64 * len(sizes) + 2 * mmap.PAGESIZE
+    assert metrics["memory/arena_bytes"] % mmap.PAGESIZE == 0
+    assert metrics["memory/optimizer_bytes"] == metrics["memory/reference_bytes"] == 0  # they are there now
+    explained = {*re.findall(r"`(memory/\w+)`", GLOSSARY.read_text()), *(f"memory/{tag}_bytes" for tag in RESIDENTS)}
+    assert {name for name in metrics if name.startswith("memory/")} < explained
 
 
 def test_every_phase_has_what_it_needs_and_no_more(

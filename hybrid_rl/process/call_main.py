@@ -1,8 +1,13 @@
-"""The main program of a reward process.
+"""The main program of a process that runs calls.
 
-`pool.py` runs this file by its path, so that a process starts in milliseconds, needs no `__main__` guard in the user's
-script and imports neither torch nor the rest of this package by itself. Therefore it imports nothing of this package
-but `calling.py`, by its path too, and outcomes travel as plain tuples.
+`call_process.py` runs this file by its path, so that a process starts in milliseconds, needs no `__main__` guard in the
+user's script and imports neither torch nor the rest of this package by itself. Therefore it imports nothing of this
+package but a module that says how functions are called, by its path too, and outcomes travel as plain tuples. Such a
+module imports nothing of this package and has:
+
+- call_sync(function, *rest) and call_async(function, *rest): one call; they return an outcome whatever it raises;
+- failed_call(reason, detail): an outcome without a value; its field `failure` is (reason, detail);
+- user_traceback(error): text.
 """
 
 from __future__ import annotations
@@ -20,18 +25,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from types import ModuleType
+from typing import Any, BinaryIO, NoReturn
 
 import cloudpickle
 
-if TYPE_CHECKING:
-    from hybrid_rl.rewards import calling
-else:
-    spec = importlib.util.spec_from_file_location("_reward_calling", Path(__file__).with_name("calling.py"))
-    calling = sys.modules["_reward_calling"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(calling)
-
+FORKED = "forked"  # the reason of a call after which a second process came back from the function
+LENGTH_BYTES = 8  # of the length before each message between the two sides, big endian
 PARENT_CHECK_SECONDS = 0.5
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
@@ -40,12 +40,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def send(connection: socket.socket, message: bytes) -> None:
     """Write one message with its length before it."""
-    connection.sendall(len(message).to_bytes(calling.LENGTH_BYTES, "big") + message)
+    connection.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)
 
 
 def receive(stream: BinaryIO) -> bytes:
     """Read one message. Raises EOFError if the other side is gone."""
-    size = int.from_bytes(stream.read(calling.LENGTH_BYTES), "big")
+    size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
     message = stream.read(size)
     if not size or len(message) < size:
         raise EOFError
@@ -53,7 +53,7 @@ def receive(stream: BinaryIO) -> bytes:
 
 
 def kill_own_group(*_: object) -> None:
-    """End this process and every process that reward functions started from it and that is still in its group."""
+    """End this process and every process that functions started from it and that is still in its group."""
     os.killpg(0, signal.SIGKILL)
 
 
@@ -114,20 +114,32 @@ def keep(worker: int, parent_pid: int, connection: socket.socket) -> NoReturn:
     os._exit(code)
 
 
+def load_calling(path: str) -> ModuleType:
+    """Load the module that says how functions are called."""
+    spec = importlib.util.spec_from_file_location("_calling", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["_calling"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def answer(
-    functions: dict[str, tuple[bool, Callable[..., Any]]], request: bytes, runner: asyncio.Runner
-) -> calling.CallOutcome:
-    """Serve one request: (name of the function, arguments, number of samples, log functions to pass)."""
+    calling: ModuleType,
+    functions: dict[str, tuple[bool, Callable[..., Any]]],
+    request: bytes,
+    runner: asyncio.Runner,
+) -> Any:
+    """Serve one request: the name of the function, and what `calling` needs besides."""
     try:
         name, *rest = pickle.loads(request)
     except BaseException as error:
-        detail = f"the samples cannot be loaded in a reward process:\n{calling.user_traceback(error)}"
+        detail = f"the arguments cannot be loaded in a process that runs calls:\n{calling.user_traceback(error)}"
         return calling.failed_call("raised", detail)
     is_async, function = functions[name]
     return runner.run(calling.call_async(function, *rest)) if is_async else calling.call_sync(function, *rest)
 
 
-def serve(connection: socket.socket) -> None:
+def serve(connection: socket.socket, calling: ModuleType) -> None:
     """Load the functions, report that, then answer one request at a time until the other side is gone.
 
     A process that a function forked and that came back from it is ended here, as it would answer the call a second time
@@ -145,18 +157,18 @@ def serve(connection: socket.socket) -> None:
     os.set_blocking(told, False)
     with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
         while True:
-            outcome = answer(functions, receive(stream), runner)
+            outcome = answer(calling, functions, receive(stream), runner)
             if os.getpid() != server:
                 if outcome.failure is None or outcome.failure[0] != "ended":
                     os.write(tell, b"!")
                 os._exit(0)
             with contextlib.suppress(BlockingIOError):
                 os.read(told, 1)
-                outcome = calling.failed_call(calling.FORKED, "")
+                outcome = calling.failed_call(FORKED, "")
             send(connection, cloudpickle.dumps(tuple(outcome)))
 
 
-def main(connection: socket.socket, parent_pid: int) -> None:
+def main(calling: str, connection: socket.socket, parent_pid: int) -> None:
     """Serve the trainer (process parent_pid) from a child of this process, which ends all that functions start."""
     keeper, before = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     if sys.platform == "linux":
@@ -168,8 +180,8 @@ def main(connection: socket.socket, parent_pid: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     end_with(keeper)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(connection)
+        serve(connection, load_calling(calling))
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))

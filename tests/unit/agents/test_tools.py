@@ -1,0 +1,340 @@
+"""Tools: which calls are made, with what, and what the policy is told."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+
+from hybrid_rl.agents import calls as calls_module
+from hybrid_rl.agents.calls import Caller
+from hybrid_rl.agents.tools import Functions, fits
+from hybrid_rl.errors import AgentError, ConfigError
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add.
+
+    Args:
+        a: one
+        b: other
+    """
+    return a + b
+
+
+async def wait_for(name: str) -> str:
+    """Wait.
+
+    Args:
+        name: of whom
+    """
+    order.append(f"begin {name}")
+    await asyncio.sleep(0.01)
+    order.append(f"end {name}")
+    return name
+
+
+def note(name: str) -> str:
+    """Note.
+
+    Args:
+        name: what
+    """
+    order.append(name)
+    return ""
+
+
+def fail(kind: Literal["value", "exit", "empty", "image"]) -> Any:
+    """Fail.
+
+    Args:
+        kind: how (choices: ["value", "exit", "empty", "image"])
+    """
+    if kind == "exit":
+        raise SystemExit(3)
+    if kind == "value":
+        raise ValueError("Game over.")
+    if kind == "empty":
+        raise KeyError
+    return [{"type": "image", "image": "..."}]
+
+
+def blocks() -> list[dict[str, str]]:
+    """Give text blocks."""
+    return [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+def rows() -> list[tuple[int, str]]:
+    """Give rows of a database."""
+    return [(1, "a"), (2, "b")]
+
+
+def hang(seconds: float) -> str:
+    """Hang.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "done"
+
+
+async def hang_async(seconds: float, blocks_loop: bool) -> str:
+    """Hang.
+
+    Args:
+        seconds: how long
+        blocks_loop: whether everything waits
+    """
+    if blocks_loop:
+        time.sleep(seconds)
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def isolated() -> dict[str, Any]:
+    """Functions that travel by value: a process that had to import this file would import torch."""
+
+    def pid() -> int:
+        """Tell the process."""
+        return os.getpid()
+
+    def die() -> str:
+        """End the process."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    def alarmed() -> str:
+        """Limit itself by a signal, as scripts of TRL do."""
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(5)
+        signal.alarm(0)
+        return str(os.getpid())
+
+    def fail(kind: str) -> str:
+        """Fail.
+
+        Args:
+            kind: how
+        """
+        raise ValueError(kind)
+
+    def hang(seconds: float) -> str:
+        """Hang.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+        return "done"
+
+    def blocks() -> list[dict[str, str]]:
+        """Give text blocks."""
+        return [{"type": "text", "text": "one"}]
+
+    return {function.__name__: function for function in (pid, die, alarmed, fail, hang, blocks)}
+
+
+order: list[str] = []
+ALL = [add, wait_for, note, fail, blocks, rows, hang, hang_async]
+
+
+class Shared:
+    """An object whose method is a tool of all trajectories."""
+
+    total = 0
+
+    def push(self, n: int) -> int:
+        """Push.
+
+        Args:
+            n: how far
+        """
+        self.total += n
+        return self.total
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    made = Caller(timeout_seconds=0.15)
+    yield made
+    made.close()
+
+
+def call(name: str, arguments: Any = None, **others: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **others}
+
+
+def answers(functions: Functions, *asked: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    counts: Counter[str] = Counter()
+    messages = asyncio.run(functions.tools.answer(asked, counts))
+    return messages, {name.removeprefix("tool_"): number for name, number in counts.items() if number}
+
+
+@pytest.mark.parametrize(
+    ("asked", "content"),
+    [
+        (call("add", {"a": 2, "b": 3}), "5"),
+        (call("add", {"a": 2}), "3"),
+        (call("add", '{"a": 2}'), "3"),
+        (call("add", {"a": 2.0}), "3.0"),  # a whole number, says JSON schema
+        (call("rows"), "[(1, 'a'), (2, 'b')]"),
+        (call("blocks", {}), [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]),
+    ],
+)
+def test_results_become_text(caller: Caller, asked: dict[str, Any], content: Any) -> None:
+    messages, counts = answers(Functions(ALL, caller), asked)
+    assert messages == [{"role": "tool", "name": asked["function"]["name"], "content": content}]
+    assert counts == {"calls": 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (call("fail", {"kind": "value"}), "{'error': 'Game over.'}"),  # TRL's form, to the letter
+        (call("fail", {"kind": "exit"}), "{'error': '3'}"),
+        (call("fail", {"kind": "empty"}), "{'error': 'KeyError'}"),
+        (call("fail", {"kind": "image"}), "images, audio and video cannot be used yet"),
+        (call("fail", {"kind": "other"}), "'kind' must be one of 'value', 'exit', 'empty', 'image', not 'other'"),
+        (call("subtract", {"a": 1}), "Tool subtract not found. The tools are: add, wait_for"),
+        (call("add", {}), "'a' is missing"),
+        (call("add", {"a": 1, "c": 2}), "there is no argument 'c' (it takes a: integer, b: integer)"),
+        (call("add", {"a": "1"}), "'a' must be integer, not '1'"),
+        (call("add", {"a": True}), "'a' must be integer, not True"),
+        (call("add", [1]), "must be an object of names and values, not [1]"),
+        (call("add", "{a: 1}"), "the arguments are not valid JSON"),
+        (call("hang", {"seconds": 0.4}), "no answer within 0.15 s"),
+        (call("hang_async", {"seconds": 9, "blocks_loop": False}), "no answer within 0.15 s (it was cancelled)"),
+        ({"type": "retrieval"}, "Unsupported tool call type: retrieval"),
+        ("add", "Unsupported tool call type: str"),
+    ],
+)
+def test_what_fails_is_told_to_the_policy(caller: Caller, asked: Any, says: str) -> None:
+    messages, counts = answers(Functions(ALL, caller), asked)
+    assert messages[0]["role"] == "tool"
+    assert says in messages[0]["content"]
+    timeouts = {"timeouts": 1} if "within" in says else {}
+    assert counts == {"calls": 1, "failures": 1} | timeouts
+
+
+def test_plain_tools_run_in_order_and_then_all_async_ones_together(caller: Caller) -> None:
+    order.clear()
+    asked = [call("wait_for", {"name": "a"}), call("note", {"name": "b"}), call("wait_for", {"name": "c"}, id="x1")]
+    asked.append(call("note", {"name": "d"}))
+    messages, _ = answers(Functions(ALL, caller), *asked)
+    assert order == ["b", "d", "begin a", "begin c", "end a", "end c"]
+    assert [message["content"] for message in messages] == ["a", "", "c", ""]
+    assert [message.get("tool_call_id") for message in messages] == [None, None, "x1", None]
+
+
+def test_tools_of_many_trajectories_wait_at_once(caller: Caller) -> None:
+    """As many threads as calls: 40 sleeps take the time of one."""
+    tools = Functions([hang], caller).tools
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(tools.answer([call("hang", {"seconds": 0.05})], Counter()) for _ in range(40)))
+
+    assert [message["content"] for [message] in asyncio.run(together())] == ["done"] * 40
+
+
+def test_an_async_tool_that_blocks_its_loop_stops_no_other_for_good(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls_module, "CANCEL_SECONDS", 0.05)
+    functions = Functions(ALL, caller)
+    messages, counts = answers(functions, call("hang_async", {"seconds": 0.5, "blocks_loop": True}))
+    assert "a blocking call inside `async def`" in messages[0]["content"]
+    assert counts == {"calls": 1, "failures": 1, "timeouts": 1}
+    assert answers(functions, call("wait_for", {"name": "a"}))[0][0]["content"] == "a"
+
+
+def test_too_many_hanging_threads_end_the_run(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "MAX_LEFT_BEHIND", 1)
+    functions, asked = Functions([hang], caller), call("hang", {"seconds": 1})
+    answers(functions, asked)
+    with pytest.raises(AgentError, match=r"2 calls of tools or environments hang .*set agents.tool_processes"):
+        answers(functions, asked)
+
+
+def test_hanging_threads_are_daemons_and_end_with_their_call(caller: Caller) -> None:
+    before = set(threading.enumerate())
+    answers(Functions([hang], caller), call("hang", {"seconds": 0.3}))
+    [left] = set(threading.enumerate()) - before
+    assert left.daemon
+    left.join(2)
+    assert not left.is_alive()
+
+
+def test_two_tools_of_one_name_are_refused(caller: Caller) -> None:
+    with pytest.raises(ConfigError, match="two tools are named 'add'"):
+        Functions([add, add], caller)
+
+
+def test_a_method_of_a_shared_object_is_a_tool(caller: Caller) -> None:
+    functions, shared = Functions([Shared().push], caller, num_processes=1), Shared()
+    shared_functions = Functions([shared.push], caller, num_processes=1)
+    assert answers(functions, call("push", {"n": 2}))[0][0]["content"] == "2"
+    answers(shared_functions, call("push", {"n": 2}))
+    assert shared.total == 2  # not a copy in a process
+
+
+def test_processes_are_kept_killed_and_replaced() -> None:
+    caller = Caller(timeout_seconds=5.0)
+    functions = Functions(list(isolated().values()), caller, num_processes=1)
+    first, again = (answers(functions, call("pid"))[0][0]["content"] for _ in range(2))
+    assert first == again != str(os.getpid())
+    messages, counts = answers(functions, call("die"))
+    assert "ended with signal SIGKILL" in messages[0]["content"]
+    assert counts == {"calls": 1, "failures": 1}
+    assert answers(functions, call("fail", {"kind": "no"}))[0][0]["content"] == "{'error': 'no'}"
+    assert answers(functions, call("blocks"))[0][0]["content"] == [{"type": "text", "text": "one"}]
+    second = answers(functions, call("pid"))[0][0]["content"]
+    assert second != first
+    functions._processes["hang"]._seconds = 0.2
+    messages, counts = answers(functions, call("hang", {"seconds": 60}))
+    assert "its process was killed" in messages[0]["content"]
+    assert counts == {"calls": 1, "failures": 1, "timeouts": 1}
+    functions._processes["hang"]._seconds = 5.0
+    third = answers(functions, call("pid"))[0][0]["content"]
+    assert third not in (first, second)
+    functions.close()
+    caller.close()
+    assert not any(os.path.exists(f"/proc/{one}") for one in (first, second, third))
+
+
+def test_a_tool_that_sets_a_signal_handler_moves_to_a_process(caplog: pytest.LogCaptureFixture) -> None:
+    """A main thread is there only; nothing else of the call changes."""
+    caller = Caller(timeout_seconds=5.0)
+    functions = Functions([isolated()["alarmed"]], caller)
+    [message], counts = answers(functions, call("alarmed"))
+    assert message["content"] not in ("", str(os.getpid()))
+    assert message["content"].isdigit()
+    assert counts == {"calls": 1}
+    assert "agents.tool_processes" in caplog.text
+    functions.close()
+    caller.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "is_fit"),
+    [
+        (None, {"type": "integer", "nullable": True}, True),
+        (None, {"type": "integer"}, False),
+        ([1, 2], {"type": "array", "items": {"type": "integer"}}, True),
+        ([1, "2"], {"type": "array", "items": {"type": "integer"}}, False),
+        ("a", {"type": ["integer", "string"]}, True),
+        (1.5, {"type": "integer"}, False),
+        (3, {"type": "number"}, True),
+        (False, {"type": "number"}, False),
+        ({}, {"type": "object"}, True),
+        ("x", {}, True),
+        ("x", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, False),
+    ],
+)
+def test_values_fit_schemas(value: Any, schema: dict[str, Any], is_fit: bool) -> None:
+    assert fits(value, schema) is is_fit

@@ -1,0 +1,264 @@
+"""Training with an environment that uses every point of TRL's convention."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import ConfigError, DataError
+from tests.callers import build_policy
+
+CALLS = [
+    ("step", {"n": 1}),
+    ("step", {"n": 2}),
+    ("step", {"m": 2}),
+    ("later", {"n": 1}),
+    ("boom", {}),
+    ("nope", {}),
+    ("double", {"n": 3}),
+]
+SETTINGS: dict[str, Any] = {
+    "max_steps": 1,
+    "num_generations": 4,
+    "prompts_per_step": 2,
+    "max_completion_length": 160,
+    "max_prompt_length": 300,
+    "log_completions": 0,
+}
+
+
+class Walk:
+    """Every kind of method, and state of its own; it remembers what was done to it."""
+
+    every: list["Walk"] = []
+    closed = 0
+
+    def __init__(self) -> None:
+        self.place = 0
+        self.rows: list[dict[str, Any]] = []
+        self.rewarded: list[float] = []
+        self.threads = {threading.current_thread()}
+        Walk.every.append(self)
+
+    def reset(self, start: int = 0, **row: Any) -> str | None:
+        self.place = start
+        self.rows.append({"start": start, **row})
+        self.threads.add(threading.current_thread())
+        return f" from {start}" if start else None
+
+    def step(self, n: int) -> int:
+        """Step.
+
+        Args:
+            n: how far
+        """
+        self.place += n
+        self.threads.add(threading.current_thread())
+        return self.place
+
+    async def later(self, n: int) -> str:
+        """Step after a while.
+
+        Args:
+            n: how far
+        """
+        await asyncio.sleep(0.001)
+        self.place += n
+        return f"now {self.place}"
+
+    def boom(self) -> str:
+        """Explode."""
+        raise ValueError("Game over.")
+
+    def get_reward(self) -> float:
+        self.rewarded.append(float(self.place))
+        return float(self.place)
+
+    def close(self) -> None:
+        Walk.closed += 1
+
+    def _helper(self) -> None: ...
+
+
+class Swim(Walk):
+    """Another environment, which leaves the reward to functions."""
+
+    get_reward = None  # type: ignore[assignment]
+
+
+def double(n: int) -> int:
+    """Double.
+
+    Args:
+        n: what
+    """
+    return 2 * n
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    Walk.every, Walk.closed = [], 0
+
+
+def rows(count: int = 4) -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": "go"}], "start": start} for start in range(count)]
+
+
+def trainer_of(tmp_path: Path, *arguments: Any, **settings: Any) -> Trainer:
+    model, tokenizer = build_policy(CALLS)
+    return Trainer(model, *arguments, tokenizer=tokenizer, output_dir=str(tmp_path), **(SETTINGS | settings))
+
+
+def test_an_environment_is_reset_acted_on_rewarded_and_used_again(tmp_path: Path) -> None:
+    seen: list[tuple[int, list[dict[str, Any]], list[dict[str, Any]], float]] = []
+
+    def reads(environments: list[Any], prompts: Any, completions: Any, start: list[int], **_: Any) -> list[float]:
+        for environment, prompt, completion, at in zip(environments, prompts, completions, start, strict=True):
+            seen.append((at, prompt, completion, environment.place))
+        return [10.0 * environment.place for environment in environments]
+
+    trainer = trainer_of(
+        tmp_path, reads, rows(), environment_factory=Walk, tools=[double], max_steps=3, reward_weights=[0.5]
+    )
+    steps = list(trainer.steps())
+    trainer.close()
+    for batch, metrics in steps:
+        for reward, (by_function, own) in zip(batch["rewards"].tolist(), batch["function_rewards"], strict=True):
+            assert reward == pytest.approx(0.5 * by_function + own)  # get_reward has the weight 1
+            assert by_function == 10 * own
+        assert metrics["rewards/Walk/mean"] == pytest.approx(metrics["rewards/reads/mean"] / 10)
+        assert not batch["completion_mask"].values.all()
+    assert len(seen) == 24
+    for at, prompt, completion, place in seen:
+        assert prompt == [{"role": "user", "content": f"go from {at}" if at else "go"}]
+        # The environment is what its messages say: all steps of the conversation, and no others.
+        done = [m["content"] for m in completion if m["role"] == "tool" and m["name"] in ("step", "later")]
+        done = [text for text in done if "error" not in text]
+        told = [int(text.removeprefix("now ")) for text in done]
+        if completion[-1]["role"] == "assistant" and not completion[-1].get("tool_calls"):
+            assert place == max([at, *told])
+    roles = {message["role"] for _, _, completion, _ in seen for message in completion}
+    assert roles == {"assistant", "tool"}
+    told = {m["content"] for _, _, completion, _ in seen for m in completion if m["role"] == "tool"}
+    assert "{'error': 'Game over.'}" in told
+    assert "6" in told
+    assert any("Tool nope not found. The tools are: double, boom, later, step" in text for text in told)
+    assert any("there is no argument 'm'" in text for text in told)
+    assert len(Walk.every) == Walk.closed == 8  # one per trajectory of a step, used by all steps, closed at the end
+    assert all(len(one.rows) == 3 and len(one.rewarded) == 3 for one in Walk.every)
+    assert all(len(one.threads) == 1 for one in Walk.every)
+    assert threading.main_thread() not in {thread for one in Walk.every for thread in one.threads}
+    assert all(row.keys() == {"start", "prompt"} for one in Walk.every for row in one.rows)
+    records = [json.loads(line) for line in (trainer.run_folder / "samples.jsonl").read_text().splitlines()]
+    assert len(records) == 24
+
+
+def test_a_column_routes_to_environments_by_name_without_prompts(tmp_path: Path) -> None:
+    """Only that environment's tools are shown, and only its own reward counts; the column is not passed on."""
+    shown: dict[str, set[str]] = {"Walk": set(), "Swim": set()}
+
+    def one(environments: list[Any], prompts: Any, **_: Any) -> list[float | None]:
+        for environment, prompt in zip(environments, prompts, strict=True):
+            shown[type(environment).__name__].add(prompt[-1]["content"])
+        return [None if type(environment) is Walk else float(environment.place) for environment in environments]
+
+    data = [{"environment": "walk", "start": 1}, {"environment": "swim", "start": 2}]
+    trainer = trainer_of(tmp_path, one, data, environment_factory={"walk": Walk, "swim": Swim})
+    [(batch, metrics)] = list(trainer.steps())
+    trainer.close()
+    assert shown == {"Walk": {" from 1"}, "Swim": {" from 2"}}
+    for row, (by_function, own) in zip(batch["row"], batch["function_rewards"], strict=True):
+        assert (by_function != by_function) == (row["environment"] == "walk")  # nan: does not apply
+        assert (own != own) == (row["environment"] == "swim")
+    assert metrics["rewards/num_failed"] == 0
+    assert all(row.keys() == {"start"} for environment in Walk.every for row in environment.rows)
+
+
+def test_an_environment_may_own_the_data(tmp_path: Path) -> None:
+    """Neither a dataset nor reward functions: reset() says what to do, get_reward() how well it was done."""
+
+    class Own(Walk):
+        def reset(self, **row: Any) -> str | None:
+            return super().reset(start=3, **row)
+
+    trainer = trainer_of(tmp_path, environment_factory=Own)
+    [(batch, _)] = list(trainer.steps())
+    trainer.close()
+    assert [prompt[0]["content"] for prompt in batch["prompt"]] == [" from 3"] * 8
+    assert (batch["rewards"] >= 3).all()
+    assert all(row == {"start": 3} for environment in Walk.every for row in environment.rows)
+
+
+def named(environments: Any, **_: Any) -> list[float]:
+    return [0.0 for _ in environments]
+
+
+def ready(completions: Any, **_: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+async def own_loop(rows: Any, client: Any) -> list[Any]:
+    return []
+
+
+TEXT = [{"prompt": "go"}]
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "settings", "says"),
+    [
+        (ConfigError, (ready, rows()), {"tools": [double, double]}, "two tools are named 'double'"),
+        (ConfigError, (ready, rows()), {"tools": {"double": double}}, "pass a list of functions"),
+        (ConfigError, (ready, rows()), {"tools": [double], "rollout_func": own_loop}, "pass only one of them"),
+        (ConfigError, (None, rows()), {"environment_factory": Swim}, "or give the environment a method get_reward()"),
+        (ConfigError, (named, rows()), {"tools": [double]}, "environments are there only with environment_factory="),
+        (
+            ConfigError,
+            (lambda environments, completions: [0.0], rows()),
+            {"environment_factory": Walk, "reward_processes": 1},
+            "takes `environments`, objects of the trainer's process",
+        ),
+        (DataError, (ready, TEXT), {"tools": [double]}, "tools and environments need chat messages"),
+        (DataError, (ready, [{"start": 1}]), {"tools": [double]}, "no `prompt` column"),
+        (ConfigError, (None, None), {"environment_factory": {"walk": Walk}}, "by its column `environment`"),
+        (ConfigError, (None, None), {"environment_factory": Walk, "max_steps": None}, "set max_steps"),
+        (DataError, (None, rows()), {"environment_factory": {"walk": Walk}}, "has no column 'environment'"),
+        (
+            DataError,
+            (None, [{"environment": "walk"}, {"environment": "fly"}]),
+            {"environment_factory": {"walk": Walk}},
+            "row 1: environment='fly' is not in environment_factory; it has 'walk'",
+        ),
+        (ConfigError, (ready, rows()), {"tools": [double], "overlong_prompts": "truncate"}, "use 'drop' or 'error'"),
+        (ConfigError, (ready, rows()), {"tools": [lambda n: n]}, "which the policy cannot call"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_loaded(
+    error: type[Exception], arguments: Any, settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as caught:
+        trainer_of(tmp_path, *arguments, **settings)
+    assert says in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_that_grew_too_long_is_an_error_of_its_trajectory(tmp_path: Path) -> None:
+    """The others go on; the message names the key to raise."""
+
+    class Talks(Walk):
+        def reset(self, start: int = 0, **row: Any) -> str | None:
+            super().reset(start)
+            return "x" * (60 if start == 3 else 1)
+
+    settings = {"max_prompt_length": 60, "prompts_per_step": 4, "max_reward_failure_share": 0.5}
+    trainer = trainer_of(tmp_path, None, rows(), environment_factory=Talks, **settings)
+    [(batch, _)] = list(trainer.steps())
+    trainer.close()
+    ends = {row["start"]: set() for row in batch["row"]}  # type: ignore[var-annotated]
+    for row, reason, reward in zip(batch["row"], batch["finish_reason"], batch["rewards"].tolist(), strict=True):
+        ends[row["start"]].add((reason == "error", reward != reward))
+    assert ends == {0: {(False, False)}, 1: {(False, False)}, 2: {(False, False)}, 3: {(True, True)}}
