@@ -327,7 +327,7 @@ def take_turns(
         report.progress(
             f"round {number + 1} of {given.rounds}: ours {ours[-1].wall_seconds:.2f} s, {given.compare} "
             f"{theirs[-1].wall_seconds:.2f} s, slowest trajectory's tools {floors[-1]:.2f} s; prefill by the least: "
-            f"ours {ours[-1].prefill_share:.4f}, {given.compare} {theirs[-1].prefill_share or float('nan'):.4f}"
+            f"ours {ours[-1].prefill_share:.4f}, {given.compare} {theirs[-1].prefill_share or 'not counted'}"
         )
     return ours, theirs, floors
 
