@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
-from hybrid_rl.errors import DataError, HistoryRewrittenError, ModelError
+from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, ModelError
 from tests.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user
 
 TOOLS = [tool("add", a="integer", b="integer"), tool("echo", text="string")]
@@ -409,6 +409,8 @@ def test_the_tokenizers_own_description_of_answers_comes_first() -> None:
     assert (message["content"], message["tool_calls"][0]["function"]) == ("So:", SUM)
     assert talk.suffix(result("3")) is not None
     assert talk.answer("3<|im_end|>")["content"] == "3"
+    number = talk.chat.read('<tool_call>{"name": "echo", "arguments": {"text": 7, "x": 7}}</tool_call>', TOOLS)
+    assert number["tool_calls"][0]["function"]["arguments"] == {"text": "7", "x": 7}
     assert "tool_calls" not in Chat(tokenizer, tool_call_format="none").read(CALL["hermes"], TOOLS)
 
 
@@ -416,11 +418,11 @@ def test_what_cannot_be_rendered_is_an_error() -> None:
     with pytest.raises(ModelError, match="has no chat template"):
         Chat(build_tokenizer("", "<|im_end|>"))
     chat = build_chat("mistral")
-    with pytest.raises(DataError, match="no messages"):
+    with pytest.raises(MessagesRefusedError, match="no messages"):
         chat.prompt_ids([], (), [])
-    with pytest.raises(DataError, match=r"refuses the messages.*roles must alternate"):
+    with pytest.raises(MessagesRefusedError, match=r"refuses the messages.*roles must alternate"):
         chat.prompt_ids([user("a"), user("b")], (), [])
-    with pytest.raises(DataError, match="content is a text"):
+    with pytest.raises(MessagesRefusedError, match="content is a text"):
         chat.prompt_ids([{"role": "user", "content": {"a": 1}}], (), [])
 
 
@@ -486,6 +488,41 @@ def test_random_conversations(family: str) -> None:
             assert (talk.suffix(*new) is not None) == goes_on
             thought &= goes_on
             faithful = not goes_on or (faithful and not cut_now and (family, by_user) != ("glm", True))
+
+    check()
+
+
+PIECES = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": ',
+    "[TOOL_CALLS]",
+    "<|im_start|>",
+    "\n",
+    " ",
+    "é",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_the_policy_writes_the_conversation_goes_on(family: str) -> None:
+    chat = build_chat(family)
+    pieces = [ids_of(chat, piece) for piece in (*PIECES, CALL[family], ENDS[family])]
+    anything = st.lists(st.one_of(st.sampled_from(pieces), st.lists(st.integers(0, len(chat.tokenizer) - 1))))
+
+    @settings(max_examples=20)
+    @given(st.lists(anything.map(lambda parts: sum(parts, [])).filter(bool), min_size=1, max_size=3))
+    def check(answers: list[list[int]]) -> None:
+        talk = Talk(chat, ASK, TOOLS)
+        for ids in answers:
+            message = talk.answer(ids)
+            calls, error = message.get("tool_calls", []), message.get("tool_call_error")
+            reply = {"role": chat.error_role, "content": error} if error else user("and?")
+            if talk.suffix(*([result("3", call) for call in calls] or [reply])) is None:
+                whole = chat.template.render(talk.messages, TOOLS, "answer")
+                assert talk.prompt == ids_of(chat, whole)
 
     check()
 
