@@ -20,7 +20,7 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.metrics import Timings, now
 from hybrid_rl.process.threads import CANCEL_SECONDS
-from hybrid_rl.rewards import RewardInput, RewardRunner
+from hybrid_rl.rewards import RewardFailure, RewardInput, RewardRunner
 from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.agent_columns import (
     AGENT,
@@ -114,9 +114,10 @@ class AgentRollout:
             timings.add("reward", end - share.made_at)
             columns = trajectory_columns(attempts, call, self._chat.decode)
             agents = agent_metrics(attempts, before, self._client.stats(), share.most_open)
+            failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
             if rewards is None:
-                return Batch(columns), RolloutReport(timings.seconds, metrics=agents)
-            batch, report = self._scored(columns, attempts, share, rewards)
+                return Batch(columns), RolloutReport(timings.seconds, first_in_full(failed), metrics=agents)
+            batch, report = self._scored(columns, attempts, failed, share, rewards)
             report.seconds, report.metrics = timings.seconds, agents
             if self._judges is not None:
                 with timings.measure("judge"):
@@ -126,9 +127,14 @@ class AgentRollout:
             return batch, report
 
     def _scored(
-        self, columns: dict[str, Any], attempts: Sequence[Attempt], share: _Share, rewards: RewardRunner
+        self,
+        columns: dict[str, Any],
+        attempts: Sequence[Attempt],
+        failed: Sequence[RewardFailure],
+        share: _Share,
+        rewards: RewardRunner,
     ) -> tuple[Batch, RolloutReport]:
-        """Join rewards of functions with those that agents gave."""
+        """Join rewards of functions with those that agents gave. failed: of agents."""
         inputs = sample_inputs(attempts, share.inputs)
         parts = share.parts
         own = [place for place, source in rewards.entries.given.items() if source.name == AGENT]
@@ -136,7 +142,6 @@ class AgentRollout:
             parts = [*parts, *((own[0], part) for part in own_rewards(attempts, inputs))]
         elif any(has_own_reward(attempt.trajectory) for attempt in attempts):
             raise ConfigError(f"an agent gave rewards, but GivenReward({AGENT!r}) is not among the reward functions")
-        failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
         result = rewards.join(inputs, parts, failed)
         made = reward_columns(result, is_dense=rewards.is_dense)
         said = [

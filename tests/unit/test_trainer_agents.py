@@ -183,11 +183,13 @@ def test_a_judge_sees_the_conversation(train):
     assert batch["rewards"][0::2].equal(batch["rewards"][1::2]) and not batch["rewards"].isnan().any()
 
 
-def test_generate_gives_the_last_sample_of_each_trajectory(train):
+def test_generate_gives_the_last_sample_of_each_trajectory(train, caplog):
     async def rollout(rows, client):
         made = []
         for row in rows:
             trajectory = client.trajectory(row)
+            if row is rows[-1]:
+                trajectory.end("error", "Traceback\nValueError: the lamp is broken")
             for text in ("1+1=", "2+2="):
                 await client.generate(ids_of(text), trajectory, max_tokens=2)
             made.append(trajectory)
@@ -196,3 +198,4 @@ def test_generate_gives_the_last_sample_of_each_trajectory(train):
     found = train(rollout).generate(["3+4=", "7"], num_generations=2)
     assert [generation.prompt for generation in found] == ["3+4=", "3+4=", "7", "7"]
     assert all(0 < len(generation.completion_ids) <= 2 for generation in found)
+    assert found[-1].finish_reason == "error" and "generate: the agent: 1 sample ended" in caplog.text
