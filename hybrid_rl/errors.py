@@ -26,8 +26,8 @@ class DataError(HybridRLError, ValueError):
     """A dataset, prompt or batch column is unusable."""
 
 
-class HistoryRewrittenError(DataError):
-    """A chat template renders earlier turns of a trajectory differently later on, and the configuration refuses it."""
+class MessagesRefusedError(DataError):
+    """A chat template refuses messages: their roles, their order, or what they hold."""
 
 
 class NoSignalError(DataError):
@@ -56,6 +56,10 @@ class RewardError(HybridRLError, RuntimeError):
 
 class AgentError(HybridRLError, RuntimeError):
     """Tools or environments fail in a way that no trajectory can go on with: it ends the run."""
+
+
+class HistoryRewrittenError(AgentError):
+    """A chat template renders earlier turns of a trajectory differently later on, and the configuration refuses it."""
 
 
 class EngineStateError(HybridRLError, RuntimeError):

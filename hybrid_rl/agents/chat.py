@@ -16,6 +16,7 @@ from hybrid_rl.agents.parsing import (
     MalformedCallError,
     ToolCall,
     argument_types,
+    as_declared,
     checked_call,
     find_calls,
     format_of,
@@ -23,14 +24,14 @@ from hybrid_rl.agents.parsing import (
 from hybrid_rl.agents.templates import CALL_ERROR, ChatTemplate, Ending, Message, calls_of, text_of
 from hybrid_rl.agents.trajectory import Conversation
 from hybrid_rl.data.prompts import shorten
-from hybrid_rl.errors import DataError, HistoryRewrittenError
+from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError
 
 RewrittenHistory = Literal["fork", "keep", "error"]
 
 _logger = logging.getLogger("hybrid_rl")
 # The last tokens of a prompt, which are searched first for the start of the answer.
 _OPENING_TOKENS = 256
-_EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
+_NOTHING = re.compile(r"(?:\s|<think>\s*</think>)+")
 
 
 class Chat:
@@ -98,10 +99,10 @@ class Chat:
 
         Raises:
             HistoryRewrittenError: the template has rewritten history, and rewritten_history is "error".
-            DataError: there are no messages, or the template refuses them.
+            MessagesRefusedError: there are none, or the template refuses them.
         """
         if not messages:
-            raise DataError("a prompt has no messages; give at least one")
+            raise MessagesRefusedError("a prompt has no messages; give at least one")
         base = self._longest_known(messages, tools, known)
         new = messages[len(base.messages) :] if base else ()
         if base and not new:
@@ -150,7 +151,9 @@ class Chat:
         kept = whole[: len(whole) - len(tail or "")]
         if not kept.startswith(start):
             # Blocks with nothing in them come and go with the place of a turn, and mean nothing.
-            start, kept = _EMPTY_THINKING.sub("", start), _EMPTY_THINKING.sub("", kept)
+            head = self.template.up_to_answer(kept)
+            if _NOTHING.sub(" ", head) == _NOTHING.sub(" ", start):
+                start = head
         if not kept.startswith(start):
             return _Seam(tail, _first_difference(start, kept))
         if tail is None:
@@ -171,7 +174,7 @@ class Chat:
         # Some templates take results of tools only after a call that they know.
         try:
             closed = self.template.render([*before, answer], base.tools, "closed")
-        except DataError:
+        except MessagesRefusedError:
             return None
         if not whole.startswith(closed):
             return None
@@ -223,7 +226,7 @@ class Chat:
     def read(self, text: str, tools: Sequence[Message] = ()) -> dict[str, Any]:
         """Return the text of an answer, without the token that ends it, as an assistant message (see `parse`)."""
         if self._own_parser:
-            return self._parse_own(text + self.template.close, self.template.header, tools, "")
+            return self._parse_own(text + self.template.close.rstrip(), self.template.header, tools, "")
         return self._parse_text(text, tools, "")
 
     def _parse_own(self, text: str, prefix: str, tools: Sequence[Message], digest: str) -> dict[str, Any]:
@@ -231,6 +234,8 @@ class Chat:
         try:
             found = self.tokenizer.parse_response(text, prefix=prefix, tools=list(tools) or None)
             calls = [checked_call(call.get("function", call)) for call in found.pop("tool_calls", None) or ()]
+            # Descriptions of formats without quotes read 7 as a number, even if the tool takes a text.
+            calls = [as_declared(call, argument_types(tools)) for call in calls]
         except Exception as error:  # a broken description may raise anything, as may broken JSON
             return {"role": "assistant", "content": self._without_end(text), CALL_ERROR: _told(error)}
         content = found.pop("content", None)

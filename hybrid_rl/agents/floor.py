@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,21 +19,22 @@ RolloutFunction = Callable[..., Awaitable[Sequence[Trajectory]]]
 class RolloutClient:
     """The policy, for all trajectories of a rollout. rows: one dict for each trajectory to make.
 
-    make: the client of a trajectory by the place of its row, None for answers that belong to no row.
+    make: the client of a trajectory by the place of its row; None: of an answer that belongs to no row, with how often
+    its prompt was asked before.
     """
 
-    def __init__(self, rows: Sequence[Row], make: Callable[[int | None, Trajectory], AgentClient]) -> None:
+    def __init__(self, rows: Sequence[Row], make: Callable[[int | None, Trajectory, int], AgentClient]) -> None:
         self._places = {id(row): place for place, row in enumerate(rows)}
         self._make = make
         self._clients: dict[int, tuple[Trajectory, AgentClient]] = {}
-        self._loose = make(None, Trajectory())
+        self._asked: Counter[str] = Counter()  # prompts of answers that belong to no row
 
     def trajectory(self, row: Mapping[str, Any]) -> Trajectory:
         """Begin the trajectory of a row, one of those that the function was given. Raises DataError for another."""
         if id(row) not in self._places:
             raise DataError("client.trajectory(row) takes one of the rows that the function was given, not a copy")
         trajectory = Trajectory(row)
-        self._clients[id(trajectory)] = trajectory, self._make(self._places[id(row)], trajectory)
+        self._clients[id(trajectory)] = trajectory, self._make(self._places[id(row)], trajectory, 0)
         return trajectory
 
     async def generate(
@@ -50,7 +52,10 @@ class RolloutClient:
         raised, are those of `AgentClient.generate`.
         """
         if trajectory is None:
-            client, recorded = self._loose, self._loose.trajectory
+            key = repr(prompt)
+            number, self._asked[key] = self._asked[key], self._asked[key] + 1
+            recorded = Trajectory()
+            client = self._make(None, recorded, number)
         elif id(trajectory) in self._clients:
             recorded, client = self._clients[id(trajectory)]
         else:
@@ -59,14 +64,10 @@ class RolloutClient:
                 "an answer that your own Trajectory keeps"
             )
         try:
-            turn = await client.generate(prompt, tools=tools, max_tokens=max_tokens, stop=stop)
+            return await client.generate(prompt, tools=tools, max_tokens=max_tokens, stop=stop)
         except TrajectoryEndedError as error:
             recorded.end(error.reason)
             raise
-        if trajectory is None:
-            recorded.samples.clear()
-            recorded.conversations.clear()
-        return turn
 
 
 def checked_trajectories(answer: Any, num_rows: int) -> list[Trajectory]:

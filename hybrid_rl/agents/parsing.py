@@ -88,6 +88,20 @@ def checked_call(value: Any, keys: Sequence[str] = ("arguments", "parameters")) 
     return ToolCall(name, _encodable(arguments))
 
 
+def as_declared(call: ToolCall, types: ArgumentTypes) -> ToolCall:
+    """Return a call with the JSON text of each argument that is declared as a text, and is of no type declared."""
+    declared = types.get(call.name, {})
+    arguments = {
+        key: json.dumps(value, ensure_ascii=False)
+        if "string" in (allowed := declared.get(key, frozenset()))
+        and value is not None
+        and not allowed & _types_of(value)
+        else value
+        for key, value in call.arguments.items()
+    }
+    return replace(call, arguments=arguments)
+
+
 def read_json(text: str) -> Any:
     """Return the value of a JSON text. Raises MalformedCallError if it is none, or something follows it."""
     value, end = _json_at(text, 0)

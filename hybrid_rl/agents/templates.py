@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from hybrid_rl.agents.parsing import MARKERS
 from hybrid_rl.data.prompts import shorten
-from hybrid_rl.errors import DataError, ModelError
+from hybrid_rl.errors import MessagesRefusedError, ModelError
 
 Message: TypeAlias = Mapping[str, Any]
 # How a rendered conversation ends: with the header of the answer to come, after its last message, or within it.
@@ -52,7 +52,7 @@ class ChatTemplate:
         self._write_arguments = self._try_arguments()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message], ending: Ending) -> str:
-        """Return the text of a conversation. Raises DataError if the template refuses it."""
+        """Return the text of a conversation. Raises MessagesRefusedError if the template does."""
         shown = [self._for_template(message) for message in messages]
         try:
             try:
@@ -62,7 +62,7 @@ class ChatTemplate:
                     raise
                 text = self._apply(named, tools, ending)
         except Exception as error:
-            raise DataError(
+            raise MessagesRefusedError(
                 f"the chat template of {self.name} refuses the messages {shorten(list(messages), 200)} "
                 f"({type(error).__name__}: {error}); correct them, or use another template "
                 '(chat_template_kwargs={"chat_template": ...})'
@@ -86,7 +86,7 @@ class ChatTemplate:
         """Return whether the template takes these messages, and all wanted texts are in what it makes of them."""
         try:
             text = self.render(messages, tools, "answer")
-        except DataError:
+        except MessagesRefusedError:
             return False
         return all(one in text for one in wanted)
 
@@ -114,9 +114,9 @@ class ChatTemplate:
         """Return what follows a mark in the rendering; None if the template refuses the messages or alters the mark."""
         try:
             text = self.render(messages, tools, ending)
-        except DataError:
+        except MessagesRefusedError:
             return None
-        return text.partition(mark)[2] if text.count(mark) == 1 else None
+        return text.partition(mark)[2] if mark in text else None
 
     @cached_property
     def knows_reasoning(self) -> bool:
@@ -169,7 +169,7 @@ class ChatTemplate:
 
 
 def text_of(message: Message) -> str:
-    """Return the content of a message as one text; blocks of text are joined. Raises DataError for other contents."""
+    """Return the content of a message as one text; blocks of text are joined. Raises MessagesRefusedError for more."""
     content = message.get("content")
     if content is None:
         return ""
@@ -177,7 +177,7 @@ def text_of(message: Message) -> str:
         return content
     if isinstance(content, list) and all(isinstance(block, Mapping) and "text" in block for block in content):
         return "".join(str(block["text"]) for block in content)
-    raise DataError(
+    raise MessagesRefusedError(
         f"the content of a message is {shorten(content)}; content is a text, or a list of text blocks "
         '[{"type": "text", "text": "..."}]. Turn results of tools into text first'
     )

@@ -203,11 +203,11 @@ class LossInputs(_Columns):
 
 @dataclass(frozen=True)
 class WholeMiniBatch:
-    """All samples of a mini-batch over all ranks, what `PolicyObjective.prepare` sees: detached, [T] each. Turns of a
-    trajectory are separate samples.
+    """All N trajectories of a mini-batch over all ranks, what `PolicyObjective.prepare` sees: detached, [T] each. Where
+    a policy loss says sample or completion in it, it means the whole trajectory, its turns side by side.
 
-    old_logprobs, advantages: float; mask: bool; rows: int64, ascending; groups: int64 [N]; num_rows = N. seed: the same
-    on all ranks, another one for every mini-batch of a run.
+    old_logprobs, advantages: float; mask: bool, tokens in the loss; rows: int64, ascending, the trajectory of each
+    token; groups: int64 [N]; num_rows = N. seed: the same on all ranks, another one for every mini-batch of a run.
     """
 
     old_logprobs: Tensor

@@ -85,7 +85,8 @@ def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardI
     ids = list(attempt.samples[-1].token_ids)
     group = call.group(attempt.task)
     given = attempt.trajectory.given
-    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given)
+    length = sum(sum(sample.mask) for sample in attempt.samples)
+    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given, length)
 
 
 def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:

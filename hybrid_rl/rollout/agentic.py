@@ -203,19 +203,24 @@ class _Share:
 
     # -------------------------------------------------------------------------------------------- trajectories
 
-    def _client(self, attempt: Attempt | None, trajectory: Trajectory) -> tuple[AgentClient, TrajectoryTokens]:
-        """Make the client of a trajectory. attempt: None for answers that belong to none."""
+    def _client(
+        self, attempt: Attempt | None, trajectory: Trajectory, number: int = 0
+    ) -> tuple[AgentClient, TrajectoryTokens]:
+        """Make the client of a trajectory. attempt: None for answers that belong to none; number: of such an answer,
+        among those to its prompt."""
         rollout, call = self.rollout, self.call
         group = call.first_id if attempt is None else call.group(attempt.task)
-        place, generation = (-1, 0) if attempt is None else (attempt.task.place, attempt.generation)
-        priority = place * call.num_generations + generation
+        place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
+        priority = 0 if attempt is None else place * call.num_generations + generation
         tokens = TrajectoryTokens(rollout._turns, call, seed=rollout._seed, group=group, priority=priority)
-
-        def is_open() -> bool:
-            return trajectory.end_reason is None and rollout._turns.is_open
-
         client = AgentClient(
-            tokens, rollout._chat, trajectory, self.limits, place=place, generation=generation, is_open=is_open
+            tokens,
+            rollout._chat,
+            trajectory,
+            self.limits,
+            place=place,
+            generation=generation,
+            is_open=lambda: rollout._turns.is_open,
         )
         return client, tokens
 
@@ -256,8 +261,8 @@ class _Share:
         timers: list[asyncio.TimerHandle] = []
         seconds = self.rollout._config.trajectory_timeout_seconds
 
-        def make(place: int | None, trajectory: Trajectory) -> AgentClient:
-            client, tokens = self._client(None if place is None else self.attempts[place], trajectory)
+        def make(place: int | None, trajectory: Trajectory, number: int) -> AgentClient:
+            client, tokens = self._client(None if place is None else self.attempts[place], trajectory, number)
             begun.append(tokens)
             if place is not None and seconds is not None:
                 # Whether it wants more by then only the function knows: its next question ends it.

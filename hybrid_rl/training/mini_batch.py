@@ -44,8 +44,9 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
     """Ask the policy loss for what it must know of whole mini-batches, for this rank's tokens; None for a loss that
     needs nothing of them.
 
-    Samples are shown to it in the order of their trajectories and turns, so that ranks and plans do not matter. seed:
-    of the first mini-batch, the next ones follow. Collective.
+    Trajectories are shown to it in order, each as one row with its turns side by side, so that ranks, plans and the
+    number of samples that it was cut into do not matter. seed: of the first mini-batch, the next ones follow.
+    Collective.
     """
     objective = spec.policy_loss
     if type(objective).prepare is PolicyObjective.prepare:
@@ -62,14 +63,15 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
         whole = Batch.concat(everywhere)
         order = key_order(whole)
         whole = whole.select(order)
+        found = Trajectories.of(whole)
         prepared = objective.prepare(
             WholeMiniBatch(
                 old_logprobs=whole["old_logprobs"].values,
                 advantages=whole["advantages"].values,
                 mask=whole["completion_mask"].values,
-                rows=whole["old_logprobs"].row_index(),
-                num_rows=whole.num_samples,
-                groups=whole["group"],
+                rows=found.index[whole["old_logprobs"].row_index()],
+                num_rows=found.num_trajectories,
+                groups=whole["group"][found.first],
                 seed=seed + index,
             )
         )

@@ -46,14 +46,15 @@ def agent_rollout(
 
 def chat_format(setup: WorkerSetup) -> ChatFormat:
     """Return how messages become tokens, and answers messages."""
-    kwargs, keys = setup.config.data.chat_template_kwargs, setup.config.agents
+    config = setup.config
+    kwargs = config.data.chat_template_kwargs
     if not (setup.tokenizer.chat_template or kwargs.get("chat_template")):
         return PlainText(setup.tokenizer)
     return Chat(
         setup.tokenizer,
         chat_template_kwargs=kwargs,
-        tool_call_format=keys.tool_call_format,
-        rewritten_history=keys.rewritten_history,
+        tool_call_format=config.agents.tool_call_format,
+        rewritten_history=config.agents.rewritten_history,
     )
 
 

@@ -8,14 +8,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from hybrid_rl.agents.client import AgentClient, TrajectoryEndedError
 from hybrid_rl.agents.server.answers import Answer, answer_of
 from hybrid_rl.agents.server.refusals import Refusal, bad_request, failed, limit_reached, session_ended
 from hybrid_rl.agents.server.requests import AnswerRequest, as_object
 from hybrid_rl.agents.trajectory import EndReason
 from hybrid_rl.data.prompts import Messages
+from hybrid_rl.errors import MessagesRefusedError
 
 
 class Session:
@@ -50,8 +49,8 @@ class Session:
         except TrajectoryEndedError as error:
             self.limit = error.reason
             raise limit_reached(error.reason, self.client.limits) from None
-        except TemplateError as error:
-            raise bad_request(f"the chat template refuses these messages: {error}", "messages") from error
+        except MessagesRefusedError as error:
+            raise bad_request(str(error), "messages") from error
         except Refusal:
             raise
         except Exception as error:

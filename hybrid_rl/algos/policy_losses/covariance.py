@@ -132,16 +132,18 @@ def token_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tens
 
 def token_keys(whole: WholeMiniBatch) -> Tensor:
     """Return a pseudo-random number of each token, int64 [T], from the seed, its position in its sample and the
-    logprobs and advantages of that sample: the same however samples are ordered. Tokens of samples that are equal
-    throughout share it; others share it only by accident."""
+    logprobs and advantages of that sample: the same however samples are ordered, and whatever masked tokens are between
+    the others, which alone count as positions. Tokens of samples that are equal throughout share it; others share it
+    only by accident."""
     zeros = torch.zeros_like(whole.rows)
     first = torch.full((whole.num_rows,), len(whole.rows), dtype=torch.int64, device=whole.rows.device)
     places = torch.arange(len(whole.rows), device=whole.rows.device)
-    positions = places - first.scatter_reduce(0, whole.rows, places, "amin")[whole.rows]
+    begins = first.scatter_reduce(0, whole.rows, places, "amin")[whole.rows]
+    before = whole.mask.cumsum(0) - whole.mask.long()
     content = torch.zeros_like(whole.rows)
     for column in (_bits(whole.old_logprobs), _bits(whole.advantages)):
         content = _mix(content) + torch.where(whole.mask, column, zeros)
-    content = _mix(_mix(content) + positions)
+    content = torch.where(whole.mask, _mix(_mix(content) + before - before[begins]), zeros)
     samples = row_sum(content, whole.rows, whole.num_rows)[whole.rows]
     return _mix(_mix(_mix(samples) + content) + whole.seed % (1 << 63))
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
-from hybrid_rl.errors import DataError, HistoryRewrittenError, ModelError
+from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, ModelError
 from tests.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user
 
 TOOLS = [tool("add", a="integer", b="integer"), tool("echo", text="string")]
@@ -196,8 +198,21 @@ def test_a_prompt_that_opens_the_thinking_itself(switch: str) -> None:
     if thinks:
         with pytest.raises(HistoryRewrittenError):
             talk.suffix(user("Bye."))
+        assert talk.chat.parse(ids_of(talk.chat, "so"), talk.prompt)["reasoning_content"] == "so"
     else:  # an empty block that comes and goes is nothing that was said
         assert talk.suffix(user("Bye.")) is not None
+
+
+def test_a_template_that_shows_empty_thinking_until_the_user_speaks() -> None:
+    always = FAMILIES["thinking"].replace("m.reasoning_content and ", "m.role == 'assistant' and ")
+    always = always.replace("m.reasoning_content.strip", "(m.reasoning_content or '').strip")
+    talk = Talk(Chat(build_tokenizer(always, "<|im_end|>"), rewritten_history="error"), ASK, TOOLS)
+    for _ in range(2):
+        talk.answer("<think>\n\n</think>\n\n" + CALL["thinking"] + "<|im_end|>")
+        assert talk.suffix(result("3")) is not None
+    assert text_of(talk.chat, talk.prompt).count("<think>") == 2
+    talk.answer("3<|im_end|>")
+    assert talk.suffix(user("Bye.")) is not None
 
 
 def test_calls_within_thinking_are_not_made() -> None:
@@ -251,6 +266,8 @@ def test_the_id_of_a_call_is_one_that_mistral_takes_and_different_for_each() -> 
         ids += [call["id"] for call in talk.answer(CALL["hermes"] * 2 + "<|im_end|>")["tool_calls"]]
         talk.suffix(user(said))
     assert len(set(ids)) == 4
+    # One that the policy wrote stays: it expects the result under it.
+    assert build_chat("mistral").read(CALL["mistral"], TOOLS)["tool_calls"][0]["id"] == "abcdefghi"
     assert all(len(one) == 9 and one.isalnum() for one in ids)
 
 
@@ -299,6 +316,9 @@ def test_an_answer_that_was_cut_or_begun_is_continued() -> None:
     assert talk.answer("3.<|im_end|>") == {"role": "assistant", "content": "It is 3."}
     assert text_of(talk.chat, talk.ask()).endswith(start + "is 3.")
     assert (talk.suffix(user("Bye.")) or "").startswith("\n<|im_start|>user\nBye.")
+    long = "so " * 300
+    talk.suffix({"role": "assistant", "content": long})
+    assert talk.answer("it is.<|im_end|>")["content"] == long + "it is."
 
 
 def test_templates_that_take_contents_and_arguments_in_other_forms() -> None:
@@ -341,13 +361,21 @@ def test_a_template_that_takes_results_after_calls_only() -> None:
         "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
         "{{ raise_exception('no call') }}{% endif %}",
     )
-    chat = Chat(build_tokenizer(strict, "<|eot|>"), rewritten_history="error")
-    assert chat.error_role == "user"
-    for end in ("<|eot|>", ""):
-        talk = Talk(chat, ASK, TOOLS)
-        talk.answer(CALL["llama"] + end)
-        closed = "" if end else "<|eot|>"
-        assert (talk.suffix(result("3")) or "").startswith(closed + "<|header|>ipython<|end_header|>\n\n")
+    # Turns that end in a call are closed like others, by a token of their own, or by text.
+    for close, after_call in (("<|eot|>", "<|eot|>"), ("<|eot|>", "<|eom|>\n"), (" (end)", " (end)")):
+        template = strict.replace("<|eot|>", close)
+        if after_call != close:
+            template = template.replace("{{ f.arguments", "{% set close = '<|eom|>\n' %}{{ f.arguments")
+            template = template.replace("{{ '<|eot|>' }}", "{{ '<|eom|>\n' if m.tool_calls else '<|eot|>' }}")
+        chat = Chat(build_tokenizer(template, "<|eot|>"), rewritten_history="error")
+        assert chat.error_role == "user"
+        for end in ("<|eot|>", ""):
+            talk = Talk(chat, ASK, TOOLS)
+            talk.answer(CALL["llama"] + end)
+            missing = after_call.removeprefix("<|eot|>").removeprefix("<|eom|>") if end else after_call
+            assert talk.suffix(result("3")) == (
+                f'{missing}<|header|>ipython<|end_header|>\n\n"3"{close}<|header|>assistant<|end_header|>\n\n'
+            )
 
 
 def test_text_that_is_no_unicode_is_replaced() -> None:
@@ -364,7 +392,7 @@ def test_the_tokenizers_own_description_of_answers_comes_first() -> None:
         "fields": {
             "tool_calls": {
                 "open": "<tool_call>",
-                "close": "</tool_call>",
+                "close_pattern": r"</tool_call>\s*<\|im_end\|>",
                 "repeats": True,
                 "content": "json",
                 "transform": {"type": "function", "function": "{content}"},
@@ -381,6 +409,8 @@ def test_the_tokenizers_own_description_of_answers_comes_first() -> None:
     assert (message["content"], message["tool_calls"][0]["function"]) == ("So:", SUM)
     assert talk.suffix(result("3")) is not None
     assert talk.answer("3<|im_end|>")["content"] == "3"
+    number = talk.chat.read('<tool_call>{"name": "echo", "arguments": {"text": 7, "x": 7}}</tool_call>', TOOLS)
+    assert number["tool_calls"][0]["function"]["arguments"] == {"text": "7", "x": 7}
     assert "tool_calls" not in Chat(tokenizer, tool_call_format="none").read(CALL["hermes"], TOOLS)
 
 
@@ -388,11 +418,11 @@ def test_what_cannot_be_rendered_is_an_error() -> None:
     with pytest.raises(ModelError, match="has no chat template"):
         Chat(build_tokenizer("", "<|im_end|>"))
     chat = build_chat("mistral")
-    with pytest.raises(DataError, match="no messages"):
+    with pytest.raises(MessagesRefusedError, match="no messages"):
         chat.prompt_ids([], (), [])
-    with pytest.raises(DataError, match=r"refuses the messages.*roles must alternate"):
+    with pytest.raises(MessagesRefusedError, match=r"refuses the messages.*roles must alternate"):
         chat.prompt_ids([user("a"), user("b")], (), [])
-    with pytest.raises(DataError, match="content is a text"):
+    with pytest.raises(MessagesRefusedError, match="content is a text"):
         chat.prompt_ids([{"role": "user", "content": {"a": 1}}], (), [])
 
 
@@ -462,6 +492,41 @@ def test_random_conversations(family: str) -> None:
     check()
 
 
+PIECES = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": ',
+    "[TOOL_CALLS]",
+    "<|im_start|>",
+    "\n",
+    " ",
+    "é",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_the_policy_writes_the_conversation_goes_on(family: str) -> None:
+    chat = build_chat(family)
+    pieces = [ids_of(chat, piece) for piece in (*PIECES, CALL[family], ENDS[family])]
+    anything = st.lists(st.one_of(st.sampled_from(pieces), st.lists(st.integers(0, len(chat.tokenizer) - 1))))
+
+    @settings(max_examples=20)
+    @given(st.lists(anything.map(lambda parts: sum(parts, [])).filter(bool), min_size=1, max_size=3))
+    def check(answers: list[list[int]]) -> None:
+        talk = Talk(chat, ASK, TOOLS)
+        for ids in answers:
+            message = talk.answer(ids)
+            calls, error = message.get("tool_calls", []), message.get("tool_call_error")
+            reply = {"role": chat.error_role, "content": error} if error else user("and?")
+            if talk.suffix(*([result("3", call) for call in calls] or [reply])) is None:
+                whole = chat.template.render(talk.messages, TOOLS, "answer")
+                assert talk.prompt == ids_of(chat, whole)
+
+    check()
+
+
 def test_results_without_the_name_that_a_template_asks_for() -> None:
     named = FAMILIES["hermes"].replace(
         "+ m.content + '\n</tool_response>'",
@@ -514,3 +579,29 @@ def test_a_trajectory_holds_what_was_generated_and_forks_where_history_was_rewri
     )
     assert all(second.mask)
     assert "add\n</think>" not in text_of(chat, second.prompt_ids)
+
+
+def test_keys_that_say_nothing_are_not_shown() -> None:
+    chat = Chat(build_tokenizer("{% for m in messages %}[{{ m | list | sort | join(' ') }}]{% endfor %}", "<|im_end|>"))
+    message = {"role": "assistant", "content": "a", "tool_calls": [], "name": None, "tool_call_error": "no"}
+    assert text_of(chat, chat.prompt_ids([*ASK, message, *ASK], (), [])) == "[content role]" * 3
+
+
+def test_no_space_slips_in_between_an_answer_and_what_follows() -> None:
+    """Some tokenizers put a space before the first word of a text; what goes on with another is no first word."""
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '.' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    letters = "\u2581abcdefghijklmnopqrstuvwxyz:."
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = template
+    talk = Talk(Chat(tokenizer), [user("hi")])
+    talk.answer([letters.index(letter) for letter in "yes"])
+    talk.suffix(user("so"))
+    assert tokenizer.convert_ids_to_tokens(talk.prompt) == list(
+        "\u2581user:\u2581hi.assistant:\u2581yes.user:\u2581so.assistant:\u2581"
+    )

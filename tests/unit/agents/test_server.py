@@ -20,8 +20,8 @@ from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.server import app
 from hybrid_rl.agents.server.answers import token_texts
 from hybrid_rl.agents.trajectory import Completion, Trajectory
-from hybrid_rl.errors import ConfigError, DataError, EngineStateError
-from tests.unit.agents.scripted import EOS, ByteChat, ScriptedTokens, episode_of, run_agent, text_of
+from hybrid_rl.errors import ConfigError, DataError, EngineStateError, MessagesRefusedError
+from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
 
 QUESTION: Any = {"role": "user", "content": "2+3?"}
 ADD = {
@@ -53,6 +53,10 @@ def run(
             agent.close()
 
     return asyncio.run(main())
+
+
+def text_of(token_ids: Any) -> str:
+    return "".join({BOS: "<s>", EOS: "</s>"}.get(token) or chr(token) for token in token_ids)
 
 
 # ------------------------------------------------------------------------------------------------------ answers
@@ -254,6 +258,33 @@ def test_what_biases_training_is_refused_with_the_reason() -> None:
     assert run(agent, temperature=0.5).counts["turns"] == 2
 
 
+def test_messages_that_the_chat_template_refuses_can_be_mended() -> None:
+    class Picky(ByteChat):
+        def prompt_ids(self, messages: Any, tools: Any, known: Any) -> list[int]:
+            if len(messages) > 1:
+                raise MessagesRefusedError("the template refuses two messages; correct them")
+            return super().prompt_ids(messages, tools, known)
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        async with client_of(base_url, api_key) as client:
+            with pytest.raises(openai.BadRequestError, match="the template refuses two messages; correct them"):
+                await client.chat.completions.create(model="policy", messages=[QUESTION, QUESTION])
+            answer = await client.chat.completions.create(model="policy", messages=[QUESTION])
+            return float(answer.choices[0].message.content == "5")
+
+    async def main() -> Trajectory:
+        endpoint = HttpAgent(agent, temperature=1.0)
+        episode = episode_of(ScriptedTokens(lambda _: "5"), {})
+        episode.client.chat = Picky()
+        try:
+            return await run_agent(endpoint, episode)
+        finally:
+            endpoint.close()
+
+    trajectory = asyncio.run(main())
+    assert (trajectory.reward, trajectory.error) == (1.0, "")
+
+
 def test_a_key_opens_its_own_trajectory_only() -> None:
     body = {"messages": [QUESTION]}
 
@@ -310,14 +341,8 @@ def test_a_prompt_without_room_ends_the_trajectory_unless_the_agent_helps_itself
                 await client.chat.completions.create(model="m", messages=[QUESTION])
             return 1.0
 
-    async def without_room() -> None:
-        http, episode = HttpAgent(gives_up, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"), limits=limits)
-        with pytest.raises(TrajectoryEndedError, match="length"):
-            await http(episode)
-        http.close()
-        assert episode.trajectory.reward == 0.0
-
-    asyncio.run(without_room())
+    with pytest.raises(TrajectoryEndedError, match="length"):
+        run(gives_up, limits=limits)
     assert run(goes_on, limits=limits).end_reason == "stop"
 
     async def swallows(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -480,7 +505,7 @@ def test_a_plain_function_that_works_on_is_left_behind() -> None:
     async def main() -> None:
         http, episode = HttpAgent(plain, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"))
         running = asyncio.ensure_future(http(episode))
-        while not (threads := [one for one in threading.enumerate() if one.name == "agent" and one.is_alive()]):
+        while not (threads := [one for one in threading.enumerate() if one.name == "agent"]):
             await asyncio.sleep(0.001)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

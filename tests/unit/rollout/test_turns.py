@@ -76,6 +76,18 @@ def test_a_turn_begins_as_soon_as_it_is_asked_for():
     assert time.monotonic() - begun < 1.5
 
 
+def test_a_rollout_ends_as_soon_as_its_agents_have():
+    """Twenty of them; were the rank to look every 50 ms, they took a second."""
+    client = EngineClient(inplace().ready().engine)
+    turns = EngineTurns(client)
+    begun = time.monotonic()
+    for _ in range(20):
+        with client.session():
+            turns.run(lambda: asyncio.sleep(0.002), 1)
+    assert time.monotonic() - begun < 0.8
+    turns.close()
+
+
 def test_a_rank_whose_agents_all_wait_is_idle():
     async def main(turns):
         await turns.complete(request(0, 4, 2))
@@ -137,12 +149,12 @@ def test_what_a_cancelled_caller_asked_for_is_dropped():
         asking = asyncio.ensure_future(turns.complete(request(0, 4, 30)))
         await turns.complete(request(1, 4, 2))
         asking.cancel()
-        await turns.complete(request(2, 4, 4))
+        await turns.complete(request(2, 4, 20))
         with pytest.raises(asyncio.CancelledError):
             await asking
 
     _, client = turns_on(main)
-    assert client.stats().num_generated_tokens < 20
+    assert client.stats().num_generated_tokens < 2 + 20 + 10
 
 
 def test_a_closed_trajectory_gets_no_answer():
@@ -168,6 +180,25 @@ def test_outside_of_a_rollout_there_is_no_answer():
     assert not turns.is_open
     with pytest.raises(TrajectoryEndedError, match="abort"):
         asyncio.run(turns.complete(request(0, 4, 2)))
+
+
+def test_who_still_asks_from_another_loop_is_told_that_the_rollout_is_over():
+    told = []
+
+    def ask(turns):
+        with pytest.raises(TrajectoryEndedError, match="abort"):
+            asyncio.run(turns.complete(request(7, 4, 40)))
+        told.append(True)
+
+    async def main(turns):
+        thread = threading.Thread(target=ask, args=(turns,))
+        thread.start()
+        await turns.complete(request(0, 4, 5))
+        return thread
+
+    thread, _ = turns_on(main)
+    thread.join(10)
+    assert told == [True]
 
 
 def test_an_error_of_the_engine_ends_the_rollout():

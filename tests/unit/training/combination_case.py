@@ -3,7 +3,7 @@ the model is a table of logits by the token before, so that a gradient can be wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -115,8 +115,8 @@ def tiny_batch(config: TrainerConfig, *, dense: bool, engine_noise: float) -> Ba
     engine = torch.minimum(column_of(START, base) + noise(engine_noise), torch.tensor(-1e-3))
     values = {
         "completion_mask": made,
-        "rollout_logprobs": torch.zeros(num_tokens) if shown else engine,
-        "policy_version": torch.full((num_tokens,), -1) if shown else VERSION - torch.arange(num_tokens) % 3,
+        "rollout_logprobs": torch.where(made & ~torch.tensor(shown), engine, 0.0),
+        "policy_version": torch.where(made & ~torch.tensor(shown), VERSION - torch.arange(num_tokens) % 3, -1),
     }
     roles = {"teacher_logprobs": column_of(TEACHER, base), "values": noise(0.5)}
     values |= {name: column for name, column in roles.items() if name in config.advantage.needs}
@@ -162,16 +162,23 @@ def resolved(keys: dict[str, Any]) -> TrainerConfig:
 
 
 def train(
-    config: TrainerConfig, monkeypatch: pytest.MonkeyPatch, *, dense: bool, cut: int = 2, engine_noise: float = 0.3
+    config: TrainerConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    dense: bool,
+    cut: int = 2,
+    engine_noise: float = 0.3,
+    change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Trained:
-    """All optimizer steps of a training step, its samples cut into so many micro-batches; see `tiny_batch`."""
+    """All optimizer steps of a training step, its samples cut into so many micro-batches; see `tiny_batch`. change: of
+    the batch, before anything is computed, before the advantages and before the update."""
     monkeypatch.setattr(actor_module, "Routers", TableRouters)
     model, context = TableModel(START), RankContext()
     actor = Actor(model, config, context, num_optimizer_steps=8, reference=TableModel(REFERENCE))
-    batch = tiny_batch(config, dense=dense, engine_noise=engine_noise)
-    plan = [[list(range(start, 10, cut)) for start in range(cut)]]
-    batch = batch.with_columns(**actor.columns(batch, plan))
-    batch = with_advantages(batch, AdvantageSpec.of(config), context, actor.kl_weight.beta)
+    batch = change(tiny_batch(config, dense=dense, engine_noise=engine_noise))
+    plan = [[list(range(start, batch.num_samples, cut)) for start in range(cut)]]
+    batch = change(batch.with_columns(**actor.columns(batch, plan)))
+    batch = change(with_advantages(batch, AdvantageSpec.of(config), context, actor.kl_weight.beta))
     found = Trained(config, batch)
     prepared_column = actor_module.prepared_column
 

@@ -1,0 +1,107 @@
+"""Agents on two real ranks: the same trajectories, losses and metrics as on one, and failures that are told."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl import Trainer
+from hybrid_rl.batch import BatchRef
+from hybrid_rl.errors import RewardError
+from hybrid_rl.logging.report import read_jsonl
+from tests.callers import build_policy
+from tests.no_pictures import draw_nothing
+
+pytestmark = pytest.mark.slow  # processes are started
+
+CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4}), ("lookup", {"word": "x"})]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one of them.
+        b: the other.
+    """
+    return a + b
+
+
+async def lookup(word: str) -> str:
+    """Look up a word.
+
+    Args:
+        word: it.
+    """
+    raise KeyError(word)
+
+
+def length(completions, **_):
+    return [float(len(messages)) for messages in completions]
+
+
+@pytest.fixture
+def train(tmp_path: Path, forked_ranks, monkeypatch):
+    """A Trainer with tools on so many ranks, always of the same model."""
+    draw_nothing(monkeypatch)
+    made = []
+
+    def make(num_ranks, **keys):
+        model, tokenizer = build_policy(CALLS, favour={"k": 1.0})
+        rows = [{"prompt": [{"role": "user", "content": f"q{number}"}]} for number in range(8)]
+        settings = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 48, "learning_rate": 1e-3}
+        settings |= {"max_prompt_length": 32, "max_steps": 1, "old_logprobs": "recompute", "num_ranks": num_ranks}
+        settings |= {"output_dir": str(tmp_path / "runs"), "tokenizer": tokenizer, **keys}
+        if not {"rollout_func", "agent"} & set(keys):
+            settings |= {"tools": [add, lookup], "reward_funcs": length}
+        made.append(Trainer(model, train_dataset=rows, **settings))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def test_two_ranks_make_the_trajectories_of_one(train):
+    one = train(1).step()
+    trainer = train(2)
+    two = trainer.step()
+    batch = two.batch.load() if isinstance(two.batch, BatchRef) else two.batch
+    for name in ("prompt_ids", "completion_ids", "completion_mask", "policy_version"):
+        assert torch.equal(batch[name].values, one.batch[name].values), name
+        assert torch.equal(batch[name].offsets, one.batch[name].offsets), name
+    for name in ("group", "trajectory", "turn", "rewards", "policy_length"):
+        assert torch.equal(batch[name], one.batch[name]), name
+    mask = batch["completion_mask"].values
+    assert 0.2 < mask.double().mean() < 0.95
+    gap = (batch["rollout_logprobs"].values - one.batch["rollout_logprobs"].values).abs().max()
+    own = (batch["rollout_logprobs"].values - batch["old_logprobs"].values)[mask].abs().max()
+    assert max(gap, own) < 1e-5
+    names = ["loss", "grad_norm", "reward", "completions/mean_length", "agents/turns_mean", "agents/forks"]
+    names += ["tools/call_frequency", "tools/failure_frequency", "agents/ended_length"]
+    for name in names:
+        assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5, abs=1e-7), name
+    assert one.metrics["tools/call_frequency"] > 0.5 and one.metrics["tools/failure_frequency"] > 0.1
+    lines = [read_jsonl(trainer.run_folder / f"samples-rank{rank}.jsonl") for rank in range(2)]
+    assert [len(part) for part in lines] == [8, 8]
+    roles = {message["role"] for part in lines for line in part for message in line["messages"]}
+    assert roles == {"assistant", "tool"}
+    assert json.dumps(lines)
+
+
+def test_the_exception_of_an_agent_on_one_rank_ends_the_run_with_its_traceback(train):
+    async def rollout(rows, client):
+        made = []
+        for row in rows:
+            trajectory = client.trajectory(row)
+            await client.generate(row["prompt"], trajectory, max_tokens=2)
+            if row["prompt"][0]["content"] == rows[0]["prompt"][0]["content"]:
+                trajectory.end("error", "Traceback\nValueError: the lamp is broken")
+            trajectory.add_reward(1.0)
+            made.append(trajectory)
+        return made
+
+    with pytest.raises(RewardError, match="the lamp is broken") as raised:
+        train(2, rollout_func=rollout, max_reward_failure_share=0.25).step()
+    assert "8 of 16 samples" in str(raised.value) and "correct the agent" in str(raised.value)
