@@ -213,12 +213,14 @@ class _Share:
         place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
         priority = 0 if attempt is None else place * call.num_generations + generation
         tokens = TrajectoryTokens(rollout._turns, call, seed=rollout._seed, group=group, priority=priority)
-
-        def is_open() -> bool:
-            return trajectory.end_reason is None and rollout._turns.is_open
-
         client = AgentClient(
-            tokens, rollout._chat, trajectory, self.limits, place=place, generation=generation, is_open=is_open
+            tokens,
+            rollout._chat,
+            trajectory,
+            self.limits,
+            place=place,
+            generation=generation,
+            is_open=lambda: rollout._turns.is_open,
         )
         return client, tokens
 

@@ -1,0 +1,168 @@
+"""A program in the sandbox: the limits of its process, and its text run as `__main__`."""
+
+from __future__ import annotations
+
+import ast
+import io
+import linecache
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from dataclasses import dataclass
+
+from hybrid_rl.agents.sandbox import kernel
+
+NAME = "<program>"
+MAX_OPEN_FILES = 64
+MAX_THREADS = 64
+SEED = 0  # of `random`, at the start of every program
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one program. memory_bytes: of its address space. file_bytes: of all files that it writes. packages:
+    folders to import from, besides the standard library."""
+
+    timeout_seconds: float
+    memory_bytes: int
+    file_bytes: int
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Walls:
+    """What confines programs here. apart: how the warden came to namespaces, "" = it has none. own_root: whether files
+    are those of a private root. landlock: its version, 0 = not used. missing: what cannot be had, and why."""
+
+    apart: str = ""
+    own_root: bool = False
+    landlock: int = 0
+    has_filter: bool = False
+    missing: tuple[str, ...] = ()
+
+
+def run_program(code: str, limits: Limits, walls: Walls, slot: int, output: int) -> None:
+    """Become the program, and end this process with it. slot: number among programs that run at once. output: file
+    descriptor of what it prints."""
+    status = 1
+    try:
+        _confine(limits, walls, slot, output)
+        status = _run(code)
+    except BaseException:
+        # Not the program's own error: those are printed by _run.
+        os.write(1, ("the sandbox failed: " + traceback.format_exc()).encode())
+    finally:
+        os._exit(status)
+
+
+def _confine(limits: Limits, walls: Walls, slot: int, output: int) -> None:
+    os.setsid()
+    nothing = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, 1 << 16)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    user = kernel.FIRST_USER + slot % kernel.NUM_USERS if walls.apart == "as root" else os.geteuid()
+    if walls.own_root:
+        kernel.mount_scratch(limits.file_bytes, user)
+    _limit(limits, walls)
+    if walls.apart == "as root":
+        kernel.become(user)
+    elif walls.has_filter:
+        kernel.give_up_capabilities()
+    if walls.has_filter:
+        kernel.filter_system_calls(may_write=walls.own_root)
+
+
+def _limit(limits: Limits, walls: Walls) -> None:
+    seconds = int(limits.timeout_seconds) + 2
+    for name, most in (
+        ("RLIMIT_AS", limits.memory_bytes),
+        ("RLIMIT_CPU", seconds),
+        ("RLIMIT_FSIZE", limits.file_bytes),
+        ("RLIMIT_NOFILE", MAX_OPEN_FILES),
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_MEMLOCK", 0),
+        ("RLIMIT_MSGQUEUE", 0),
+    ):
+        number = getattr(resource, name, None)
+        if number is not None:
+            hard = resource.getrlimit(number)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(number, (most, most))
+    if walls.apart == "as root":  # the user is this program's alone, so that its threads are all that count
+        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_THREADS, MAX_THREADS))
+
+
+def _run(code: str) -> int:
+    """Run a program and return its exit status. What its last line is worth is printed, as in a notebook."""
+    for name in [name for name in sys.modules if name.startswith("hybrid_rl")]:
+        del sys.modules[name]  # none of its business
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv[:] = [NAME]
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = io.FileIO(number, "w", closefd=False)
+        stream = io.TextIOWrapper(
+            io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+    random.seed(SEED)
+    try:
+        for part, mode in _parts(code):
+            value = eval(compile(part, NAME, mode, dont_inherit=True), vars(main))
+            if mode == "eval" and value is not None:
+                print(repr(value))
+        status = 0
+    except SystemExit as error:
+        status = _exit_status(error)
+    except BaseException as error:
+        status = 1
+        _print_error(error)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    for printed in (sys.stdout, sys.stderr):
+        try:
+            printed.flush()
+        except (OSError, ValueError):  # the program closed it
+            status = status or 1
+    return status
+
+
+def _parts(code: str) -> list[tuple[ast.Module | ast.Expression, str]]:
+    tree = ast.parse(code, NAME)
+    if not tree.body or not isinstance(tree.body[-1], ast.Expr):
+        return [(tree, "exec")]
+    last = tree.body.pop()
+    assert isinstance(last, ast.Expr)
+    return [(tree, "exec"), (ast.Expression(last.value), "eval")]
+
+
+def _exit_status(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print_error(error: BaseException) -> None:
+    """Print an error of the program without the frames below it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
+        trace = trace.tb_next
+    try:
+        traceback.print_exception(type(error), error, trace)
+    except BaseException:  # an exception that cannot be formatted, or no memory to do it
+        os.write(2, type(error).__name__.encode())
