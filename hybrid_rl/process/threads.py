@@ -101,12 +101,8 @@ class LoopThread:
 
 
 async def answer_of(future: Future[T], seconds: float | None, *others: asyncio.Future[None]) -> T | None:
-    """Wait for an answer; None if there is none after so many seconds, or when one of the others is done. Then the
-    future is cancelled, if it can be."""
+    """Wait for an answer; None if there is none after so many seconds, or when one of the others is done."""
     answer = asyncio.wrap_future(future)
     waited: list[asyncio.Future[Any]] = [answer, *others]
-    try:
-        await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
-    finally:
-        answer.cancel()  # or a late answer would look for this event loop, which may be closed by then
+    await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    return answer.result() if answer.done() else None

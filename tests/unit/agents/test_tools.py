@@ -340,14 +340,3 @@ def test_a_tool_that_sets_a_signal_handler_moves_to_a_process(caplog: pytest.Log
 )
 def test_values_fit_schemas(value: Any, schema: dict[str, Any], is_fit: bool) -> None:
     assert fits(value, schema) is is_fit
-
-
-def test_a_late_answer_does_not_look_for_the_event_loop_that_waited(
-    caller: Caller, caplog: pytest.LogCaptureFixture
-) -> None:
-    """That loop may be closed: each rollout may have one of its own."""
-    before = set(threading.enumerate())
-    answers(Functions([hang], caller), call("hang", {"seconds": 0.3}))
-    for thread in set(threading.enumerate()) - before:
-        thread.join(2)
-    assert "Event loop is closed" not in caplog.text
