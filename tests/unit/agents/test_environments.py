@@ -212,6 +212,7 @@ def test_reset_gets_copies_of_the_columns_that_it_takes() -> None:
 
 
 USER = {"role": "user", "content": "Play."}
+HELLO = {"role": "user", "content": "Hello."}
 LOUD = {"role": "user", "content": "Play.!"}
 BLOCK = {"type": "text", "text": "Play."}
 
@@ -221,7 +222,11 @@ BLOCK = {"type": "text", "text": "Play."}
     [
         ([USER], None, [USER]),
         ([USER], " Go", [{"role": "user", "content": "Play. Go"}]),
-        ([USER, {"role": "assistant", "content": "?"}, USER], "!", [USER, {"role": "assistant", "content": "?"}, LOUD]),
+        (
+            [HELLO, {"role": "assistant", "content": "?"}, USER],
+            "!",
+            [HELLO, {"role": "assistant", "content": "?"}, LOUD],
+        ),
         ([{"role": "user", "content": ""}], "Go", [{"role": "user", "content": "Go"}]),
         (
             [USER, {"role": "assistant", "content": "I"}],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -470,6 +471,19 @@ def test_slow_streams_stay_alive_and_tell_errors(monkeypatch: pytest.MonkeyPatch
 
     answers = iter(["5", TrajectoryEndedError("time"), "5"])
     assert run(agent, ScriptedTokens(lambda _: next(answers), delay=lambda _: 0.05)).counts["turns"] == 2
+
+
+def test_a_proxy_does_not_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="m", messages=[QUESTION])
+
+    assert run(agent).counts["turns"] == 1
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
 def test_an_engine_that_fails_ends_the_episode_whatever_the_agent_does() -> None:

@@ -301,6 +301,7 @@ def test_processes_are_kept_killed_and_replaced() -> None:
     assert counts == {"calls": 1, "failures": 1, "timeouts": 1}
     functions._processes["hang"]._seconds = 5.0
     third = answers(functions, call("pid"))[0][0]["content"]
+    assert third.isdigit()  # not the late answer of the call before
     assert third not in (first, second)
     functions.close()
     caller.close()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,11 @@ def test_what_cannot_be_used_is_refused_before_anything_is_loaded(
         trainer_of(tmp_path, *arguments, **settings)
     assert says in str(caught.value)
     assert not list(tmp_path.iterdir())
+    for _ in range(100):  # instances that were made to look at them are closed, in threads of their own
+        if Walk.closed == len(Walk.every):
+            break
+        time.sleep(0.05)
+    assert Walk.closed == len(Walk.every)
 
 
 def test_a_prompt_that_grew_too_long_is_an_error_of_its_trajectory(tmp_path: Path) -> None:

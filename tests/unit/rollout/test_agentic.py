@@ -5,15 +5,16 @@ import contextlib
 import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hybrid_rl.agents.client import TrajectoryEndedError
+from hybrid_rl.agents.floor import check_rollout_func
 from hybrid_rl.agents.trajectory import Completion, Sample, Trajectory
 from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
-from hybrid_rl.rollout.agentic import check_rollout_func
 from tests.tiny import ids_of
 from tests.unit.rollout.agents import (
     MAX_TOKENS,
@@ -169,7 +170,7 @@ def test_an_agent_past_its_time_keeps_its_turns():
 
 
 def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog):
-    monkeypatch.setattr("hybrid_rl.rollout.agentic.CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr("hybrid_rl.rollout.episodes.CANCEL_SECONDS", 0.05)
     asked = []
 
     async def agent(episode):
@@ -321,7 +322,7 @@ def test_an_interrupt_is_seen_at_once_and_leaves_nothing(busy):
         assert ended - requested[0] < 0.5
         assert len(cancelled) >= 1 and is_empty(rig)
         clear_interrupt()
-        rig.rollout._agent = once  # the next rollout is undisturbed
+        rig.rollout._settings = replace(rig.rollout._settings, agent=once)  # the next rollout is undisturbed
         batch, _ = rig.run()
         assert batch["finish_reason"] == ["stop"] * 12
 
@@ -410,6 +411,15 @@ def test_ends_and_scores_are_told_to_the_trajectory():
     rolled(agent, num_generations=1)
     assert sorted(told) == sorted([(kind, end) for kind in ("end", "scored") for end in ("error", *["stop"] * 3)])
     assert told[0][0] == "end" and told[-1][0] == "scored"
+
+
+@pytest.mark.parametrize("rollout_func", [None, silent])
+def test_a_rank_without_prompts_has_an_empty_share(rollout_func):
+    batch, report = rolled(None if rollout_func else once, tasks=[], rollout_func=rollout_func)
+    whole, _ = rolled(once, num_generations=1)
+    assert batch.num_samples == 0 and set(batch) == set(whole)
+    assert type(batch).concat([batch, whole]).num_samples == 4
+    assert report.metrics.result().get("agents/turns_mean") is None
 
 
 # ------------------------------------------------------------------------------------------------------ rollout_func
