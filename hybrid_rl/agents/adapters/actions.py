@@ -64,8 +64,8 @@ def with_actions(base: type[StepEnvironment], actions: Sequence[Callable[..., An
 
 
 def _method(action: Callable[..., Any]) -> Callable[..., str]:
-    def take(self: StepEnvironment, **arguments: Any) -> str:
-        return self._take(action(**arguments))
+    def take(self: StepEnvironment, *values: Any, **arguments: Any) -> str:
+        return self._take(action(*values, **arguments))
 
     # As the schema of a tool is made: from the name, the docstring and the signature of the action.
     functools.update_wrapper(take, action)
