@@ -18,7 +18,7 @@ from hybrid_rl.agents.adapters.openenv import openenv_environment
 from hybrid_rl.agents.adapters.reasoning_gym import reasoning_gym_rollout, reasoning_gym_rows
 from hybrid_rl.agents.adapters.tinker import stop_texts, tinker_rollout
 from hybrid_rl.agents.adapters.verifiers import verifiers_agent, verifiers_tasks
-from hybrid_rl.agents.client import AgentClient, Limits, TrajectoryEndedError
+from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.environments import EnvironmentKind
 from hybrid_rl.agents.floor import RolloutClient, checked_trajectories
 from hybrid_rl.agents.http_agent import HttpAgent
@@ -483,10 +483,9 @@ def test_the_real_verifiers_before_its_second_form() -> None:
     assert trajectory.extra["found"] == 1.0
     with pytest.raises(ValueError, match="seven"):
         run_http(verifiers_agent(environment), row, lambda _: "seven")
-    # A refusal of the endpoint is an error of the environment, and the limit behind it the end of the trajectory.
-    short = Limits(max_completion_length=25, max_length=1000)
-    with pytest.raises(TrajectoryEndedError, match="length"):
-        run_http(verifiers_agent(environment), row, lambda _: "3", short)
+    # verifiers knows the refusal of a prompt that is too long, and ends the episode by itself.
+    cut = run_http(verifiers_agent(environment), row, lambda _: "3", Limits(max_completion_length=25, max_length=1000))
+    assert (cut.end_reason, cut.reward, cut.counts["turns"]) == ("length", 0.0, 1)
 
 
 class Served:
