@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl.config import load_config
 from hybrid_rl.config.presets import PRESETS
+from recipes.agents import calculator, guessing, run
 from recipes.quickstart.model import build_model, build_tokenizer
 from recipes.quickstart.run import Outcome, improve
 from recipes.quickstart.task import Task, build_task
@@ -32,6 +33,8 @@ from recipes.quickstart.warm_start import WarmStartReport, warm_start
 HERE = Path(__file__).resolve().parent
 CURVES = HERE / "curves"
 SEEDS = (42, 7)
+# Recipes with a task of their own, which have a warm start of their own too.
+AGENTS = {"agent_tools": calculator.build_task, "agent_game": guessing.build_task}
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,17 @@ class Start:
 
 
 def names() -> list[str]:
-    """The names of all recipes, from the YAML files in this folder."""
-    return sorted(path.stem for path in HERE.glob("*.yaml"))
+    """The names of all recipes of the quickstart's task, from the YAML files in this folder."""
+    return sorted(path.stem for path in HERE.glob("*.yaml") if path.stem not in AGENTS)
+
+
+def run_agents(name: str, seed: int, folder: Path, num_warm_steps: int | None = None, **changes: Any) -> Outcome:
+    """Run a recipe of agents without output, as `Start.run` does. num_warm_steps: None = the task's."""
+    task = AGENTS[name](seed)
+    config, _ = load_config(settings_file(name), {"seed": seed, "output_dir": str(folder), **changes})
+    model, tokenizer = run.warm_start(task, seed, num_warm_steps)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return run.improve(model, tokenizer, task, config)
 
 
 def settings_file(name: str) -> Path:
@@ -89,15 +101,18 @@ def record(chosen: Sequence[str]) -> None:
     CURVES.mkdir(exist_ok=True)
     found: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for seed in SEEDS:
-        start = Start.of(seed)
+        start = Start.of(seed) if set(chosen) - AGENTS.keys() else None
         for name in chosen:
             began = time.process_time()
             with tempfile.TemporaryDirectory(prefix="curves-") as folder:
-                outcome = start.run(name, Path(folder))
+                if start is None or name in AGENTS:
+                    outcome = run_agents(name, seed, Path(folder))
+                else:
+                    outcome = start.run(name, Path(folder))
             curve = {str(step): round(accuracy, 4) for step, accuracy in sorted(outcome.curve.items())}
             found[name][str(seed)] = curve
             print(
-                f"{name}, seed {seed}: {start.warm.accuracy:.3f} -> {outcome.accuracy:.3f} in {outcome.steps} steps, "
+                f"{name}, seed {seed}: {outcome.curve[0]:.3f} -> {outcome.accuracy:.3f} in {outcome.steps} steps, "
                 f"{time.process_time() - began:.0f} CPU seconds",
                 flush=True,
             )
@@ -107,4 +122,4 @@ def record(chosen: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    record(sys.argv[1:] or names())
+    record(sys.argv[1:] or [*names(), *AGENTS])

@@ -33,7 +33,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
     """Build a random fp32 Qwen2 (3 layers, hidden 128, two query heads per key head), the same for a seed.
 
-    The caller's random state does not change.
+    It takes sequences as long as its tokenizer's. The caller's random state does not change.
     """
     hidden = 128
     config = Qwen2Config(
@@ -43,7 +43,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=False,
         # The usual 0.02 suits wide layers; at this width the model learns too slowly with it.
         initializer_range=hidden**-0.5,

@@ -58,28 +58,28 @@ OnProgress = Callable[[SupervisedProgress], None]
 class SupervisedTrainer:
     """Cross-entropy on the answer and `<eos>` with AdamW; batches go through the rows in an order drawn from `seed`.
 
-    `rows` have `prompt` and `answer`. `schedule` maps the number of the coming optimizer step (from 0) to a factor of
-    `lr`; without it the learning rate is constant.
+    `examples` are input ids and labels, as `encode` gives them. `schedule` maps the number of the coming optimizer step
+    (from 0) to a factor of `lr`; without it the learning rate is constant.
     """
 
     def __init__(
         self,
         model: Qwen2ForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        rows: Sequence[Row],
+        examples: tuple[Tensor, Tensor],
         seed: int,
         lr: float,
         batch_size: int,
         schedule: Callable[[int], float] | None = None,
     ) -> None:
-        if not 1 <= batch_size <= len(rows):
-            raise ConfigError(f"batch_size={batch_size} does not fit {len(rows)} rows; use 1 to {len(rows)}")
+        self._input_ids, self._labels = examples
+        num_rows = len(self._input_ids)
+        if not 1 <= batch_size <= num_rows:
+            raise ConfigError(f"batch_size={batch_size} does not fit {num_rows} rows; use 1 to {num_rows}")
         self.model = model
         self.num_steps = 0
         self._lr = lr
         self._schedule = schedule
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY)
-        self._input_ids, self._labels = encode(tokenizer, rows)
         self._batches = self._walk(seed, batch_size)
 
     def step(self) -> float:
@@ -178,7 +178,7 @@ def warm_start(
     low, high = target
     started = time.perf_counter()
     trainer = SupervisedTrainer(
-        model, tokenizer, demonstrations(task.train), seed, WARM_START_LR, BATCH_SIZE, _warm_start_schedule
+        model, encode(tokenizer, demonstrations(task.train)), seed, WARM_START_LR, BATCH_SIZE, _warm_start_schedule
     )
     inside: tuple[float, int, dict[str, Tensor]] | None = None
     accuracy = 0.0
@@ -222,7 +222,7 @@ def continue_supervised(
         return _ramp(step) * min(1.0, 2 * max(0.0, 1 - elapsed / seconds))
 
     rows = task.train if from_answers else demonstrations(task.train)
-    trainer = SupervisedTrainer(model, tokenizer, rows, seed, CONTINUED_LR, BATCH_SIZE, schedule)
+    trainer = SupervisedTrainer(model, encode(tokenizer, rows), seed, CONTINUED_LR, BATCH_SIZE, schedule)
     while elapsed < seconds:
         started = time.perf_counter()
         loss = trainer.step()
@@ -242,7 +242,7 @@ def train_on_answers(
     def schedule(step: int) -> float:
         return _ramp(step) * min(1.0, 2 * (num_steps - step) / num_steps)
 
-    trainer = SupervisedTrainer(model, tokenizer, task.train, seed, CONTINUED_LR, BATCH_SIZE, schedule)
+    trainer = SupervisedTrainer(model, encode(tokenizer, task.train), seed, CONTINUED_LR, BATCH_SIZE, schedule)
     trainer.run_until(lambda done, _: done == num_steps)
 
 

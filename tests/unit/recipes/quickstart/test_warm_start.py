@@ -42,7 +42,7 @@ def small_task() -> Task:
 
 
 def make_trainer(rows: list[dict[str, str]] = ROWS, seed: int = 0, batch_size: int = 4) -> SupervisedTrainer:
-    return SupervisedTrainer(build_model(TOKENIZER, 0), TOKENIZER, rows, seed, 1e-3, batch_size)
+    return SupervisedTrainer(build_model(TOKENIZER, 0), encode(TOKENIZER, rows), seed, 1e-3, batch_size)
 
 
 def test_encode_by_hand() -> None:
@@ -94,7 +94,7 @@ def test_run_until_stops_at_its_condition_and_returns_the_last_loss() -> None:
 def test_schedule_of_zero_leaves_the_weights() -> None:
     model = build_model(TOKENIZER, 0)
     before = model.lm_head.weight.clone()
-    trainer = SupervisedTrainer(model, TOKENIZER, ROWS, 0, 1e-3, 4, schedule=lambda step: float(step == 1))
+    trainer = SupervisedTrainer(model, encode(TOKENIZER, ROWS), 0, 1e-3, 4, schedule=lambda step: float(step == 1))
     trainer.step()
     assert torch.equal(model.lm_head.weight, before)
     trainer.step()

@@ -1,0 +1,94 @@
+"""The recipes of agents: a policy that imitates a careless worker, and the Trainer that improves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from hybrid_rl import Trainer
+from hybrid_rl.cli import run_recipe
+from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.errors import ConfigError
+from recipes.agents.chat import encode_conversations
+from recipes.agents.task import AgentTask
+from recipes.quickstart.model import build_model
+from recipes.quickstart.run import Curve, Outcome, place
+from recipes.quickstart.warm_start import SupervisedTrainer
+from recipes.runner import console
+
+WARM_START_LR = 3e-3
+BATCH_SIZE = 64
+
+BuildTask = Callable[[int], AgentTask]
+
+
+def start(script: str, doc: str | None, build_task: BuildTask) -> None:
+    """Run a recipe as a script, with the settings in the YAML file beside it, and exit."""
+    settings = Path(script).with_suffix(".yaml")
+    run_recipe(lambda arguments: main(arguments, settings, doc or "", build_task))
+
+
+def main(arguments: Sequence[str], settings: Path, doc: str, build_task: BuildTask) -> None:
+    """Run on `key=value` arguments: with the small policy, or with the user's model and data."""
+    if any(argument in ("-h", "--help", "help") for argument in arguments):
+        console.print(doc, markup=False, soft_wrap=True)
+        console.print("Every key: hybrid-rl keys.")
+        return
+    own, _ = load_config(None, arguments=arguments)
+    if own.model.path is not None:
+        with Trainer(config=own, **build_task(own.seed).arguments) as trainer:
+            trainer.fit()
+            console.print(f"results: {trainer.run_folder}", soft_wrap=True)
+        return
+    if own.data.train_path is not None:
+        raise ConfigError("data.train_path needs a model of your own: set model.path too")
+    config, _ = load_config(settings, arguments=arguments)
+    torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
+    task = build_task(config.seed)
+    console.print(f"warm start: {task.warm_start_steps} steps on {len(task.conversations)} careless conversations")
+    outcome = improve(*warm_start(task, config.seed), task, config)
+    for step, accuracy in sorted(outcome.curve.items()):
+        console.print(f"step {step:3}: {accuracy:.1%} of the held-out rows")
+    console.print(f"{outcome.steps} steps in {outcome.seconds:.0f} s; curves, metrics and samples: {outcome.run}")
+
+
+def warm_start(
+    task: AgentTask, seed: int, num_steps: int | None = None
+) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """Return a small Qwen2 that imitates the task's conversations, and its tokenizer. num_steps: None = the task's."""
+    tokenizer = task.tokenizer()
+    model = build_model(tokenizer, seed)
+    total = task.warm_start_steps if num_steps is None else num_steps
+
+    def schedule(step: int) -> float:
+        return min(1.0, (step + 1) / 50) * min(1.0, (total - step) / (0.4 * total))
+
+    examples = encode_conversations(tokenizer, task.conversations, task.tools)
+    trainer = SupervisedTrainer(model, examples, seed, WARM_START_LR, BATCH_SIZE, schedule)
+    trainer.run_until(lambda done, _: done == total)
+    return model, tokenizer
+
+
+def improve(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: AgentTask, config: TrainerConfig
+) -> Outcome:
+    """Train a warm-started model in place, to the end of the config's steps; on the GPU, if there is one."""
+    curve = Curve()
+    place(model, config)
+    started = time.perf_counter()
+    with Trainer(
+        model,
+        train_dataset=task.train,
+        eval_dataset=task.heldout,
+        tokenizer=tokenizer,
+        config=config,
+        callbacks=[curve],
+        **task.arguments,
+    ) as trainer:
+        metrics = trainer.fit()
+    seconds = time.perf_counter() - started
+    return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder)
