@@ -290,8 +290,9 @@ def test_nothing_more_is_generated_for_a_trajectory_that_has_ended(caplog):
 
         tasks.append(asyncio.ensure_future(stray()))
         await once(episode)
-        while episode.prompt == PROMPTS[0] and len(late) < 3:
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(10):
+            while episode.prompt == PROMPTS[0] and len(late) < 3:
+                await asyncio.sleep(0.001)
 
     _, report = rolled(agent, num_generations=1)
     assert late[:3] == ["stop"] * 3 and report.metrics.result()["agents/turns_mean"] == 1.0
@@ -406,8 +407,9 @@ def test_ends_and_scores_are_told_to_the_trajectory():
         if episode.prompt == PROMPTS[0]:
             raise RuntimeError("on purpose")
         trajectory.add_reward(1.0)
-        while episode.prompt == PROMPTS[3] and ("scored", "stop") not in told:
-            await asyncio.sleep(0.001)  # environments of others are given back meanwhile
+        async with asyncio.timeout(10):
+            while episode.prompt == PROMPTS[3] and ("scored", "stop") not in told:
+                await asyncio.sleep(0.001)  # environments of others are given back meanwhile
 
     rolled(agent, num_generations=1)
     assert sorted(told) == sorted([(kind, end) for kind in ("end", "scored") for end in ("error", *["stop"] * 3)])
