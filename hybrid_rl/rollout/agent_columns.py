@@ -222,4 +222,7 @@ def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: Engin
     metrics.mean("agents/conversation_length_mean", sum(lengths), number)
     metrics.mean("agents/prefix_hit_share", after.prefix_hit_share(before), 1)
     metrics.high("agents/open_max", most_open)
+    for attempt in attempts:
+        for name, value in attempt.trajectory.metrics.items():
+            metrics.mean(f"agent/{name}", value, 1)
     return metrics

@@ -99,7 +99,7 @@ class AgentRollout:
         rewards = self._rewards if call.is_scored else None
         before = self._client.stats()
         with self._client.session():
-            episodes = Episodes(self._settings, attempts, call, rewards, _limits_of(self._limits, tasks, call))
+            episodes = Episodes(self._settings, attempts, call, rewards, limits_of(self._limits, tasks, call))
             start = now()
             self._turns.run(episodes.run, call.version)
             end = now()
@@ -156,7 +156,7 @@ class AgentRollout:
         self._turns.close()
 
 
-def _limits_of(limits: Limits, tasks: Sequence[RolloutTask], call: RolloutCall) -> Limits:
+def limits_of(limits: Limits, tasks: Sequence[RolloutTask], call: RolloutCall) -> Limits:
     """Return the limits of a call, which may have longer prompts and ask for longer completions than training does."""
     longest = max((len(task.row.prompt_ids) for task in tasks), default=0)
     longer_prompt = 0 if limits.max_prompt_length is None else max(0, longest - limits.max_prompt_length)

@@ -51,6 +51,7 @@ def test_an_agent_over_http_is_trained(tmp_path: Path) -> None:
         folder = Path(trainer.run_folder)
     assert metrics["agents/forks"] == metrics["rewards/num_failed"] == metrics["agents/ended_error"] == 0
     assert metrics["agents/turns_mean"] == pytest.approx(metrics["rewards/agent/mean"]) == metrics["reward"]
+    assert 0 <= metrics["agent/sum"] <= 6 and metrics["agent/step"] == 2
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
     assert not (model.lm_head.weight == before).all()
     samples = [json.loads(line) for line in next(folder.rglob("samples.jsonl")).read_text().splitlines()]
