@@ -70,6 +70,12 @@ def check_agents(
         )
     if given.rollout_func is not None:
         check_rollout_func(given.rollout_func)
+        for name in ("max_open_trajectories", "max_tool_calling_iterations"):
+            if (value := getattr(config.agents, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value} has no effect on rollout_func, which begins trajectories and calls tools itself; "
+                    "leave it out, and limit them there"
+                )
         return AgentSetup(rollout_func=given.rollout_func)
     if given.agent is not None:
         HttpAgent(given.agent, temperature=config.rollout.temperature)

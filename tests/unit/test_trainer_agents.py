@@ -8,6 +8,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.agents.client import TrajectoryEndedError
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.rewards import EngineJudge
 from tests.no_pictures import draw_nothing
@@ -181,6 +182,12 @@ def test_a_judge_sees_the_conversation(train):
     assert len(seen) == 12  # each trajectory once, by its last sample
     assert {values[0] for values in batch["function_rewards"]} <= {0.0, 1.0, 2.0, 3.0}
     assert batch["rewards"][0::2].equal(batch["rewards"][1::2]) and not batch["rewards"].isnan().any()
+
+
+@pytest.mark.parametrize("key", ["max_open_trajectories", "max_tool_calling_iterations"])
+def test_limits_that_a_rollout_func_cannot_keep_are_refused(train, key):
+    with pytest.raises(ConfigError, match=f"{key}=3 has no effect on rollout_func"):
+        train(wild(1), **{key: 3})
 
 
 def test_generate_gives_the_last_sample_of_each_trajectory(train, caplog):

@@ -107,16 +107,3 @@ def test_a_conversation_finds_the_blocks_of_its_turns_until_the_rollout_ends(rig
     with client.session():
         client.generate([second], 2)
     assert rig.engine.stats().num_prefix_tokens == 64
-
-
-def test_the_turns_of_the_oldest_conversation_run_first(make):
-    """One at a time: what waits is ordered before vLLM sees it."""
-    rig = make(max_num_seqs=1).ready()
-    client = EngineClient(rig.engine)
-    with client.session():
-        handle = client.submit([replace(request(i, 4, 2), priority=-i) for i in range(4)], 1)  # noqa: F405
-        finished = []
-        while not handle.is_done:
-            client.advance()
-            finished += [sample.id for sample in handle.take()]
-    assert finished == [3, 2, 1, 0]

@@ -180,17 +180,19 @@ def test_a_column_routes_to_environments_by_name_without_prompts(tmp_path: Path)
 
 
 def test_an_environment_may_own_the_data(tmp_path: Path) -> None:
-    """Neither a dataset nor reward functions: reset() says what to do, get_reward() how well it was done."""
+    """Neither a dataset nor reward functions: reset() says what to do, get_reward() how well it was done. Without any
+    round of tool calls, that is what it was at the start."""
 
     class Own(Walk):
         def reset(self, **row: Any) -> str | None:
             return super().reset(start=3, **row)
 
-    trainer = trainer_of(tmp_path, environment_factory=Own)
+    trainer = trainer_of(tmp_path, environment_factory=Own, max_tool_calling_iterations=0)
     [(batch, _)] = list(trainer.steps())
     trainer.close()
     assert [prompt[0]["content"] for prompt in batch["prompt"]] == [" from 3"] * 8
-    assert (batch["rewards"] >= 3).all()
+    assert (batch["rewards"] == 3).all()
+    assert "turns" in batch["finish_reason"]
     assert all(row == {"start": 3} for environment in Walk.every for row in environment.rows)
 
 

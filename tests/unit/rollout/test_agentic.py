@@ -275,7 +275,7 @@ def test_a_trajectory_without_a_token_is_a_sample_that_teaches_nothing():
     assert batch["rewards"].tolist()[1:] == [1.0, 0.0, 0.0] and math.isnan(batch["rewards"][0])
 
 
-def test_nothing_more_is_generated_for_a_trajectory_that_has_ended():
+def test_nothing_more_is_generated_for_a_trajectory_that_has_ended(caplog):
     late, tasks = [], []
 
     async def agent(episode):
@@ -296,6 +296,7 @@ def test_nothing_more_is_generated_for_a_trajectory_that_has_ended():
     _, report = rolled(agent, num_generations=1)
     assert late[:3] == ["stop"] * 3 and report.metrics.result()["agents/turns_mean"] == 1.0
     assert all(task.done() for task in tasks)  # cancelled with the rollout
+    assert "left behind" not in caplog.text
 
 
 @pytest.mark.parametrize("busy", [True, False])

@@ -265,6 +265,34 @@ def test_ranks_that_share_an_engine_go_on_until_the_last_has_ended():
     assert [len(answers) for answers in results] == [2, 2, 0]
 
 
+def test_a_rank_may_ask_its_judges_while_another_still_plays():
+    """After its own agents it streams requests in the same session; the other rank's agents go on meanwhile."""
+
+    def play(client, rank):
+        turns = EngineTurns(client)
+
+        async def main():
+            answers = []
+            for _ in range(1 + 4 * rank):
+                answers.append(await turns.complete(request(0, 4 + rank, 3)))
+                await asyncio.sleep(0.02 * rank)
+            return answers
+
+        try:
+            with client.session():
+                answers = turns.run(main, 1)
+                judged = [event for events in client.stream([request(-2, 5, 4)], 1) for event in events]
+            return answers, judged
+        finally:
+            turns.close()
+
+    for rank, (answers, judged) in enumerate(on_ranks(2, play)):
+        (alone,) = contract().ready().run([request(0, 4 + rank, 3)])
+        assert [answer.token_ids for answer in answers] == [alone.completion_ids] * (1 + 4 * rank)
+        (alone,) = contract().ready().run([request(-2, 5, 4)])
+        assert [event.completion_ids for event in judged] == [alone.completion_ids]
+
+
 def test_idle_ranks_meet_seldom():
     def play(client, rank):
         turns = EngineTurns(client)
