@@ -147,7 +147,7 @@ async def _call(function: partial[Any]) -> Any:
 
 
 def _is_async(function: partial[Any]) -> bool:
-    """Whether a call gives a coroutine. Of a decorated function, what the decorator made counts: it may run it itself."""
+    """Whether a call gives a coroutine. Of a decorated function, what the decorator made counts: it may run it."""
     inner = function.func
     while isinstance(inner, partial):
         inner = inner.func
