@@ -147,9 +147,10 @@ async def _call(function: partial[Any]) -> Any:
 
 
 def _is_async(function: partial[Any]) -> bool:
-    inner = inspect.unwrap(function.func)
+    """Whether a call gives a coroutine. Of a decorated function, what the decorator made counts: it may run it."""
+    inner = function.func
     while isinstance(inner, partial):
-        inner = inspect.unwrap(inner.func)
+        inner = inner.func
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 

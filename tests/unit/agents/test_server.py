@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -551,6 +552,21 @@ def test_what_a_function_may_take_and_return() -> None:
         return plain(row, base_url, api_key, "a trainer state")
 
     assert run(blocks).reward == 5.0
+
+    @functools.wraps(blocks)
+    def runs_it(*args: Any) -> float:
+        return asyncio.run(blocks(*args))
+
+    @functools.wraps(blocks)
+    def passes_it_on(*args: Any) -> Any:
+        return blocks(*args)
+
+    class Callable:
+        async def __call__(self, row: dict[str, Any], base_url: str, api_key: str, factor: float = 1.0) -> float:
+            return factor * plain(row, base_url, api_key, "a trainer state")
+
+    assert run(runs_it).reward == run(passes_it_on).reward == 5.0
+    assert run(functools.partial(Callable(), factor=2.0)).reward == 10.0
     for value in ("good", float("nan"), {"reward": "good"}, {1: 2.0}):
         with pytest.raises(DataError, match="the agent returned"):
             run(lambda row, base_url, api_key, value=value: value)
