@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -250,6 +249,9 @@ def test_programs_do_ordinary_work(tool: PythonTool) -> None:
     code = """
 import asyncio, csv, json, math, random, re, sqlite3, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
+with open("own.py", "w") as file:
+    file.write("x = 1")
+import own
 with open("data.csv", "w") as file:
     csv.writer(file).writerows([[1, 2], [3, 4]])
 rows = list(csv.reader(open("data.csv")))
@@ -306,9 +308,11 @@ def test_a_sandbox_that_died_fails_the_call_and_is_made_again(tool: PythonTool) 
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_process_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_nothing_outlives_a_process_that_was_killed(namespaces: bool) -> None:
     script = (
         "from hybrid_rl.agents.python_tool import PythonTool\ntool = PythonTool(60)\n"
+        f"tool._layers['namespaces'] = {namespaces}\n"
         "tool._start('while True: pass')\nprint(tool._ready()._process.pid, flush=True)\ninput()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
