@@ -76,8 +76,8 @@ def boxes() -> AgentTask:
 
 @pytest.mark.slow
 def test_a_small_policy_learns_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins with a look in a quarter of all cases. A sign turned anywhere between the reward of a trajectory and the
-    update of its turns makes that fall."""
+    """It begins with a look in a quarter of all cases. A sign turned anywhere between the reward of a trajectory and
+    the update of its turns makes that fall."""
     draw_nothing(monkeypatch)
     monkeypatch.setattr(
         run, "build_model", lambda tokenizer, seed: build_model(seed, **SIZE, vocab_size=len(tokenizer))
