@@ -62,6 +62,11 @@ class Side:
         self._send({"command": "step"})
         return self._receive()
 
+    def follow(self, **plan: Any) -> dict[str, Any]:
+        """One rollout of agents by a plan."""
+        self._send(plan)
+        return self._receive()
+
     def rollout(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """One rollout; the lengths of its completions."""
         self._send({"prompts": [list(ids) for ids in prompts]})
@@ -125,6 +130,11 @@ def ours(job: Job) -> Side:
 def trl(job: Job, python: Path) -> Side:
     """TRL's side, in the environment of that interpreter."""
     return Side("trl", python, "benchmarks.side_trl", job)
+
+
+def trl_agents(job: Job, python: Path) -> Side:
+    """TRL's side of a comparison of agents."""
+    return Side("trl", python, "benchmarks.side_trl_agents", job)
 
 
 def check_versions(ours: Side, peer: Side) -> None:

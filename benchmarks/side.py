@@ -24,7 +24,7 @@ from benchmarks.workload import Work
 @dataclass(frozen=True)
 class Job:
     """The task of a side. folder: of the model; output: a folder for the library's files; micro_batch: TRL's, in
-    completions; tokens_per_micro_batch: ours; generation: TRL's, `padded` or `continuous`."""
+    completions; tokens_per_micro_batch: ours; generation: TRL's, `padded` or `continuous`; num_turns: of an agent."""
 
     work: Work
     folder: str
@@ -36,6 +36,7 @@ class Job:
     micro_batch: int | None = None
     tokens_per_micro_batch: int | None = None
     generation: str = "padded"
+    num_turns: int = 1
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Job:

@@ -90,7 +90,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(work: Work, seed: int) -> Qwen2ForCausalLM:
+def build_model(work: Work, seed: int, *, max_positions: int = MAX_POSITIONS) -> Qwen2ForCausalLM:
     """A random fp32 Qwen2: 4 heads, 2 key heads, tied embeddings, the same for a seed."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
@@ -101,7 +101,7 @@ def build_model(work: Work, seed: int) -> Qwen2ForCausalLM:
             num_hidden_layers=work.num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=MAX_POSITIONS,
+            max_position_embeddings=max_positions,
             tie_word_embeddings=True,
             pad_token_id=PAD_ID,
             eos_token_id=EOS_ID,

@@ -52,13 +52,17 @@ def build_tokenizer(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> PreTraine
 
 
 def build_policy(
-    calls: Sequence[tuple[str, Mapping[str, Any]]], *, favour: Mapping[str, float] | None = None, seed: int = 0
+    calls: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    favour: Mapping[str, float] | None = None,
+    seed: int = 0,
+    **shape: Any,
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     """A policy whose answers are calls, <eos> and the letters of `favour`, in proportion to their numbers; calls and
-    <eos> have 1.0. Anything else is very unlikely."""
+    <eos> have 1.0. Anything else is very unlikely. shape: of the model."""
     tokenizer = build_tokenizer(calls)
     size = len(tokenizer)
-    model = build_model(seed, vocab_size=size, tie_word_embeddings=False, max_position_embeddings=1024)
+    model = build_model(seed, vocab_size=size, tie_word_embeddings=False, max_position_embeddings=1024, **shape)
     weights = torch.full((size,), 1e-6)
     weights[EOS_ID] = 1.0
     weights[len(SPECIALS) : len(SPECIALS) + len(calls)] = 1.0

@@ -321,9 +321,14 @@ def compared(planned: Sequence[PhaseMemory], measured: Mapping[str, Measured]) -
     return [row for row in rows if row.predicted or row.measured]
 
 
-def check(rows: Sequence[Row]) -> float:
-    """Fail if a prediction is off by more than MOST. Returns the largest share."""
-    wrong = [row for row in rows if row.share > MOST]
+def check(rows: Sequence[Row], *, early_bytes: int = 0) -> float:
+    """Fail if a prediction is off by more than MOST. Returns the largest share. early_bytes: what a thread of a process
+    group may let go of before a peak is reached, or after: peaks may lie lower by that."""
+    wrong = [
+        row
+        for row in rows
+        if row.share > MOST and not (row.what == PEAK and 0 < row.predicted - row.measured <= early_bytes)
+    ]
     assert not wrong, "\n".join(["not within 5 %:", *table(wrong)])
     assert len(rows) > 10
     return max(row.share for row in rows)

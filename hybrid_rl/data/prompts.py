@@ -17,7 +17,10 @@ OverlongPolicy: TypeAlias = Literal["error", "drop", "truncate"]
 
 PROMPT_COLUMN = "prompt"
 # Keywords of the reward call that are not dataset columns: they would hide a column of the same name.
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+RESERVED_COLUMNS = (
+    *("prompts", "completions", "completion_ids", "completion_lengths", "trainer_state"),
+    *("log_extra", "log_metric"),
+)
 # The names that TRL gives to columns whose contents (images, sound) the model is shown besides the text.
 IMAGE_COLUMNS = ("image", "images", "video", "videos")
 AUDIO_COLUMNS = ("audio", "audios")

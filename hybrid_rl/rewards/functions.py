@@ -44,6 +44,13 @@ class RewardInput:
     """The object that the sample acted on; functions that take `environments` get it."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """What sources other than functions gave, by `GivenReward.name`: a number, None, or the exception instead."""
+    policy_length: int | None = None
+    """Tokens that the policy made in the whole trajectory; None = all of completion_ids."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy made, without those of tools and environments."""
+        return len(self.completion_ids) if self.policy_length is None else self.policy_length
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class RewardFunction:
         values["prompts"] = [_own(sample.prompt) for sample in inputs]
         values["completions"] = [format_completion(sample.prompt, sample.completion) for sample in inputs]
         values["completion_ids"] = [list(sample.completion_ids) for sample in inputs]
+        values["completion_lengths"] = [sample.length for sample in inputs]
         values["trainer_state"] = trainer_state
         if has_environments:
             values[ENVIRONMENTS] = [sample.environment for sample in inputs]

@@ -1,5 +1,6 @@
 """Ready-made rewards for length and form. Lengths are in tokens of the completion, the final end-of-sequence token
-counted.
+counted. Of agents a length is that of what the policy wrote, in the whole trajectory; where a limit is approached it is
+what the limit counts, all tokens after the prompt.
 
 Each factory makes a function for `reward_funcs`. Length rewards wrap a function that says what is correct: they call it
 with the arguments that it takes, and a sample is correct if it gets at least `success`; a sample that gets None stays
@@ -33,6 +34,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def overlong_penalty(max_completion_length: int, buffer: int) -> RewardFunctionLike:
     """Make DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_completion_length - buffer tokens,
     then falling in a straight line to -1 at max_completion_length, and -1 beyond. Add it to a reward of correctness.
+    All tokens after the prompt count, those of tools and environments too: it warns of the limit, which counts them.
     """
     if not 0 < buffer <= max_completion_length:
         raise ConfigError(f"buffer={buffer} must be from 1 to max_completion_length={max_completion_length}")
@@ -61,7 +63,8 @@ def cosine_reward(
         longest + (shortest - longest) (1 + cos(pi t / L)) / 2
 
     with the two values for correct or for wrong ones, and `exceeded` from L tokens on. Defaults are the paper's. It
-    replaces the reward of correctness.
+    replaces the reward of correctness. t counts tokens of the policy; the limit that is exceeded counts those of tools
+    and environments as well.
 
     The paper says R(t = 0) = r_0 and R(t = L) = r_L, but passes them as CosFn's minimum and maximum, which would swap
     them; this follows what it says.
@@ -69,14 +72,14 @@ def cosine_reward(
     if not max_completion_length > 0:
         raise ConfigError(f"max_completion_length={max_completion_length} must be above 0")
 
-    def rule(value: float, length: int) -> float:
-        if length >= max_completion_length:
+    def rule(value: float, length: int, ids: Sequence[int]) -> float:
+        if len(ids) >= max_completion_length:
             return exceeded
         pair = (correct_shortest, correct_longest) if value >= success else (wrong_shortest, wrong_longest)
         share = (1 + math.cos(math.pi * length / max_completion_length)) / 2
         return pair[1] + (pair[0] - pair[1]) * share
 
-    return _wrap(correct, "cosine_reward", lambda samples: [rule(*sample) for sample in samples])
+    return _wrap(correct, "cosine_reward", lambda samples: [rule(*sample) for sample in samples], "completion_ids")
 
 
 def kimi_length_reward(correct: RewardFunctionLike, *, weight: float = 1.0, success: float = 1.0) -> RewardFunctionLike:
@@ -163,7 +166,8 @@ def _targeted(
 
 
 def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -> RewardFunctionLike:
-    """Make a reward function that takes the arguments of `correct`, completion_ids and the columns; async if that is.
+    """Make a reward function that takes the arguments of `correct`, completion_lengths and the columns; async if that
+    is.
 
     A sample without a value, or without an entry in one of the columns, gets None, and is not shown to `shape`.
     """
@@ -175,8 +179,7 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
         return {key: value for key, value in given.items() if spec.accepts(key)}
 
     def shaped(values: Any, given: Mapping[str, Any]) -> list[float | None]:
-        values = list(values)
-        lengths = [len(ids) for ids in given["completion_ids"]]
+        values, lengths = list(values), given["completion_lengths"]
         if len(values) != len(lengths):
             raise ValueError(f"{spec.name} returned {len(values)} values for {len(lengths)} completions")
         rows = list(zip(values, lengths, *(given[column] for column in columns), strict=True))
@@ -192,7 +195,7 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
 
     wrapped: Any = async_reward if spec.is_async else reward
     wrapped.__name__ = name
-    wrapped.__signature__ = _signature(inspect.signature(correct), ("completion_ids", *columns))
+    wrapped.__signature__ = _signature(inspect.signature(correct), ("completion_lengths", *columns))
     return group_reward(wrapped) if spec.needs_group else wrapped
 
 

@@ -12,6 +12,7 @@ from hybrid_rl.errors import RewardError
 from hybrid_rl.logging.report import read_jsonl
 from tests.callers import build_policy
 from tests.no_pictures import draw_nothing
+from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
 
 pytestmark = pytest.mark.slow  # processes are started
 
@@ -88,6 +89,23 @@ def test_two_ranks_make_the_trajectories_of_one(train):
     roles = {message["role"] for part in lines for line in part for message in line["messages"]}
     assert roles == {"assistant", "tool"}
     assert json.dumps(lines)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+def test_of_a_thousand_trajectories_every_token_has_the_trainers_logprob(tmp_path, forked_ranks):
+    """On two ranks and on one, with other delays of tools each time."""
+    batches = []
+    for num_ranks in (2, 1):
+        model, tokenizer = caller()
+        keys = {**SETTINGS, "prompts_per_step": 125, "num_ranks": num_ranks, "output_dir": str(tmp_path)}
+        keys["tokenizer"] = tokenizer
+        with Trainer(model, train_dataset=rows(125), tools=TOOLS, environment_factory=Line, **keys) as trainer:
+            step = trainer.step()
+            batches.append(step.batch.load() if isinstance(step.batch, BatchRef) else step.batch)
+        assert is_varied(step.metrics, set(batches[-1]["finish_reason"]), 1000), step.metrics
+        assert gaps(batches[-1]) < 1e-5
+    assert gap_between(*batches) < 1e-5
 
 
 def test_the_exception_of_an_agent_on_one_rank_ends_the_run_with_its_traceback(train):

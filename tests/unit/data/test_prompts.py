@@ -158,7 +158,8 @@ def test_column_names() -> None:
         check_column_names(["promt", "a"], "the dataset")
     with pytest.raises(DataError, match="its columns are none"):
         check_column_names([], "row 0")
-    for reserved in ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"):
+    own = ("prompts", "completions", "completion_ids", "completion_lengths")
+    for reserved in (*own, "trainer_state", "log_extra", "log_metric"):
         with pytest.raises(DataError, match=f"column '{reserved}', which is a keyword of the reward call"):
             check_column_names(["prompt", reserved], "row 0")
     with pytest.raises(DataError, match="the column name 3; column names must be strings"):

@@ -26,6 +26,11 @@ def ids(*lengths):
     return [[7] * length for length in lengths]
 
 
+def made(*lengths):
+    """Completions of these lengths, all of them the policy's."""
+    return {"completion_ids": ids(*lengths), "completion_lengths": list(lengths)}
+
+
 def good(completions, **_):
     return [{"good": 1.0, "bad": 0.0, "?": None}[text] for text in completions]
 
@@ -45,12 +50,12 @@ def test_overlong_penalty():
 def test_cosine_reward():
     reward = cosine_reward(good, 8)
     texts, lengths = ["good"] * 4 + ["bad"] * 4 + ["?"], [0, 4, 7, 8, 0, 4, 7, 9, 3]
-    found = reward(completions=texts, completion_ids=ids(*lengths))
+    found = reward(completions=texts, **made(*lengths))
     almost = (1 + math.cos(math.pi * 7 / 8)) / 2
     expected = [2.0, 1.5, 1.0 + almost, -10.0, -10.0, -5.0, -10.0 * almost, -10.0, None]
     assert found == pytest.approx(expected)
     # A correct one is worth less the longer it is, a wrong one more: to go on thinking.
-    by_length = [reward(completions=[text], completion_ids=ids(n))[0] for text in ("good", "bad") for n in range(8)]
+    by_length = [reward(completions=[text], **made(n))[0] for text in ("good", "bad") for n in range(8)]
     assert by_length[:8] == sorted(by_length[:8], reverse=True) and by_length[8:] == sorted(by_length[8:])
 
 
@@ -64,11 +69,11 @@ def test_unusable_arguments_are_refused():
 
 def test_kimi_length_reward():
     reward = kimi_length_reward(good, weight=2.0)
-    found = reward(completions=["good", "good", "bad", "bad", "good", "?"], completion_ids=ids(10, 30, 15, 25, 20, 90))
+    found = reward(completions=["good", "good", "bad", "bad", "good", "?"], **made(10, 30, 15, 25, 20, 90))
     # lambda = .5 - (length - 10) / 20: .5, -.5, .25 (wrong: 0), -.25, 0; the unscored one does not count.
     assert found == pytest.approx([1 + 2 * 0.5, 1 - 2 * 0.5, 0.0, -2 * 0.25, 1.0, None])
-    assert reward(completions=["good", "bad"], completion_ids=ids(4, 4)) == [1.0, 0.0]
-    assert reward(completions=["?"], completion_ids=ids(4)) == [None]
+    assert reward(completions=["good", "bad"], **made(4, 4)) == [1.0, 0.0]
+    assert reward(completions=["?"], **made(4)) == [None]
     with pytest.raises(ConfigError, match="'kimi_length_reward' compares"):
         RewardRunner(reward)
     RewardRunner(reward, score_by="group").close()
@@ -76,19 +81,43 @@ def test_kimi_length_reward():
 
 def test_lcpo():
     given = {"completions": ["good", "bad", "good", "?", "good"], "target_length": [1000, 1000, 1000, 5, None]}
-    given["completion_ids"] = ids(1500, 400, 1000, 3, 3)
+    given |= made(1500, 400, 1000, 3, 3)
     assert lcpo_exact(good)(**given) == pytest.approx([1 - 0.15, -0.18, 1.0, None, None])
     # .0003 (1000 - 1500) + .5 = .35; a wrong one gets nothing, however short.
     assert lcpo_max(good)(**given) == pytest.approx([0.35, 0.0, 0.5, None, None])
-    short = {"completions": ["good"] * 2, "completion_ids": ids(1, 4000), "goal": [2000, 2000]}
+    short = {"completions": ["good"] * 2, **made(1, 4000), "goal": [2000, 2000]}
     assert lcpo_max(good, alpha=0.001, column="goal")(**short) == [1.0, 0.0]  # clipped on both sides
+
+
+def test_lengths_of_agents():
+    """Two completions of 6 and 8 tokens, of which the policy made 2 and 5, in a limit of 8: what is approached is the
+    limit, what is shaped is what the policy wrote."""
+    given = {"completions": ["good", "good"], "completion_ids": ids(6, 8), "completion_lengths": [2, 5]}
+    assert overlong_penalty(8, 4)(completion_ids=given["completion_ids"]) == [-0.5, -1.0]
+    quarter = (1 + math.cos(math.pi * 2 / 8)) / 2
+    assert cosine_reward(good, 8)(**given) == pytest.approx([1 + quarter, -10.0])
+    assert kimi_length_reward(good)(**given) == [1.5, 0.5]
+    assert lcpo_exact(good, alpha=0.1)(**given, target_length=[2, 3]) == pytest.approx([1.0, 0.8])
+    assert lcpo_max(good, alpha=0.1)(**given, target_length=[2, 3]) == pytest.approx([0.5, 0.3])
+
+
+def test_reward_functions_get_the_lengths_of_what_the_policy_wrote():
+    def length(completion_ids, completion_lengths):
+        return [10 * len(ids) + length for ids, length in zip(completion_ids, completion_lengths, strict=True)]
+
+    samples = [
+        RewardInput(SampleKey(0), "p", "c", [1, 2, 3], {}, policy_length=1),
+        RewardInput(SampleKey(1), "p", "c", [1, 2], {}),
+    ]
+    with RewardRunner(length) as runner:
+        assert runner.score(samples, None).rewards.tolist() == [31, 22]
 
 
 def test_success_says_what_is_correct():
     partly = cosine_reward(lambda completions: [0.6], 10, success=0.5)
-    assert partly(completions=["x"], completion_ids=ids(0)) == [2.0]
+    assert partly(completions=["x"], **made(0)) == [2.0]
     fully = cosine_reward(lambda completions: [0.6], 10)
-    assert fully(completions=["x"], completion_ids=ids(0)) == [-10.0]
+    assert fully(completions=["x"], **made(0)) == [-10.0]
 
 
 def test_a_wrapper_takes_the_arguments_of_the_wrapped_function_and_its_own():
@@ -98,7 +127,7 @@ def test_a_wrapper_takes_the_arguments_of_the_wrapped_function_and_its_own():
 
     wrapped = lcpo_exact(correct)
     assert list(inspect.signature(wrapped).parameters) == [
-        "prompts", "answer", "completion_ids", "other", "target_length"
+        "prompts", "answer", "completion_ids", "other", "completion_lengths", "target_length"
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="'lcpo_exact' requires the parameter 'target_length'"):
         RewardRunner(wrapped, available_columns=["answer"])
@@ -121,7 +150,7 @@ def test_a_wrapper_is_async_if_the_function_is():
 
 def test_a_wrong_number_of_values_is_named():
     with pytest.raises(ValueError, match="<lambda> returned 1 values for 2 completions"):
-        cosine_reward(lambda completions: [1.0], 4)(completions=["a", "b"], completion_ids=ids(1, 1))
+        cosine_reward(lambda completions: [1.0], 4)(completions=["a", "b"], **made(1, 1))
 
 
 WELL_FORMED = "<think>\nso\n</think>\n<answer>4</answer>"
@@ -176,7 +205,7 @@ def test_the_pattern_is_fast_on_long_texts_that_do_not_match():
 )
 def test_they_have_names_and_travel(reward, name):
     assert reward.__name__ == name
-    given = {"completions": ["good"], "completion_ids": ids(6), "target_length": [6]}
+    given = {"completions": ["good"], **made(6), "target_length": [6]}
     copied = cloudpickle.loads(cloudpickle.dumps(reward))
     accepted = inspect.signature(reward).parameters
     wanted = {

@@ -25,6 +25,7 @@ from hybrid_rl.training.mini_batch import with_trajectory_tokens
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.float64 import KeepFloat64
 from tests.reference.grpo_case import build_model, flatten_gradient, load_recorded
+from tests.turns import cut_in_turns
 from tests.unit.training.combination_case import resolved, train
 from tests.unit.training.grpo_step import case_batch, case_config, loss_and_gradient
 from tests.unit.training.test_combinations import SECTIONS, TOLERANCE, chosen, has_step_rewards
@@ -280,6 +281,11 @@ def batch_with_holes() -> Batch:
     return batch.without(*columns).with_columns(**(columns | {"completion_mask": mask}), trajectory=torch.arange(16))
 
 
+def with_lengths(batch: Batch) -> Batch:
+    lengths = {f"{name}_length": batch[f"{name}_ids"].lengths for name in ("prompt", "completion")}
+    return batch.without(*(lengths.keys() & batch.keys())).with_columns(**lengths)
+
+
 def in_run(batch: Batch, config: TrainerConfig) -> Batch:
     return with_advantages(batch, AdvantageSpec.of(config), RankContext(), 0.0)
 
@@ -322,7 +328,7 @@ def test_packed_samples_with_holes_are_the_same_as_each_alone() -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "sequence_sum"])
-@pytest.mark.parametrize("form", [unchanged, cut_at_holes])
+@pytest.mark.parametrize("form", [unchanged, cut_at_holes, cut_in_turns])
 def test_gradients_of_ranks_add_up_whatever_samples_trajectories_are(
     form: Callable[[Batch], Batch], loss_type: str
 ) -> None:
@@ -330,14 +336,14 @@ def test_gradients_of_ranks_add_up_whatever_samples_trajectories_are(
     config = case_config(loss_type=loss_type, beta=BETA)
     spec, whole = LossSpec.of(config), batch_with_holes()
     expected_loss, expected, _ = loss_and_gradient(in_run(whole, config), config, [list(range(16))], torch.float64)
-    batch = form(whole)
-    lengths = {f"{name}_length": batch[f"{name}_ids"].lengths for name in ("prompt", "completion")}
-    shares = split_over_ranks(batch.with_columns(**lengths), 3, pair_cost=0.01)
+    batch = form(with_lengths(whole))
+    shares = split_over_ranks(with_lengths(batch), 3, pair_cost=0.01)
+    counts = Counts(*map(sum, zip(*(Counts.of(batch.select(share), spec) for share in shares), strict=True)))
     total, gradient = 0.0, torch.zeros_like(expected)
     for share in shares:
         mine = with_trajectory_tokens(in_run(batch.select(share), config), spec)
         cuts = [list(range(start, mine.num_samples, 2)) for start in (0, 1)]
-        loss, part, _ = loss_and_gradient(mine, config, cuts, torch.float64, counts=Counts.of(whole, spec))
+        loss, part, _ = loss_and_gradient(mine, config, cuts, torch.float64, counts=counts)
         total, gradient = total + loss, gradient + part
     assert total == pytest.approx(expected_loss, abs=1e-12)
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
