@@ -34,8 +34,8 @@ MOST_OUTPUT_BYTES = 64 * MIB  # a program that prints more is ended
 START_SECONDS = 60.0
 # No site packages, no folder of a script, none of the variables of this process.
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_rl.agents.sandbox.warden import main; "
-    "del sys.path[0]; main(int(sys.argv[2]))"
+    "import sys; sys.path.append(sys.argv[1]); from hybrid_rl.agents.sandbox.warden import main; "
+    "sys.path.pop(); main(int(sys.argv[2]))"
 )
 _ROOT = str(Path(__file__).resolve().parents[2])
 # Strings hash alike in every program, so that a repeated program prints the same.
