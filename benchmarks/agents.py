@@ -98,6 +98,11 @@ def arguments() -> Namespace:
     parser.add_argument("--prompts", type=report.positive, default=32)
     parser.add_argument("--generations", type=report.positive, default=8, help="trajectories of a prompt")
     parser.add_argument("--running", type=report.positive, default=128, help="sequences that the engine runs at once")
+    parser.add_argument(
+        "--cache-sequences",
+        type=report.positive,
+        help="of full length that the cache holds; left out = all of a rollout",
+    )
     parser.add_argument("--tool-seconds", type=float, help="mean of a tool; left out = that of a turn of all at once")
     parser.add_argument("--sigma", type=float, default=1.5, help="of the logarithm of a tool's seconds")
     parser.add_argument("--rounds", type=report.positive, default=3, help="rollouts of each side")
@@ -126,7 +131,11 @@ class Sides:
 
     def __init__(self, given: Namespace, model: Qwen2ForCausalLM) -> None:
         self._source = TensorSource.of(model)
-        self._engine = InPlaceEngine(CausalLM(model), InPlaceConfig(max_num_seqs=given.running), max_length=MAX_LENGTH)
+        shape, num_tokens = model.config, MAX_LENGTH * (given.cache_sequences or given.prompts * given.generations)
+        head_dim = shape.hidden_size // shape.num_attention_heads
+        token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * 4
+        config = InPlaceConfig(max_num_seqs=given.running, kv_cache_memory_bytes=num_tokens * token_bytes)
+        self._engine = InPlaceEngine(CausalLM(model), config, max_length=MAX_LENGTH)
         self._engine.wake(TAGS)
         self._client = EngineClient(self._engine)
         self._plan: Plan | None = None

@@ -207,6 +207,9 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     memory = psutil.virtual_memory()
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    # Imported here, so that no other command waits for it.
+    from hybrid_rl.agents.python_tool import sandbox_strength
+
     found = {
         "accelerators": ", ".join(f"{gpu.name} with {_gib(gpu.total_memory)}" for gpu in gpus) or "none",
         "cores": f"{own_cores()} of {os.cpu_count()} for this process",
@@ -216,6 +219,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         found["shared memory, where ranks keep batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
+    found["sandbox of PythonTool"] = str(sandbox_strength())
     return found
 
 

@@ -1,6 +1,6 @@
 """A policy learns a game of several turns: `python recipes/agent_game.py [key=value ...]`.
 
-It guesses a number from 1 to 15 and hears "lower" or "higher"; only who halves what is left finds every number in four
+It guesses a number from 1 to 7 and hears what is left; only who halves that finds every number in three
 guesses. The warm start imitates a careless player; GRPO sees only whether the number was found. With a model of your
 own it learns the same game on your data, rows with `prompt` (chat messages) and `secret` (a whole number):
 

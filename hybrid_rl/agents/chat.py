@@ -318,7 +318,8 @@ class Chat:
             start = self._encode(text[: most * self._longest_token])
             if len(start) >= most:
                 return start
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Without a warning about lengths: what is too long is refused elsewhere.
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _find_anchor(self) -> str:
         """A special token to stand before a text that continues another: without it, some tokenizers add the space

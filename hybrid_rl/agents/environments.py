@@ -104,7 +104,9 @@ class Environment:
 
     async def call(self, name: str, arguments: Mapping[str, Any], then: Callable[[Any], Any] = lambda v: v) -> Outcome:
         """Call a method. then: what is done with the value that it returns."""
-        method = getattr(self.instance, name)
+        method = getattr(self.instance, name, None)
+        if method is None:  # a factory may make objects of several classes
+            return Outcome(None, AttributeError(f"{type(self.instance).__name__} has no {name}()"))
         if inspect.iscoroutinefunction(method):
 
             async def awaited() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from hybrid_rl.agents.client import AgentClient, TrajectoryEndedError
 from hybrid_rl.agents.trajectory import Trajectory, Turn
 from hybrid_rl.data.prompts import Messages
-from hybrid_rl.errors import DataError, counted
+from hybrid_rl.errors import ConfigError, DataError, counted
 
 Row = dict[str, Any]
 # Makes a trajectory for each row, in order, by asking the client.
@@ -107,3 +108,24 @@ def _check(trajectory: Trajectory, what: str) -> None:
                 f"{what} whose sample {number} has {counted(len(sample.turns), 'turn')} and "
                 f"{len(sample.turn_rewards)} turn_rewards; give one (or None) for each turn"
             )
+
+
+def check_rollout_func(function: Any) -> None:
+    """Raise ConfigError for a rollout_func that cannot be awaited."""
+    if not callable(function):
+        raise ConfigError(f"rollout_func={function!r} cannot be called; pass an `async def f(rows, client, **kw)`")
+    call = getattr(function, "__call__", None)  # noqa: B004
+    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)):
+        raise ConfigError(
+            "rollout_func is a plain function: it would stop every other trajectory, and the engine, while it works; "
+            "write `async def`, await client.generate(...), and run what blocks by `await asyncio.to_thread(...)`"
+        )
+
+
+def offered(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+    """Return those of the keyword arguments that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return keywords
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in keywords.items() if name in names}

@@ -33,10 +33,12 @@ class HttpAgent:
 
     function: gets the columns of the row as a dict, and where the policy answers. A coroutine function runs on an event
     loop that all of them share for the whole run, so that HTTP clients can be kept; a plain one in a thread of its own.
-    It may take `trainer_state`, `environment` and `trajectory` besides. A number that it returns is the reward of the
-    trajectory; of a dict, the item "reward" is, and the others are written to samples.jsonl; None gives no reward. If a
-    limit ends the trajectory, and the function raises therefore instead of returning, that is no failure: the reward is
-    0. temperature: of the run; requests for another one are refused.
+    It may take `trainer_state`, `environment` and `trajectory` besides.
+
+    A number that it returns is the reward of the trajectory; None gives no reward. Of a dict, the item "reward" is the
+    reward; the others are written to samples.jsonl, and means of numbers are logged as agent/NAME. If a limit ends the
+    trajectory, and the function raises therefore instead of returning, that is no failure: the reward is 0.
+    temperature: of the run; requests for another one are refused.
 
     Raises ConfigError for a function that cannot be called so.
     """
@@ -145,9 +147,10 @@ async def _call(function: partial[Any]) -> Any:
 
 
 def _is_async(function: partial[Any]) -> bool:
-    inner = inspect.unwrap(function.func)
+    """Whether a call gives a coroutine. Of a decorated function, what the decorator made counts: it may run it."""
+    inner = function.func
     while isinstance(inner, partial):
-        inner = inspect.unwrap(inner.func)
+        inner = inner.func
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
@@ -178,7 +181,11 @@ def _take_result(result: Any, trajectory: Trajectory) -> None:
     if isinstance(result, Mapping):
         if unnamed := [name for name in result if not isinstance(name, str)]:
             raise DataError(f"the agent returned a dict with the key {shorten(unnamed[0])}; keys must be texts")
-        trajectory.extra.update({name: value for name, value in result.items() if name != "reward"})
+        others = {name: value for name, value in result.items() if name != "reward"}
+        trajectory.extra.update(others)
+        trajectory.metrics.update(
+            {name: float(value) for name, value in others.items() if isinstance(value, int | float) and value == value}
+        )
         reward = result.get("reward")
     if reward is None:
         return

@@ -273,7 +273,7 @@ def _folders_of(packages: Sequence[str]) -> tuple[str, ...]:
 
 def _measure(warden: _Warden) -> SandboxStrength:
     """Let a program try to get out."""
-    result = warden.start(_PROBE).result()
+    result = warden.start(_PROBE, START_SECONDS).result()
     try:
         barred = json.loads(result.output)
     except ValueError:
@@ -284,7 +284,7 @@ def _measure(warden: _Warden) -> SandboxStrength:
     walls = warden.walls
     means = {
         f"namespaces ({walls.apart})": walls.apart,
-        "a private root": walls.own_root,
+        "a private root": walls.scratch,
         "seccomp": walls.has_filter,
         f"Landlock {walls.landlock}": walls.landlock,
     }
@@ -337,15 +337,15 @@ class _Warden:
         self._finalizer = weakref.finalize(self, _end, self._own, self._process)
         start_thread("sandbox", _taking(weakref.ref(self), self._own), lambda: None)
 
-    def start(self, code: str) -> Future[ProgramResult]:
-        """Let a program run. To cancel the future ends it."""
+    def start(self, code: str, seconds: float | None = None) -> Future[ProgramResult]:
+        """Let a program run. To cancel the future ends it. seconds: instead of the limit of all."""
         future: Future[ProgramResult] = Future()
         with self._lock:
             self._number += 1
             number = self._number
             self._open[number] = future
             try:
-                send(self._own, {"number": number, "code": code})
+                send(self._own, {"number": number, "code": code} | ({"seconds": seconds} if seconds else {}))
             except (OSError, UnicodeError) as error:
                 self._open.pop(number)
                 future.set_exception(AgentError(f"the sandbox died: {error}"))

@@ -13,7 +13,7 @@ import cloudpickle
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
 from hybrid_rl.agents.tool_calling import ToolOutcome
 from hybrid_rl.controller import child_environment
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import AgentError, ConfigError
 from hybrid_rl.process.call_main import FORKED
 from hybrid_rl.process.call_process import END_SECONDS, CallProcess, ProcessEndedError, packed
 
@@ -41,7 +41,7 @@ class ToolProcesses:
         self._all: set[CallProcess] = set()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
-        """Call a function by name."""
+        """Call a function by name. Raises AgentError if processes cannot load the functions."""
         loop = self._caller.loop
         future = loop.start(self._call(name, arguments))
         try:
@@ -59,7 +59,7 @@ class ToolProcesses:
             process = self._idle.pop() if self._idle else self._begin()
             try:
                 if process.streams is None and (problem := await process.load(self._functions)) is not None:
-                    raise ConfigError(
+                    raise AgentError(
                         "a process cannot load the tools; they must be importable there, or be defined in the script "
                         f"or notebook itself (or set agents.tool_processes=0): {problem}"
                     )

@@ -156,10 +156,10 @@ class ToolSet:
         function = call.get("function") if isinstance(call, Mapping) else None
         if kind != "function" or not isinstance(function, Mapping):
             raise ToolCallError(f"Unsupported tool call type: {kind}")
-        tool = self.tools.get(function.get("name", ""))
-        if tool is None:
-            known = ", ".join(self.tools) or "none"
-            raise ToolCallError(f"Tool {function.get('name')} not found. The tools are: {known}")
+        name = function.get("name")
+        if not isinstance(name, str) or name not in self.tools:
+            raise ToolCallError(f"Tool {name} not found. The tools are: {', '.join(self.tools) or 'none'}")
+        tool = self.tools[name]
         arguments = function.get("arguments")
         if isinstance(arguments, str):  # as the OpenAI API writes them
             try:

@@ -135,7 +135,8 @@ class Trajectory:
     environment added. environment: the object that the trajectory acts on, if any.
     messages: the conversation as a reward function gets it, without the prompt. counts: of "turns", "tool_calls",
     "tool_failures" (those past their time limit included), "tool_timeouts", "forks". extra: values that go to
-    samples.jsonl. given: rewards by their source, for `GivenReward`: a number, None, or the exception instead of one.
+    samples.jsonl. metrics: numbers whose means are logged, as agent/NAME. given: rewards by their source, for
+    `GivenReward`: a number, None, or the exception instead of one.
 
     Whoever runs the episode awaits each of on_end when the agent has returned, failed or was cancelled and end_reason
     is set, before the trajectory is scored; and calls each of on_scored when its rewards are there or none will be.
@@ -154,6 +155,7 @@ class Trajectory:
         self.error = ""
         self.counts: Counter[str] = Counter()
         self.extra: dict[str, Any] = {}
+        self.metrics: dict[str, float] = {}
         self.given: dict[str, Any] = {}
         self.on_end: list[Callable[[], Awaitable[None]]] = []
         self.on_scored: list[Callable[[], None]] = []

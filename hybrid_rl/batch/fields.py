@@ -48,7 +48,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "prompt_length": Field("sample", torch.int64, "collector", None, "tokens of the prompt"),
         "completion_length": Field("sample", torch.int64, "collector", None, "tokens of the completion"),
         "policy_length": Field(
-            "sample", torch.int64, "collector", None, "tokens of the completion that the policy made, of agents only"
+            "sample", torch.int64, "collector", None, "tokens of the completion that the policy made; of agents only"
         ),
         "mini_batch": Field("sample", torch.int64, "driver", None, "optimizer step within the training step, from 0"),
         "finish_reason": Field(

@@ -21,7 +21,9 @@ class AgentConfig:
     trajectory_timeout_seconds: float | None = key(
         None, "longest time from a trajectory's start to its end, waiting for tools included; None = no limit", above=0
     )
-    tool_timeout_seconds: float = key(60.0, "longest time of one tool call, reset or get_reward", above=0)
+    tool_timeout_seconds: float = key(
+        60.0, "longest time of one tool call, and of making, resetting or scoring an environment", above=0
+    )
     tool_processes: int = key(
         0, "call plain tools in this many worker processes per rank; 0 = in threads of the rank", minimum=0
     )

@@ -139,6 +139,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
     def numbers(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
+    asked = {attempt.identity: conversation_of(attempt, decode)[0] for attempt in attempts}
     versions = [[version for version in sample.versions if version >= 0] for _, sample in rows]
     return {
         "prompt_ids": prompts,
@@ -156,7 +157,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
         "trajectory": keys[:, 0],
         "turn": keys[:, 1],
         "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _ in rows],
-        "prompt": [attempt.prompt for attempt, _ in rows],
+        "prompt": [asked[attempt.identity] for attempt, _ in rows],
         "completion": [decode(sample.token_ids) for _, sample in rows],
         "conversation": [_conversation(attempt, number, decode) for attempt, number in _numbered(attempts)],
         "row": [dict(attempt.task.row.columns) for attempt, _ in rows],
@@ -221,4 +222,7 @@ def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: Engin
     metrics.mean("agents/conversation_length_mean", sum(lengths), number)
     metrics.mean("agents/prefix_hit_share", after.prefix_hit_share(before), 1)
     metrics.high("agents/open_max", most_open)
+    for attempt in attempts:
+        for name, value in attempt.trajectory.metrics.items():
+            metrics.mean(f"agent/{name}", value, 1)
     return metrics

@@ -297,15 +297,17 @@ class _Tally:
         if not call.purpose.endswith(GREEDY):
             for report in reports:
                 self._metrics.merge(report.metrics)
-        if not call.is_scored:
-            return
-        self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
         failures = [
             replace(failure, key=SampleKey(failure.key.trajectory - self._first_id, failure.key.turn))
             for report in reports
             for failure in report.failures
         ]
         check_not_ended(failures, call.state.global_step)
+        if not call.is_scored:
+            if failures:
+                logger.warning("%s: %s", call.purpose, format_failures(failures))
+            return
+        self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
         rewards = batch["rewards"][Trajectories.of(batch).first]
         num_failed = int(rewards.isnan().sum())
         self._failures += failures

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
+from hybrid_rl.agents.floor import check_rollout_func
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
@@ -21,7 +22,6 @@ from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import GivenReward
 from hybrid_rl.rollout.agent_columns import AGENT
-from hybrid_rl.rollout.agentic import check_rollout_func
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ def check_agents(
         )
     if given.rollout_func is not None:
         check_rollout_func(given.rollout_func)
+        for name in ("max_open_trajectories", "max_tool_calling_iterations"):
+            if (value := getattr(config.agents, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value} has no effect on rollout_func, which begins trajectories and calls tools itself; "
+                    "leave it out, and limit them there"
+                )
         return AgentSetup(rollout_func=given.rollout_func)
     if given.agent is not None:
         HttpAgent(given.agent, temperature=config.rollout.temperature)

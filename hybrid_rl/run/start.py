@@ -59,6 +59,8 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
     if isinstance(run.config.controller, RayControllerConfig):
+        if run.agents is not None:
+            run.agents.close()  # ranks make their own environments
         return _start_on_ray(run, setup, log_folder, closing)
     # A module of this process is trained in place; a named one is loaded here. All other models go to its device.
     module = run.choice.load(run.config, local_device(run.config.model.device))

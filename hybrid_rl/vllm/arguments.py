@@ -15,6 +15,7 @@ from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.errors import ConfigError
 
+CPU_BLOCK = 32  # tokens: the smallest that vLLM's attention on CPUs takes
 WORKER = "hybrid_rl.vllm.cpu_worker.RunWorker"
 
 # Arguments that are not the user's to give: why, or what to set instead.
@@ -69,7 +70,10 @@ def engine_arguments(
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"rollout.vllm.{name} is not an argument of the vLLM that is installed{hint}")
     # The next pass starts while the last one's tokens are on their way; vLLM has it on GPUs only.
-    defaults = {"use_tqdm_on_load": False, "async_scheduling": device.type == "cuda"}
+    defaults: dict[str, Any] = {"use_tqdm_on_load": False, "async_scheduling": device.type == "cuda"}
+    if device.type == "cpu":
+        # Of a conversation vLLM finds only full blocks again; by default they have 128 tokens there, 16 on a GPU.
+        defaults["block_size"] = CPU_BLOCK
     ours = {
         "model": str(folder),
         "skip_tokenizer_init": True,

@@ -71,6 +71,12 @@ def call(name: str, **arguments: Any) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
+def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+    """Return the text of a whole conversation. tools: JSON schemas."""
+    shown: Any = {"tools": list(tools), "tokenize": False}
+    return str(tokenizer.apply_chat_template(list(messages), **shown))
+
+
 def encode_conversations(
     tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Sequence[Message]], tools: Sequence[Message]
 ) -> tuple[Tensor, Tensor]:
@@ -78,10 +84,10 @@ def encode_conversations(
 
     An answer ends with the token that ends it, which the engine makes; the line break after it is the template's.
     """
-    end, start = tokenizer.convert_tokens_to_ids([END, START])
+    vocabulary = tokenizer.get_vocab()
+    end, start = vocabulary[END], vocabulary[START]
     header = tokenizer("<|im_start|>assistant\n")["input_ids"]
-    shown: Any = {"tools": list(tools), "tokenize": False}
-    rows = tokenizer([tokenizer.apply_chat_template(list(said), **shown) for said in conversations])["input_ids"]
+    rows = tokenizer([render(tokenizer, said, tools) for said in conversations])["input_ids"]
     width = max(map(len, rows))
     input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels = torch.full((len(rows), width), IGNORED)

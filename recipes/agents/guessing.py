@@ -1,8 +1,7 @@
-"""Guessing a number: after each guess the policy hears whether the number is lower or higher, and few guesses suffice
-only if all of them are well chosen.
+"""Guessing a number: each guess narrows down what is left, and few guesses suffice only if all of them are well chosen.
 
-A row is `{"prompt": [{"role": "user", "content": "1 to 15"}], "secret": 11}`. The warm start imitates a careless
-player, who at times guesses what earlier answers have ruled out, and anything else as readily as the middle.
+A row is `{"prompt": [{"role": "user", "content": "1 to 7"}], "secret": 6}`; a guess of 4 is answered by "5 to 7". The
+warm start imitates a careless player, who often guesses what is ruled out, and all else as readily as the middle.
 """
 
 import random
@@ -12,26 +11,26 @@ from hybrid_rl.agents.schemas import tool_schema
 from recipes.agents.chat import Message, call
 from recipes.agents.task import AgentTask
 
-HIGHEST = 15
-MOST_GUESSES = 4  # enough for 15 numbers, if each guess halves what is left
+HIGHEST = 7
+MOST_GUESSES = 3  # enough for 7 numbers, if each guess halves what is left
 NUM_GAMES = 2000  # of the careless player
-CARELESS = 0.5  # share of guesses that forget all that was heard
+CARELESS = 0.5  # share of guesses that forget what is left
 COPIES = 100  # of each number in the training rows
-MAX_LENGTH = 192
-WARM_START_STEPS = 150
+MAX_LENGTH = 160
+WARM_START_STEPS = 120
 
 
 class Guessing:
     """One game: find a number with few guesses."""
 
     def __init__(self) -> None:
-        self._secret = 0
-        self._left = 0
-        self._is_found = False
+        self._secret, self._low, self._high = 0, 0, 0
+        self._num_guesses, self._is_found = 0, False
 
     def reset(self, secret: int, **row: Any) -> None:
         """Begin a game."""
-        self._secret, self._left, self._is_found = secret, MOST_GUESSES, False
+        self._secret, self._low, self._high = secret, 1, HIGHEST
+        self._num_guesses, self._is_found = 0, False
 
     def guess(self, number: int) -> str:
         """Guess the number.
@@ -39,14 +38,20 @@ class Guessing:
         Args:
             number: The number.
         """
-        self._left -= 1
-        self._is_found = self._is_found or (number == self._secret and self._left >= 0)
+        if self._num_guesses == MOST_GUESSES:  # one answer may hold many calls
+            raise ValueError("no guess is left")
+        self._num_guesses += 1
         if number == self._secret:
+            self._is_found = True
             return "right"
-        return "lower" if self._secret < number else "higher"
+        if number < self._secret:
+            self._low = max(self._low, number + 1)
+        else:
+            self._high = min(self._high, number - 1)
+        return f"{self._low} to {self._high}"
 
     def get_reward(self) -> float:
-        """1.0 if the number was found in time, otherwise 0.0."""
+        """1.0 if the number was found, otherwise 0.0."""
         return float(self._is_found)
 
 
@@ -70,12 +75,12 @@ def careless_game(row: dict[str, Any], rng: random.Random) -> list[Message]:
     """Return a game of the careless player, who goes on until the number is found or no guess is left."""
     game = Guessing()
     game.reset(row["secret"])
-    said, low, high = list(row["prompt"]), 1, HIGHEST
+    said, heard = list(row["prompt"]), f"1 to {HIGHEST}"
     for _ in range(MOST_GUESSES):
-        number = rng.randint(1, HIGHEST) if rng.random() < CARELESS else rng.randint(low, high)
+        low, high = (1, HIGHEST) if rng.random() < CARELESS else map(int, heard.split(" to "))
+        number = rng.randint(low, high)
         heard = game.guess(number)
         said += [call("guess", number=number), {"role": "tool", "name": "guess", "content": heard}]
         if heard == "right":
             break
-        low, high = (low, min(high, number - 1)) if heard == "lower" else (max(low, number + 1), high)
     return [*said, {"role": "assistant", "content": heard}]

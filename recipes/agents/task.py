@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from recipes.agents.chat import Message, build_tokenizer
+from recipes.agents.chat import Message, build_tokenizer, render
 
 Rows = list[dict[str, Any]]
 
@@ -25,7 +25,7 @@ class AgentTask:
     train: Rows
     heldout: Rows
     conversations: Sequence[Sequence[Message]]
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Message]
     arguments: Mapping[str, Any]
     warm_start_steps: int
     max_length: int
@@ -33,8 +33,5 @@ class AgentTask:
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Build a tokenizer with the words of the first conversations."""
         bare = build_tokenizer([], self.max_length)
-        texts = [
-            bare.apply_chat_template(list(said), tools=list(self.tools), tokenize=False)
-            for said in self.conversations[:100]
-        ]
+        texts = [render(bare, said, self.tools) for said in self.conversations[:100]]
         return build_tokenizer(texts, self.max_length)

@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu.device import cuda_only, rig_of
 from tests.unit.engines.engines import Rig, mixed_requests, request, same_samples
+from tests.unit.engines.inplace.test_conversations import FORKED, samples_of
 
 pytestmark = cuda_only
 
@@ -20,6 +21,13 @@ def test_a_graph_decodes_what_eager_decodes(family: str, max_num_seqs: int) -> N
     eager = rig_of(family, cuda_graphs=False, max_num_seqs=max_num_seqs)
     graphed = rig_of(family, cuda_graphs=True, max_num_seqs=max_num_seqs)
     same_samples(graphed.run(mixed_requests()), eager.run(mixed_requests()))
+
+
+def test_conversations_find_their_blocks_and_get_the_answers_of_who_remembers_nothing() -> None:
+    """Blocks are continued and copied beside graphs that replay."""
+    graphed, plain = rig_of("qwen2"), rig_of("qwen2", cuda_graphs=False, enable_prefix_caching=False)
+    same_samples(samples_of(graphed, FORKED), samples_of(plain, FORKED))
+    assert graphed.engine.stats().prefix_hit_share() > 0.5
 
 
 def test_a_graph_decodes_with_the_newest_weights_and_after_a_night() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.agents.client import TrajectoryEndedError
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.rewards import EngineJudge
 from tests.no_pictures import draw_nothing
@@ -183,11 +184,19 @@ def test_a_judge_sees_the_conversation(train):
     assert batch["rewards"][0::2].equal(batch["rewards"][1::2]) and not batch["rewards"].isnan().any()
 
 
-def test_generate_gives_the_last_sample_of_each_trajectory(train):
+@pytest.mark.parametrize("key", ["max_open_trajectories", "max_tool_calling_iterations"])
+def test_limits_that_a_rollout_func_cannot_keep_are_refused(train, key):
+    with pytest.raises(ConfigError, match=f"{key}=3 has no effect on rollout_func"):
+        train(wild(1), **{key: 3})
+
+
+def test_generate_gives_the_last_sample_of_each_trajectory(train, caplog):
     async def rollout(rows, client):
         made = []
         for row in rows:
             trajectory = client.trajectory(row)
+            if row is rows[-1]:
+                trajectory.end("error", "Traceback\nValueError: the lamp is broken")
             for text in ("1+1=", "2+2="):
                 await client.generate(ids_of(text), trajectory, max_tokens=2)
             made.append(trajectory)
@@ -196,3 +205,4 @@ def test_generate_gives_the_last_sample_of_each_trajectory(train):
     found = train(rollout).generate(["3+4=", "7"], num_generations=2)
     assert [generation.prompt for generation in found] == ["3+4=", "3+4=", "7", "7"]
     assert all(0 < len(generation.completion_ids) <= 2 for generation in found)
+    assert found[-1].finish_reason == "error" and "generate: the agent: 1 sample ended" in caplog.text

@@ -9,6 +9,9 @@ pytestmark = pytest.mark.slow
 
 def share(rank, num_ranks):
     """What this rank saw, for the tests to look at."""
+    import time
+    from dataclasses import replace
+
     import torch
     import torch.distributed as dist
 
@@ -77,6 +80,26 @@ def share(rank, num_ranks):
         sample.versions,
         abs((forward_logprobs(module, request(5, 4, 6), sample) - torch.tensor(sample.logprobs))[1:].max().item()),
     )
+    turns, asked, stats = [], [], client.stats()
+    start, cpu = time.monotonic(), time.process_time()
+    with client.session():  # rank 0 holds a conversation with a slow tool, rank 1 has nothing to ask
+        ids = request(0, 20).prompt_ids
+        for number in range(3 if rank == 0 else 0):
+            asked.append(replace(request(number, 1, 9), prompt_ids=ids))
+            handle = client.submit(asked[-1:], 2)
+            while not handle.is_done:
+                client.advance()
+                turns += handle.take()
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                client.advance()
+            ids = (*ids, *turns[-1].completion_ids, 5, 6, 7)
+    seen["conversation"] = (
+        [len(one.completion_ids) for one in turns],
+        gap(asked, turns),
+        client.stats().num_prefix_tokens - stats.num_prefix_tokens,
+        (time.process_time() - cpu) / (time.monotonic() - start),
+    )
     client.close()
     alive = torch.ones(1)
     dist.all_reduce(alive)
@@ -118,6 +141,15 @@ def test_a_pause_of_one_rank_holds_the_replica_over_a_handoff(ranks):
         versions, gap = seen["kept"]
         assert versions == [1, 2, 2, 2, 2, 2]
         assert gap < 1e-5
+
+
+def test_a_rank_without_a_conversation_waits_with_the_other_for_its_tools(ranks):
+    """Prompts of 20, 32 and 44 tokens; the third finds the first block of 32. Three seconds of tools cost little."""
+    (lengths, gap, found, busy), (nothing, _, same, also_busy) = (seen["conversation"] for seen in ranks)
+    assert (lengths, nothing) == ([9, 9, 9], [])
+    assert gap < 1e-5
+    assert found == same == 32
+    assert max(busy, also_busy) < 0.5
 
 
 def test_the_trainers_process_group_outlives_the_engine(ranks):

@@ -222,6 +222,12 @@ def test_arguments_of_vllm_pass_through_beside_ours():
     assert given["logprobs_mode"] == "processed_logprobs"
 
 
+def test_blocks_on_a_cpu_are_as_small_as_they_can_be():
+    """Conversations find full blocks again; on a GPU vLLM's own choice is small enough."""
+    assert arguments()["block_size"] == 32
+    assert "block_size" not in arguments("cuda")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

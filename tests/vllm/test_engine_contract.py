@@ -5,8 +5,11 @@ followed; and it refuses to start with a cache that cannot hold the longest sequ
 """
 
 import pytest
+import torch
 
-from tests.unit.engines.engines import request
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.resharding.handoff.tensor import TensorSource
+from tests.unit.engines.engines import forward_logprobs, request
 from tests.unit.engines.test_contract import *  # noqa: F403
 from tests.unit.engines.test_contract_samples import *  # noqa: F403
 from tests.vllm.rigs import VLLMRig
@@ -78,4 +81,29 @@ def test_prompts_that_begin_alike_share_blocks(rig):
     first = rig.run(equal)
     assert rig.engine.stats().num_prefix_tokens == 32
     same_samples(rig.run(equal), first)  # noqa: F405
+    assert rig.engine.stats().num_prefix_tokens == 64
+
+
+def test_a_conversation_finds_the_blocks_of_its_turns_until_the_rollout_ends(rig):
+    """Its first turn ends in the second block of 32 tokens, so that the next one finds the first, which holds answers
+    too; in another rollout, and with other weights, it finds none."""
+    client = EngineClient(rig.engine)
+    first = request(0, 20, 14)
+    with client.session():
+        (answer,) = client.generate([first], 1)
+        second = replace(request(1, 1, 6), prompt_ids=(*first.prompt_ids, *answer.completion_ids, 5, 6, 7))  # noqa: F405
+        before = rig.engine.stats()
+        client.generate([second], 1)
+        stats = rig.engine.stats()
+        assert (stats.num_prompt_tokens, stats.num_prefix_tokens) == (20 + 37 - 32, 32)
+        assert stats.prefix_hit_share(before) == 32 / 37
+        rig.perturb()
+        client.at_rest().update_weights(TensorSource.of(rig.module), 2)
+        client.generate([second], 2)
+        assert rig.engine.stats().num_prefix_tokens == 32
+        (answer,) = client.generate([replace(second, id=3)], 2)  # noqa: F405
+        assert rig.engine.stats().num_prefix_tokens == 64
+    assert abs(forward_logprobs(rig.module, second, answer) - torch.tensor(answer.logprobs)).max() < 1e-5
+    with client.session():
+        client.generate([second], 2)
     assert rig.engine.stats().num_prefix_tokens == 64

@@ -24,7 +24,7 @@ MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x4
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, AT_RECURSIVE = 0x1, 0x2, 0x8000
 # linux/prctl.h, linux/seccomp.h, linux/capability.h
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 # linux/landlock.h: rights over files by the version of the interface that brought them.
@@ -39,7 +39,6 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # User ids that distributions give to nobody, of which each program that runs gets one.
 FIRST_USER, NUM_USERS = 60_706, 400
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-SCRATCH = "/tmp"
 
 
 def _called(name: str, *arguments: object) -> int:
@@ -91,9 +90,14 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _called("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
 
 
-def enter_private_root(folder: str, shown: Iterable[str]) -> None:
-    """Make a root that has nothing but these files and folders, read-only, and an empty place for SCRATCH. folder: an
-    empty one, to build it in; it is free again afterwards."""
+def scratch_beside(shown: Iterable[str]) -> str:
+    """Return where programs write: what is mounted there hides what was below it."""
+    return "/scratch" if any(path.startswith("/tmp/") for path in shown) else "/tmp"
+
+
+def enter_private_root(folder: str, shown: Sequence[str]) -> None:
+    """Make a root that has nothing but these files and folders, read-only, and an empty place for scratch files.
+    folder: an empty one, to build it in; it is free again afterwards."""
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("root", folder, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     for path in (*shown, *DEVICES):
@@ -111,7 +115,7 @@ def enter_private_root(folder: str, shown: Iterable[str]) -> None:
         else:
             continue
         mount(path, target, "", MS_BIND | MS_REC)
-    os.makedirs(folder + SCRATCH, exist_ok=True)
+    os.makedirs(folder + scratch_beside(shown), exist_ok=True)
     os.chdir(folder)
     # The old root is then mounted over the new one, and taken away (pivot_root(2)).
     _syscall(_PIVOT_ROOT[platform.machine()], b".", b".")
@@ -121,12 +125,12 @@ def enter_private_root(folder: str, shown: Iterable[str]) -> None:
     _syscall(_MOUNT_SETATTR, -100, b"/", AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes)))
 
 
-def mount_scratch(num_bytes: int, user: int) -> None:
+def mount_scratch(folder: str, num_bytes: int, user: int) -> None:
     """Give this process a folder of its own in memory, and go there."""
     _called("unshare", CLONE_NEWNS)
     options = f"size={num_bytes},nr_inodes=4096,mode=700,uid={user},gid={user}"
-    mount("scratch", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    os.chdir(SCRATCH)
+    mount("scratch", folder, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    os.chdir(folder)
 
 
 def landlock_version() -> int:
@@ -155,6 +159,11 @@ def read_only_these(shown: Sequence[str]) -> None:
         _syscall(_LANDLOCK_RESTRICT, ruleset, 0)
     finally:
         os.close(ruleset)
+
+
+def dump_no_memory() -> None:
+    """Let a crash of this process write no core file, and start no program that collects them."""
+    _called("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def no_new_privileges() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import linecache
 import os
@@ -20,6 +21,7 @@ from hybrid_rl.agents.sandbox import kernel
 NAME = "<program>"
 MAX_OPEN_FILES = 64
 MAX_THREADS = 64
+MAX_THREADS_OF_ALL = 1024
 SEED = 0  # of `random`, at the start of every program
 
 
@@ -36,22 +38,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Walls:
-    """What confines programs here. apart: how the warden came to namespaces, "" = it has none. own_root: whether files
-    are those of a private root. landlock: its version, 0 = not used. missing: what cannot be had, and why."""
+    """What confines programs here. apart: how the warden came to namespaces, "" = it has none. scratch: the folder of a
+    private root that programs may write to, "" = there is no such root. landlock: its version, 0 = not used.
+    missing: what cannot be had, and why."""
 
     apart: str = ""
-    own_root: bool = False
+    scratch: str = ""
     landlock: int = 0
     has_filter: bool = False
     missing: tuple[str, ...] = ()
 
 
-def run_program(code: str, limits: Limits, walls: Walls, slot: int, output: int) -> None:
+def run_program(code: str, limits: Limits, walls: Walls, slot: int, output: int, warden: int) -> None:
     """Become the program, and end this process with it. slot: number among programs that run at once. output: file
-    descriptor of what it prints."""
+    descriptor of what it prints. warden: the process that this one must not outlive."""
     status = 1
     try:
-        _confine(limits, walls, slot, output)
+        _confine(limits, walls, slot, output, warden)
         status = _run(code)
     except BaseException:
         # Not the program's own error: those are printed by _run.
@@ -60,7 +63,7 @@ def run_program(code: str, limits: Limits, walls: Walls, slot: int, output: int)
         os._exit(status)
 
 
-def _confine(limits: Limits, walls: Walls, slot: int, output: int) -> None:
+def _confine(limits: Limits, walls: Walls, slot: int, output: int, warden: int) -> None:
     os.setsid()
     nothing = os.open("/dev/null", os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -71,15 +74,21 @@ def _confine(limits: Limits, walls: Walls, slot: int, output: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     user = kernel.FIRST_USER + slot % kernel.NUM_USERS if walls.apart == "as root" else os.geteuid()
-    if walls.own_root:
-        kernel.mount_scratch(limits.file_bytes, user)
+    if walls.scratch:
+        kernel.mount_scratch(walls.scratch, limits.file_bytes, user)
+        sys.path.insert(0, walls.scratch)
     _limit(limits, walls)
     if walls.apart == "as root":
         kernel.become(user)
     elif walls.has_filter:
         kernel.give_up_capabilities()
+    with contextlib.suppress(OSError):  # not on every system; the warden kills it too
+        kernel.dump_no_memory()
+        kernel.die_with_parent()  # which a change of the user undoes
+    if os.getppid() != warden:
+        os._exit(1)
     if walls.has_filter:
-        kernel.filter_system_calls(may_write=walls.own_root)
+        kernel.filter_system_calls(may_write=bool(walls.scratch))
 
 
 def _limit(limits: Limits, walls: Walls) -> None:
@@ -98,8 +107,9 @@ def _limit(limits: Limits, walls: Walls) -> None:
             hard = resource.getrlimit(number)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(number, (most, most))
-    if walls.apart == "as root":  # the user is this program's alone, so that its threads are all that count
-        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_THREADS, MAX_THREADS))
+    if walls.apart:  # the user is this program's alone, or else that of all programs here
+        most = MAX_THREADS if walls.apart == "as root" else MAX_THREADS_OF_ALL
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def _run(code: str) -> int:

@@ -62,13 +62,15 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 @dataclass(eq=False)
 class Running:
-    """One program that runs. pipe: what it prints. head, tail: what is kept of that; num_bytes: all of it."""
+    """One program that runs, until the deadline. pipe: what it prints. head, tail: what is kept of that; num_bytes: all
+    of it."""
 
     number: int
     pid: int
     slot: int
     pipe: int
     started: float
+    deadline: float
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
     num_bytes: int = 0
@@ -83,7 +85,7 @@ class Warden:
         self._half = int(asked["max_output_bytes"]) // 2
         self._most_bytes = int(asked["most_bytes"])
         self._slots = list(range(int(asked["max_running"])))
-        self._waiting: deque[tuple[int, str]] = deque()
+        self._waiting: deque[tuple[int, str, float]] = deque()
         self._running: dict[int, Running] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, wakes = os.pipe()
@@ -119,12 +121,13 @@ class Warden:
             self._kill(running)
 
     def _wait_seconds(self) -> float | None:
-        deadlines = [one.started + self._limits.timeout_seconds for one in self._running.values() if not one.end]
+        deadlines = [one.deadline for one in self._running.values() if not one.end]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _take(self, message: dict[str, Any]) -> None:
         if "code" in message:
-            self._waiting.append((int(message["number"]), str(message["code"])))
+            seconds = float(message.get("seconds", self._limits.timeout_seconds))
+            self._waiting.append((int(message["number"]), str(message["code"]), seconds))
             return
         number = message["cancel"]
         self._waiting = deque(one for one in self._waiting if one[0] != number)
@@ -132,18 +135,18 @@ class Warden:
             if running.number == number:
                 self._stop(running, "cancelled")
 
-    def _start(self, number: int, code: str) -> None:
+    def _start(self, number: int, code: str, seconds: float) -> None:
         slot = self._slots.pop()
         pipe, output = os.pipe()
+        warden = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            with suppress(OSError):
-                kernel.die_with_parent()
-            run_program(code, self._limits, self._walls, slot, output)
+            run_program(code, self._limits, self._walls, slot, output, warden)
         os.close(output)
         os.set_blocking(pipe, False)
-        running = self._running[pid] = Running(number, pid, slot, pipe, time.monotonic())
+        now = time.monotonic()
+        running = self._running[pid] = Running(number, pid, slot, pipe, now, now + seconds)
         self._selector.register(pipe, selectors.EVENT_READ, running)
 
     def _read_output(self, running: Running) -> bool:
@@ -168,7 +171,7 @@ class Warden:
     def _end_late(self) -> None:
         now = time.monotonic()
         for running in self._running.values():
-            if now >= running.started + self._limits.timeout_seconds:
+            if now >= running.deadline:
                 self._stop(running, "time")
 
     def _stop(self, running: Running, end: str) -> None:
@@ -234,12 +237,12 @@ def build_walls(asked: dict[str, Any], limits: Limits) -> Walls:
         _go_on_in_child()
         try:
             kernel.enter_private_root(asked["folder"], shown)
-            walls = replace(walls, own_root=True)
+            walls = replace(walls, scratch=kernel.scratch_beside(shown))
         except OSError as error:
             missing.append(f"a private root ({error})")
     if asked["filter"]:
         walls, missing = _try_filter(walls, missing)
-    if not walls.own_root and asked["landlock"]:
+    if not walls.scratch and asked["landlock"]:
         try:
             kernel.read_only_these(shown)
             walls = replace(walls, landlock=kernel.landlock_version())

@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import socket
 from contextlib import suppress
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
@@ -47,6 +49,7 @@ class AgentServer:
             self._app(), handle_signals=False, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         self.port: int = self._thread.start(self._listen()).result()
+        _pass_by_proxies()
 
     def base_url(self, session: Session) -> str:
         """Return the URL that a client of this session gets."""
@@ -130,6 +133,16 @@ class AgentServer:
             return web.json_response(wire.whole(identity, request, await asking))
         finally:
             asking.cancel()  # the client has gone, if there is no answer yet
+
+
+def _pass_by_proxies() -> None:
+    """Make HTTP clients of this process, and of those it starts, reach the loopback where the environment names a
+    proxy for everything."""
+    if not getproxies() or proxy_bypass(HOST):
+        return
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), HOST)))
+    logger.info("added %s to no_proxy: agents reach the policy there, and no proxy does", HOST)
 
 
 @web.middleware

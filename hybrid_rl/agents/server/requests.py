@@ -167,9 +167,7 @@ def _read_tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the tools that the policy is shown."""
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise bad_request(
-            f'tool_choice={shorten(choice)}: {_CONSTRAINED}; "auto" and "none" are possible', "tool_choice"
-        )
+        raise bad_request(f'tool_choice={shorten(choice)}: {_CONSTRAINED}; send "auto" or "none"', "tool_choice")
     tools = given.get("tools", [])
     if not isinstance(tools, list):
         raise bad_request(f"tools={shorten(tools)} must be a list", "tools")

@@ -165,6 +165,12 @@ class Failing(Counting):
         return f"instance {self.number}"
 
 
+def test_a_method_that_an_instance_lacks_fails_as_a_call(caller: Caller) -> None:
+    environment, _ = asyncio.run(pool_of(caller, Counting).take(None, {}))
+    outcome = asyncio.run(environment.call("get_reward", {}))
+    assert str(outcome.error) == "Counting has no get_reward()"
+
+
 def test_a_reset_that_fails_is_tried_once_more_on_a_new_instance(caller: Caller) -> None:
     Failing.made, Failing.bad = 0, (1, 3, 4)
     pool = pool_of(caller, Failing)
@@ -212,6 +218,7 @@ def test_reset_gets_copies_of_the_columns_that_it_takes() -> None:
 
 
 USER = {"role": "user", "content": "Play."}
+HELLO = {"role": "user", "content": "Hello."}
 LOUD = {"role": "user", "content": "Play.!"}
 BLOCK = {"type": "text", "text": "Play."}
 
@@ -221,7 +228,11 @@ BLOCK = {"type": "text", "text": "Play."}
     [
         ([USER], None, [USER]),
         ([USER], " Go", [{"role": "user", "content": "Play. Go"}]),
-        ([USER, {"role": "assistant", "content": "?"}, USER], "!", [USER, {"role": "assistant", "content": "?"}, LOUD]),
+        (
+            [HELLO, {"role": "assistant", "content": "?"}, USER],
+            "!",
+            [HELLO, {"role": "assistant", "content": "?"}, LOUD],
+        ),
         ([{"role": "user", "content": ""}], "Go", [{"role": "user", "content": "Go"}]),
         (
             [USER, {"role": "assistant", "content": "I"}],

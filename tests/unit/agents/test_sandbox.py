@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -79,7 +78,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
         "for i in range(10**6):\n  with open(str(i), 'w') as f: f.write('x')",
         "No space|PermissionError|" + TIME,
     ),
-    "files open": ("held = [open('/dev/null') for _ in range(10**5)]", "Too many open files"),
+    "files open": ("held = [open('/dev/null') for _ in range(65)]", "Too many open files"),
     "password file": ("print(open('/etc/passwd').read(), OUT)", "FileNotFoundError|PermissionError"),
     "environment": ("import os\nprint(sorted(os.environ))", r"\['LC_ALL', .*'PYTHONHASHSEED'\]"),
     "environment of the parent": (
@@ -250,6 +249,9 @@ def test_programs_do_ordinary_work(tool: PythonTool) -> None:
     code = """
 import asyncio, csv, json, math, random, re, sqlite3, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
+with open("own.py", "w") as file:
+    file.write("x = 1")
+import own
 with open("data.csv", "w") as file:
     csv.writer(file).writerows([[1, 2], [3, 4]])
 rows = list(csv.reader(open("data.csv")))
@@ -265,6 +267,13 @@ random.random()
 """
     expected = "[['1', '2'], ['3', '4']] [0, 1, 4, 9, 16] 7 10 __main__\n0.8444218515250481"  # random.Random(0)
     assert asyncio.run(tool.python(code)) == expected
+
+
+def test_a_private_root_is_read_only_below_its_mounts_too(tool: PythonTool) -> None:
+    if "a private root" not in tool.strength().means:
+        pytest.skip("no namespaces on this machine")
+    look = "import os\n[bool(os.statvfs(path).f_flag & os.ST_RDONLY) for path in (os.__file__, '/', '.')]"
+    assert tool.run(look).output == "[True, True, False]\n"
 
 
 def test_nothing_is_kept_from_one_program_to_the_next(tool: PythonTool) -> None:
@@ -306,9 +315,11 @@ def test_a_sandbox_that_died_fails_the_call_and_is_made_again(tool: PythonTool) 
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_process_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_nothing_outlives_a_process_that_was_killed(namespaces: bool) -> None:
     script = (
         "from hybrid_rl.agents.python_tool import PythonTool\ntool = PythonTool(60)\n"
+        f"tool._layers['namespaces'] = {namespaces}\n"
         "tool._start('while True: pass')\nprint(tool._ready()._process.pid, flush=True)\ninput()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:

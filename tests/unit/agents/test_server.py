@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -407,8 +409,10 @@ def test_a_client_that_goes_away_cancels_its_request() -> None:
 
     async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
         async with client_of(base_url, api_key) as client:
-            with pytest.raises(openai.APITimeoutError):
-                await client.chat.completions.create(model="m", messages=[QUESTION], timeout=0.1)
+            asking = asyncio.ensure_future(client.chat.completions.create(model="m", messages=[QUESTION]))
+            while not tokens.asked:
+                await asyncio.sleep(0.001)
+            asking.cancel()
             while not tokens.cancelled:
                 await asyncio.sleep(0.001)
             await client.chat.completions.create(model="m", messages=[QUESTION])
@@ -472,6 +476,19 @@ def test_slow_streams_stay_alive_and_tell_errors(monkeypatch: pytest.MonkeyPatch
     assert run(agent, ScriptedTokens(lambda _: next(answers), delay=lambda _: 0.05)).counts["turns"] == 2
 
 
+def test_a_proxy_does_not_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="m", messages=[QUESTION])
+
+    assert run(agent).counts["turns"] == 1
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1"
+
+
 def test_an_engine_that_fails_ends_the_episode_whatever_the_agent_does() -> None:
     async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
         await post(f"{base_url}/chat/completions", api_key, {"messages": [QUESTION]})
@@ -512,10 +529,16 @@ def test_what_a_function_may_take_and_return() -> None:
         row["b"].append(2)  # of a copy
         assert sorted(kw) == ["environment", "trainer_state", "trajectory"]
         assert kw["trainer_state"] == "a trainer state"
-        return {"reward": 2, "note": "well done"}
+        return {"reward": 2, "note": "well done", "score": 3}
 
     trajectory = run(everything)
-    assert (trajectory.reward, trajectory.extra, trajectory.row) == (2.0, {"note": "well done"}, {"a": 1, "b": [1]})
+    assert (trajectory.reward, trajectory.extra, trajectory.row) == (
+        2.0,
+        {"note": "well done", "score": 3},
+        {"a": 1, "b": [1]},
+    )
+
+    assert trajectory.metrics == {"score": 3.0}
 
     def plain(row: dict[str, Any], base_url: str, api_key: str, trainer_state: Any = None) -> float:
         with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -529,6 +552,21 @@ def test_what_a_function_may_take_and_return() -> None:
         return plain(row, base_url, api_key, "a trainer state")
 
     assert run(blocks).reward == 5.0
+
+    @functools.wraps(blocks)
+    def runs_it(*args: Any) -> float:
+        return asyncio.run(blocks(*args))
+
+    @functools.wraps(blocks)
+    def passes_it_on(*args: Any) -> Any:
+        return blocks(*args)
+
+    class Callable:
+        async def __call__(self, row: dict[str, Any], base_url: str, api_key: str, factor: float = 1.0) -> float:
+            return factor * plain(row, base_url, api_key, "a trainer state")
+
+    assert run(runs_it).reward == run(passes_it_on).reward == 5.0
+    assert run(functools.partial(Callable(), factor=2.0)).reward == 10.0
     for value in ("good", float("nan"), {"reward": "good"}, {1: 2.0}):
         with pytest.raises(DataError, match="the agent returned"):
             run(lambda row, base_url, api_key, value=value: value)

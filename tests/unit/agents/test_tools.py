@@ -210,6 +210,7 @@ def test_results_become_text(caller: Caller, asked: dict[str, Any], content: Any
         (call("add", "{a: 1}"), "the arguments are not valid JSON"),
         (call("hang", {"seconds": 0.4}), "no answer within 0.15 s"),
         (call("hang_async", {"seconds": 9, "blocks_loop": False}), "no answer within 0.15 s (it was cancelled)"),
+        (call(["add"]), "Tool ['add'] not found"),  # type: ignore[arg-type]
         ({"type": "retrieval"}, "Unsupported tool call type: retrieval"),
         ("add", "Unsupported tool call type: str"),
     ],
@@ -358,6 +359,7 @@ def test_processes_are_kept_killed_and_replaced() -> None:
     assert counts == {"calls": 1, "failures": 1, "timeouts": 1}
     functions._processes["hang"]._seconds = 5.0
     third = answers(functions, call("pid"))[0][0]["content"]
+    assert third.isdigit()  # not the late answer of the call before
     assert third not in (first, second)
     functions.close()
     caller.close()

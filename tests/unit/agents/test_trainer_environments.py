@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,19 @@ def test_a_column_routes_to_environments_by_name_without_prompts(tmp_path: Path)
 
 
 def test_an_environment_may_own_the_data(tmp_path: Path) -> None:
-    """Neither a dataset nor reward functions: reset() says what to do, get_reward() how well it was done."""
+    """Neither a dataset nor reward functions: reset() says what to do, get_reward() how well it was done. Without any
+    round of tool calls, that is what it was at the start."""
 
     class Own(Walk):
         def reset(self, **row: Any) -> str | None:
             return super().reset(start=3, **row)
 
-    trainer = trainer_of(tmp_path, environment_factory=Own)
+    trainer = trainer_of(tmp_path, environment_factory=Own, max_tool_calling_iterations=0)
     [(batch, _)] = list(trainer.steps())
     trainer.close()
     assert [prompt[0]["content"] for prompt in batch["prompt"]] == [" from 3"] * 8
-    assert (batch["rewards"] >= 3).all()
+    assert (batch["rewards"] == 3).all()
+    assert "turns" in batch["finish_reason"]
     assert all(row == {"start": 3} for environment in Walk.every for row in environment.rows)
 
 
@@ -244,6 +247,11 @@ def test_what_cannot_be_used_is_refused_before_anything_is_loaded(
         trainer_of(tmp_path, *arguments, **settings)
     assert says in str(caught.value)
     assert not list(tmp_path.iterdir())
+    for _ in range(100):  # instances that were made to look at them are closed, in threads of their own
+        if Walk.closed == len(Walk.every):
+            break
+        time.sleep(0.05)
+    assert Walk.closed == len(Walk.every)
 
 
 def test_a_prompt_that_grew_too_long_is_an_error_of_its_trajectory(tmp_path: Path) -> None:

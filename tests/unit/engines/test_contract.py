@@ -1,6 +1,7 @@
 """The RolloutEngine contract, sentence by sentence, on every engine of FACTORIES: state, versions, memory, requests."""
 
 import re
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -219,6 +220,14 @@ def test_no_requests_no_events(rig):
     assert rig.engine.submit([], 1) == []
     assert rig.engine.step() == []
     assert rig.engine.stats().num_steps == 0
+
+
+def test_who_waits_starts_by_priority_and_of_equal_ones_who_came_first(make):
+    """One at a time: 2 runs already when 4 comes, which passes all others."""
+    rig = make(max_num_seqs=1).ready()
+    events = start(rig, *(replace(request(i, 4, 3), priority=p) for i, p in enumerate((7, 5, 3, 5))), num_steps=1)
+    rig.engine.submit([replace(request(4, 4, 3), priority=-1)], 1)
+    assert [event.id for event in [*events, *drain(rig.engine)]] == [2, 4, 1, 3, 0]
 
 
 def test_an_id_is_free_again_once_its_request_finished(rig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import Any
 
 import openai
@@ -12,7 +13,7 @@ import torch
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.http_agent import HttpAgent
 from tests.tiny import CHAT_TEMPLATE, build_tokenizer
-from tests.unit.rollout.agents import Rig, own_logprobs
+from tests.unit.rollout.agents import TASKS, Rig, own_logprobs
 
 
 def talker(delays_seed: int) -> Any:
@@ -49,7 +50,9 @@ def made_by(delays_seed: int) -> tuple[Any, Any]:
     chat = Chat(tokenizer)
     with Rig(HttpAgent(talker(delays_seed), temperature=1.0), chat=chat) as rig:
         batch, report = rig.run()
-        return batch, (own_logprobs(rig.module, batch), report)
+        own = own_logprobs(rig.module, batch)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("agent ")]
+    return batch, (own, report)
 
 
 def test_the_stored_tokens_have_the_logprobs_of_the_trainer_whatever_the_delays() -> None:
@@ -66,3 +69,13 @@ def test_the_stored_tokens_have_the_logprobs_of_the_trainer_whatever_the_delays(
     for name in ("completion_ids", "rollout_logprobs", "completion_mask"):
         torch.testing.assert_close(again[name].values, batch[name].values, atol=1e-5, rtol=0)
     assert again["turn"].tolist() == batch["turn"].tolist()
+
+
+def test_an_agent_past_its_time_has_the_reward_of_a_limit() -> None:
+    async def hangs(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    with Rig(HttpAgent(hangs, temperature=1.0), config={"trajectory_timeout_seconds": 0.1}) as rig:
+        batch, report = rig.run(num_generations=1, tasks=TASKS[:2])
+    assert (batch["finish_reason"], batch["rewards"].tolist(), report.failures) == (["time"] * 2, [0.0] * 2, [])

@@ -63,8 +63,9 @@ def test_answers_are_those_of_the_engine():
         assert answer.finish_reason == sample.finish_reason
 
 
-def test_a_turn_begins_as_soon_as_it_is_asked_for():
-    """Fifty turns, one after another, while nobody else asks: were the rank to look every 50 ms, they took 2.5 s."""
+def test_a_turn_begins_as_soon_as_it_is_asked_for(monkeypatch):
+    """Fifty turns, one after another, while nobody else asks: did each wait until the rank looks, they took 100 s."""
+    monkeypatch.setattr(turns_module, "IDLE_SECONDS", 2.0)
 
     async def main(turns):
         for _ in range(50):
@@ -73,19 +74,21 @@ def test_a_turn_begins_as_soon_as_it_is_asked_for():
 
     begun = time.monotonic()
     turns_on(main)
-    assert time.monotonic() - begun < 1.5
+    assert time.monotonic() - begun < 20
 
 
-def test_a_rollout_ends_as_soon_as_its_agents_have():
-    """Twenty of them; were the rank to look every 50 ms, they took a second."""
+def test_a_rollout_ends_as_soon_as_its_agents_have(monkeypatch):
+    """Ten of them; did each wait until the rank looks, they took 20 s."""
+    monkeypatch.setattr(turns_module, "IDLE_SECONDS", 2.0)
     client = EngineClient(inplace().ready().engine)
     turns = EngineTurns(client)
     begun = time.monotonic()
-    for _ in range(20):
+    for _ in range(10):
         with client.session():
             turns.run(lambda: asyncio.sleep(0.002), 1)
-    assert time.monotonic() - begun < 0.8
+    seconds = time.monotonic() - begun
     turns.close()
+    assert seconds < 10
 
 
 def test_a_rank_whose_agents_all_wait_is_idle():
@@ -94,8 +97,9 @@ def test_a_rank_whose_agents_all_wait_is_idle():
         await asyncio.sleep(0.4)
         await turns.complete(request(0, 4, 2))
 
+    begun = time.monotonic()
     _, client = turns_on(main)
-    assert client.num_advances < 30
+    assert client.num_advances < 20 + 1.5 * (time.monotonic() - begun) / turns_module.IDLE_SECONDS
     assert client.stats().num_steps == 4
 
 
@@ -265,6 +269,34 @@ def test_ranks_that_share_an_engine_go_on_until_the_last_has_ended():
     assert [len(answers) for answers in results] == [2, 2, 0]
 
 
+def test_a_rank_may_ask_its_judges_while_another_still_plays():
+    """After its own agents it streams requests in the same session; the other rank's agents go on meanwhile."""
+
+    def play(client, rank):
+        turns = EngineTurns(client)
+
+        async def main():
+            answers = []
+            for _ in range(1 + 4 * rank):
+                answers.append(await turns.complete(request(0, 4 + rank, 3)))
+                await asyncio.sleep(0.02 * rank)
+            return answers
+
+        try:
+            with client.session():
+                answers = turns.run(main, 1)
+                judged = [event for events in client.stream([request(-2, 5, 4)], 1) for event in events]
+            return answers, judged
+        finally:
+            turns.close()
+
+    for rank, (answers, judged) in enumerate(on_ranks(2, play)):
+        (alone,) = contract().ready().run([request(0, 4 + rank, 3)])
+        assert [answer.token_ids for answer in answers] == [alone.completion_ids] * (1 + 4 * rank)
+        (alone,) = contract().ready().run([request(-2, 5, 4)])
+        assert [event.completion_ids for event in judged] == [alone.completion_ids]
+
+
 def test_idle_ranks_meet_seldom():
     def play(client, rank):
         turns = EngineTurns(client)
@@ -275,7 +307,9 @@ def test_idle_ranks_meet_seldom():
         finally:
             turns.close()
 
-    assert on_ranks(2, play)[0] < 120
+    begun = time.monotonic()
+    met = on_ranks(2, play)[0]
+    assert met < 20 + 1.5 * (time.monotonic() - begun) / turns_module.SHARED_IDLE_SECONDS
 
 
 def test_the_failure_of_one_rank_ends_the_rollout_of_the_others():

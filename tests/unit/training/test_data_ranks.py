@@ -38,14 +38,16 @@ class Meeting:
 
 
 def share_of(context: RankContext) -> Batch:
-    """The samples of a rank, as an engine and the reference leave them."""
+    """The samples of a rank, as an engine and the reference leave them, with tokens of the environment."""
     batch = case_batch()
     completions = batch["completion_ids"]
     noise = torch.randn(len(completions.values), generator=torch.Generator().manual_seed(5))
-    batch = batch.with_columns(
-        rollout_logprobs=completions.with_values(-3.0 + 0.1 * noise),
+    made = torch.arange(len(noise)) % 4 != 2
+    batch = batch.without("completion_mask").with_columns(
+        completion_mask=completions.with_values(made),
+        rollout_logprobs=completions.with_values(torch.where(made, -3.0 + 0.1 * noise, 0.0)),
         ref_logprobs=completions.with_values(-3.0 - 0.1 * noise),
-        policy_version=completions.with_values(torch.zeros_like(completions.values)),
+        policy_version=completions.with_values(torch.where(made, 0, -1)),
         trajectory=torch.arange(16),
     )
     return batch.select(SHARES[context.data_rank])

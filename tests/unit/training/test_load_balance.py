@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -130,6 +131,7 @@ def test_what_fills_a_row_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_failed_samples_and_masked_completions_do_not_count() -> None:
+    """Those that any limit cut off. Tokens of the environment count, as those of the prompt do."""
     model = CausalLM(moe())
     rewards = [*grpo_case.REWARDS]
     rewards[3] = rewards[9] = float("nan")
@@ -139,7 +141,11 @@ def test_failed_samples_and_masked_completions_do_not_count() -> None:
     assert share_of(model, batch)[0] == pytest.approx(expected, rel=1e-6)
     whole = with_advantages(case_batch())
     truncated = [reason == "length" for reason in whole["finish_reason"]]
-    assert any(truncated)
+    limits = itertools.cycle(("length", "turns", "time"))
+    reasons = [next(limits) if is_cut else "stop" for is_cut in truncated]
+    holes = whole["completion_ids"].with_values(torch.arange(len(whole["completion_ids"].values)) % 3 != 1)
+    whole = whole.without("finish_reason", "completion_mask").with_columns(finish_reason=reasons, completion_mask=holes)
+    assert set(reasons) == {"length", "turns", "time", "stop"}
     routers = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
     sequences = [torch.cat(pair) for pair in zip(whole["prompt_ids"], whole["completion_ids"], strict=True)]
     mask = [

@@ -199,6 +199,20 @@ def test_messages_go_through_the_reward_models_own_template():
     assert not torch.allclose(found, same)  # the policy's own tokens
 
 
+def test_of_an_agent_all_messages_go_through_the_template():
+    module = classifier(vocab_size=len(VOCABULARY))
+    mine = build_tokenizer(chat=True)
+    mine.chat_template = "{% for m in messages %}{{ m['role'][0] + '=' + m['content'] + '<eos>' }}{% endfor %}"
+    told = [{"role": "assistant", "content": "3"}, {"role": "tool", "content": "4"}]
+    batch = sample_batch([[{"role": "user", "content": "1+2="}]] * 2, ("3[4]", "5"))
+    batch = batch.with_columns(conversation=[{"messages": told}, {"messages": None}])
+    asked = [*ids_of("u=1+2="), EOS_ID]
+    sequences = [[*asked, *ids_of("a=3"), EOS_ID, *ids_of("t=4"), EOS_ID], [*asked, *ids_of("a=5"), EOS_ID]]
+    expected = padded_scores(copy.deepcopy(module), sequences)
+    found = own(module, mine, build_tokenizer(chat=True)).scores(batch)
+    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
+
+
 def test_samples_that_are_too_long_fail_and_the_others_are_scored():
     module = classifier(vocab_size=len(VOCABULARY), max_position_embeddings=12)
     models = RewardModels(

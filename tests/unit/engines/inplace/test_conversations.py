@@ -20,6 +20,7 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from tests.float64 import KeepFloat64
 from tests.unit.engines.engines import TOKEN_BYTES, Rig, forward_logprobs, prompt, request, same_samples
+from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 from tests.unit.models.families import build
 
 TURNS = 8
@@ -197,6 +198,24 @@ def in_float64() -> Iterator[None]:
         patch.setattr(runner, "in_one", lambda tokens, logprobs: torch.stack((tokens.double(), logprobs), 1))
         patch.setattr(runner, "chosen_on_host", lambda both: (both[:, 0].long().numpy(), both[:, 1].tolist()))
         yield
+
+
+FORKED = (
+    Conversation(0, (5, 3, 6, 2), (7, 4, 3, 5), (0, 1, 0, 2), fork=1),
+    Conversation(0, (4, 6, 1), (7, 2, 6), (0, 0, 3), fork=2),
+    Conversation(1, (1, 5, 5), (3, 1, 2), (0, 2, 0)),
+)
+
+
+@pytest.mark.slow
+def test_conversations_beside_decode_graphs_get_the_answers_of_plain_passes(monkeypatch):
+    """A replay writes before the chunks of its pass run; blocks are copied before either."""
+    expected = samples_of(made(enable_prefix_caching=False), FORKED)
+    force_device_path(monkeypatch)
+    rig = made(block_size=4, max_num_seqs=4, max_num_batched_tokens=6)
+    same_samples(samples_of(rig, FORKED), expected)
+    assert Graph.log.count("replay") > 10
+    assert rig.engine.stats().prefix_hit_share() > 0.5
 
 
 def test_a_new_version_knows_nothing_of_a_conversation():

@@ -1,0 +1,284 @@
+"""The trajectories of a rollout of agents: each is begun, watched, ended and sent to be scored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_rl.agents.client import AgentClient, ChatFormat, Limits, TrajectoryEndedError
+from hybrid_rl.agents.episode import Agent, Episode
+from hybrid_rl.agents.floor import RolloutClient, RolloutFunction, checked_trajectories, offered
+from hybrid_rl.agents.trajectory import Trajectory
+from hybrid_rl.config.agent_keys import AgentConfig
+from hybrid_rl.errors import AgentError, DataError
+from hybrid_rl.metrics import now
+from hybrid_rl.process.threads import CANCEL_SECONDS
+from hybrid_rl.rewards import RewardInput, RewardRunner
+from hybrid_rl.rewards.results import Part
+from hybrid_rl.rollout.agent_columns import AGENT, Attempt, reward_input
+from hybrid_rl.rollout.call import RolloutCall
+from hybrid_rl.rollout.scored import MAX_SUBMISSIONS, whole_groups
+from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
+
+logger = logging.getLogger("hybrid_rl")
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What all calls have in common. agent, rollout_func: one of them is None. seed: of the run. max_open: trajectories
+    that are under way at once. tokenizer: offered to rollout_func."""
+
+    turns: EngineTurns
+    chat: ChatFormat
+    agent: Agent | None
+    rollout_func: RolloutFunction | None
+    config: AgentConfig
+    seed: int
+    max_open: int
+    tokenizer: Any
+
+
+@dataclass(eq=False)
+class Episodes:
+    """The trajectories of one call of `AgentRollout.run`, on the event loop.
+
+    limits: of each trajectory; rewards: None = nothing is scored. inputs: of reward functions, by trajectory; parts:
+    what they returned. made_at: when the last trajectory ended; most_open: those that were under way at once.
+    """
+
+    settings: EpisodeSettings
+    attempts: Sequence[Attempt]
+    call: RolloutCall
+    rewards: RewardRunner | None
+    limits: Limits
+    inputs: dict[int, RewardInput] = field(default_factory=dict)
+    parts: list[tuple[int, Part]] = field(default_factory=list)
+    made_at: float = 0.0
+    most_open: int = 0
+    _num_open: int = 0
+    _scoring: list[asyncio.Task[list[tuple[int, Part]]]] = field(default_factory=list)
+    _unscored: dict[int, list[RewardInput]] = field(default_factory=dict)  # of groups that are not whole yet
+    _ready: list[RewardInput] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Make all trajectories, and wait until they are scored."""
+        try:
+            await self._make()
+            self.made_at = now()
+            for scoring in self._scoring:
+                self.parts += await scoring
+        finally:
+            self._release(self.attempts)
+
+    async def _make(self) -> None:
+        if self.settings.rollout_func is not None:
+            await self._run_function(self.settings.rollout_func)
+        else:
+            # Begun in a fixed order, each as soon as there is room.
+            waiting = iter(self.attempts)
+
+            async def one_after_another() -> None:
+                for attempt in waiting:
+                    await self._run_agent(attempt)
+
+            limit = min(self.settings.max_open, len(self.attempts))
+            await asyncio.gather(*(one_after_another() for _ in range(limit)))
+
+    # -------------------------------------------------------------------------------------------- trajectories
+
+    def _client(
+        self, attempt: Attempt | None, trajectory: Trajectory, number: int = 0
+    ) -> tuple[AgentClient, TrajectoryTokens]:
+        """Make the client of a trajectory. attempt: None for answers that belong to none; number: of such an answer,
+        among those to its prompt."""
+        settings, call = self.settings, self.call
+        group = call.first_id if attempt is None else call.group(attempt.task)
+        place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
+        priority = 0 if attempt is None else place * call.num_generations + generation
+        tokens = TrajectoryTokens(settings.turns, call, seed=settings.seed, group=group, priority=priority)
+        client = AgentClient(
+            tokens,
+            settings.chat,
+            trajectory,
+            self.limits,
+            place=place,
+            generation=generation,
+            is_open=lambda: settings.turns.is_open,
+        )
+        return client, tokens
+
+    async def _run_agent(self, attempt: Attempt) -> None:
+        """Make one trajectory."""
+        assert self.settings.agent is not None
+        self._num_open += 1
+        self.most_open = max(self.most_open, self._num_open)
+        trajectory = attempt.trajectory
+        client, tokens = self._client(attempt, trajectory)
+        row = attempt.task.row
+        episode = Episode(row.prompt if row.has_prompt else None, row.columns, client, trajectory, self.call.state)
+        running = asyncio.ensure_future(_guarded(self.settings.agent(episode), attempt))
+        seconds = self.settings.config.trajectory_timeout_seconds
+        try:
+            await asyncio.wait({running}, timeout=seconds)
+            if not running.done():
+                trajectory.end("time")
+                tokens.close("time")
+                await _cancelled(running, attempt, f"trajectory_timeout_seconds={seconds:g}")
+        except asyncio.CancelledError:
+            trajectory.end("abort")
+            await _cancelled(running, attempt, "the rollout was cancelled")
+            raise
+        finally:
+            tokens.close(trajectory.end_reason or "stop")
+            await _finish(attempt)
+        if running.done() and not running.cancelled():
+            running.result()  # an AgentError
+        self._num_open -= 1
+        self._ended(attempt)
+
+    async def _run_function(self, function: RolloutFunction) -> None:
+        """Have the user's function make all trajectories."""
+        rows = [dict(attempt.trajectory.row) for attempt in self.attempts]
+        self.most_open = len(rows)
+        begun: list[TrajectoryTokens] = []
+        timers: list[asyncio.TimerHandle] = []
+        seconds = self.settings.config.trajectory_timeout_seconds
+
+        def make(place: int | None, trajectory: Trajectory, number: int) -> AgentClient:
+            client, tokens = self._client(None if place is None else self.attempts[place], trajectory, number)
+            begun.append(tokens)
+            if place is not None and seconds is not None:
+                # Whether it wants more by then only the function knows: its next question ends it.
+                timers.append(asyncio.get_running_loop().call_later(seconds, tokens.close, "time"))
+            return client
+
+        whole = Attempt(self.attempts[0].task, 0, 0, Trajectory()) if self.attempts else None
+        if whole is None:
+            return
+
+        async def ask() -> None:
+            keywords = offered(
+                function,
+                trainer_state=self.call.state,
+                tokenizer=self.settings.tokenizer,
+                num_generations=self.call.num_generations,
+            )
+            try:
+                answer = await function(rows, RolloutClient(rows, make), **keywords)
+            except TrajectoryEndedError as error:
+                raise DataError(
+                    f"{error}, and rollout_func did not catch that: catch TrajectoryEndedError around what you ask "
+                    f"for one trajectory, and return the trajectory all the same; what was recorded stays"
+                ) from error
+            made = checked_trajectories(answer, len(rows))
+            for attempt, trajectory in zip(self.attempts, made, strict=True):
+                attempt.trajectory = trajectory
+
+        await _guarded(ask(), whole)
+        for timer in timers:
+            timer.cancel()
+        for tokens in begun:
+            tokens.close("stop")
+        for attempt in self.attempts:
+            await _finish(attempt)
+            if whole.failure:
+                attempt.trajectory, attempt.failure = whole.trajectory, whole.failure
+            elif attempt.trajectory.end_reason == "error":
+                attempt.failure = AGENT
+            attempt.trajectory.end("stop")
+            self._ended(attempt)
+
+    # ------------------------------------------------------------------------------------------------- rewards
+
+    def _ended(self, attempt: Attempt) -> None:
+        """Have a trajectory scored, together with others that ended before."""
+        if attempt.trajectory.end_reason == "error" and not attempt.failure:
+            attempt.failure = AGENT
+        found = self.inputs[attempt.identity] = reward_input(attempt, self.call, self.settings.chat.decode)
+        rewards = self.rewards
+        if rewards is None:
+            return
+        if rewards.score_by == "group":
+            self._ready += whole_groups(self._unscored, [found], self.call.num_generations)
+        elif not attempt.failure:
+            self._ready.append(found)
+        is_last = len(self.inputs) == len(self.attempts)
+        if self._ready and (is_last or len(self._ready) * MAX_SUBMISSIONS >= len(self.attempts)):
+            scored, self._ready = self._ready, []
+            self._scoring.append(asyncio.ensure_future(self._score(scored, rewards)))
+
+    async def _score(self, inputs: Sequence[RewardInput], rewards: RewardRunner) -> list[tuple[int, Part]]:
+        """Wait for the outcomes of all reward functions; what they needed of the trajectories is released then."""
+        try:
+            return await asyncio.wrap_future(rewards.submit(inputs, self.call.state))
+        finally:
+            keys = {sample.key.trajectory for sample in inputs}
+            self._release([attempt for attempt in self.attempts if attempt.identity in keys])
+
+    @staticmethod
+    def _release(attempts: Iterable[Attempt]) -> None:
+        """Tell these trajectories that they are scored, or will not be."""
+        for attempt in attempts:
+            hooks, attempt.trajectory.on_scored = attempt.trajectory.on_scored, []
+            for hook in hooks:
+                hook()
+
+
+async def _finish(attempt: Attempt) -> None:
+    """Tell a trajectory that it has ended."""
+    hooks, attempt.trajectory.on_end = attempt.trajectory.on_end, []
+    for hook in hooks:
+        await hook()
+
+
+async def _cancelled(running: asyncio.Task[None], attempt: Attempt, why: str) -> None:
+    """Cancel an agent, and wait for it if it lets itself be cancelled."""
+    running.cancel()
+    await asyncio.wait({running}, timeout=CANCEL_SECONDS)
+    if not running.done():
+        logger.warning(
+            "the agent of trajectory %d was cancelled (%s), but goes on; what it does is not used. Let "
+            "asyncio.CancelledError pass",
+            *(attempt.identity, why),
+        )
+
+
+async def _guarded(work: Awaitable[None], attempt: Attempt) -> None:
+    """Run an agent to its end, and note how it ended."""
+    trajectory = attempt.trajectory
+    try:
+        await work
+    except TrajectoryEndedError as error:
+        trajectory.end(error.reason)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            trajectory.end("abort")
+            raise
+        _fail(attempt, error, AGENT)
+    except AgentError:
+        trajectory.end("error")
+        raise
+    except Exception as error:
+        _fail(attempt, error, AGENT)
+    except KeyboardInterrupt as error:
+        _fail(attempt, error, "interrupt")
+    except BaseException as error:  # as sys.exit() raises: asyncio would end the event loop with it
+        _fail(attempt, error, "ended")
+    else:
+        trajectory.end("stop")
+
+
+def _fail(attempt: Attempt, error: BaseException, failure: str) -> None:
+    """Note that an agent has failed; after a limit has ended its trajectory, that is no failure."""
+    if attempt.trajectory.end_reason is not None and failure == AGENT:
+        return
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    attempt.failure = failure
+    attempt.trajectory.end("error", "".join(traceback.format_exception(type(error), error, frames)))
