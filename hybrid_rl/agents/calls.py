@@ -13,6 +13,8 @@ from hybrid_rl.process.threads import CANCEL_SECONDS, JOIN_SECONDS, CallThread, 
 
 # Threads and event loops that are left behind because a call hangs in them, before the run ends.
 MAX_LEFT_BEHIND = 64
+# An event loop that nothing blocks answers within this time.
+ANSWER_SECONDS = 0.5
 
 
 class CallTimeoutError(Exception):
@@ -30,7 +32,8 @@ class Caller:
     """Runs plain functions in threads and coroutines on one event loop, apart from the caller's own.
 
     A plain call past the limit cannot be ended: its thread is left behind and takes no further call. A coroutine is
-    cancelled; one that blocks the event loop is left behind with it, and later ones run on a fresh loop.
+    cancelled; one that catches that and goes on is left alone. One that blocks the event loop is left behind with it,
+    as are all others that wait there, and later ones run on a fresh loop.
 
     timeout_seconds: limit of a call. Methods are called from event loops, which may differ from call to call.
     """
@@ -67,11 +70,18 @@ class Caller:
         future = loop.start(_awaited(make, self.timeout_seconds))
         try:
             outcome = await answer_of(future, self.timeout_seconds + CANCEL_SECONDS)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return Outcome(None, CallTimeoutError("it was cancelled, because another tool blocked the event loop"))
         finally:
             if not future.done():
                 future.cancel()
         if outcome is not None:
             return self._late("it was cancelled") if isinstance(outcome.error, CallTimeoutError) else outcome
+        if await answer_of(loop.start(_there()), ANSWER_SECONDS):
+            return self._late("it was cancelled, but may go on: let asyncio.CancelledError pass")
         with self._lock:
             if self._loop is loop:
                 self._loop = None
@@ -134,6 +144,10 @@ def _outcome(function: Callable[[], Any]) -> Outcome:
         return Outcome(function())
     except BaseException as error:  # SystemExit too: the user's code may not end the run
         return Outcome(None, error)
+
+
+async def _there() -> bool:
+    return True
 
 
 async def _awaited(make: Callable[[], Awaitable[Any]], seconds: float) -> Outcome:

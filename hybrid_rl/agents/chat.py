@@ -33,6 +33,8 @@ _logger = logging.getLogger("hybrid_rl")
 _OPENING_TOKENS = 256
 _NOTHING = re.compile(r"(?:\s|<think>\s*</think>)+")
 
+SPARE_TOKENS = 8  # more than are taken off where an answer ends
+
 
 class Chat:
     """The chat template of a tokenizer, token by token (see `ChatFormat`).
@@ -79,6 +81,7 @@ class Chat:
             format_of(self.template.text) if tool_call_format == "auto" else tool_call_format  # type: ignore[assignment]
         )
         self._hidden = frozenset(map(int, tokenizer.convert_tokens_to_ids(list(self.template.specials))))
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._anchor = self._find_anchor()
         self._was_told = False
 
@@ -93,7 +96,11 @@ class Chat:
         return self.template.error_role
 
     def prompt_ids(
-        self, messages: Sequence[Message], tools: Sequence[Message], known: Sequence[Conversation]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        known: Sequence[Conversation],
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Return the tokens of a prompt (see `ChatFormat`). If the last message is the assistant's, it is continued.
 
@@ -110,13 +117,13 @@ class Chat:
         ending: Ending = "open" if messages[-1].get("role") == "assistant" else "answer"
         whole = self.template.render((*base.messages, *new) if base else messages, tools, ending)
         if base is None:
-            return self._encode(whole)
+            return self._encode(whole, most_tokens)
         seam = self._seam(base, new, whole, ending)
         if seam.difference:
             self._report(seam.difference)
             if self.rewritten_history == "fork" or seam.tail is None:
-                return self._encode(whole)
-        return [*base.token_ids, *self._missing(base.token_ids[-1], seam.tail or "")]
+                return self._encode(whole, most_tokens)
+        return [*base.token_ids, *self._missing(base.token_ids[-1], seam.tail or "", most_tokens)]
 
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Message] = ()
@@ -186,9 +193,9 @@ class Chat:
         ends = [token for token in self.template.specials if text.rstrip().endswith(token)]
         return text[len(text.rstrip()) - len(max(ends, key=len)) :] if ends else ""
 
-    def _missing(self, last: int, tail: str) -> list[int]:
+    def _missing(self, last: int, tail: str, most_tokens: int | None) -> list[int]:
         """The tokens of a tail, less the one that closes the answer if the engine has made it. last: of the answer."""
-        ids = self._encode_after(tail)
+        ids = self._encode_after(tail, most_tokens)
         if last not in self._hidden or not ids:
             return ids
         # A policy may end its turn by another token than the template's (<|eom_id|> for <|eot_id|>): one is enough. If
@@ -303,7 +310,14 @@ class Chat:
             self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, most_tokens: int | None = None) -> list[int]:
+        # Tools may return megabytes, and while they are cut into tokens no other trajectory goes on: of a text that is
+        # too long its beginning shows that.
+        most = None if most_tokens is None else most_tokens + SPARE_TOKENS
+        if most is not None and len(text) > most * self._longest_token:
+            start = self._encode(text[: most * self._longest_token])
+            if len(start) >= most:
+                return start
         # Without a warning about lengths: what is too long is refused elsewhere.
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -315,10 +329,10 @@ class Chat:
                 return str(token)
         return ""
 
-    def _encode_after(self, text: str) -> list[int]:
+    def _encode_after(self, text: str, most_tokens: int | None = None) -> list[int]:
         if not self._anchor:
-            return self._encode(text)
-        return self._encode(self._anchor + text)[1:]
+            return self._encode(text, most_tokens)
+        return self._encode(self._anchor + text, most_tokens)[1:]
 
 
 class _Seam(NamedTuple):

@@ -42,9 +42,11 @@ class ChatFormat(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         known: Sequence[Conversation],
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Return the tokens of a prompt. If it goes on with a known conversation, they begin with its tokens, and what
         the template adds for the new messages follows; a prompt that no known conversation begins is rendered whole.
+        most_tokens: of a prompt with more, the first so many are enough.
         Raises HistoryRewrittenError if it goes on with one, but the template renders that one differently now and the
         configuration refuses it."""
         ...
@@ -141,13 +143,13 @@ class AgentClient:
             raise TrajectoryEndedError("abort")
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
         messages: Any = prompt
-        ids: list[int] = (
-            self.chat.prompt_ids(messages, tools, self.trajectory.conversations) if is_chat else list(messages)
-        )
+        known, most = self.trajectory.conversations, self.limits.max_length
+        ids: list[int] = self.chat.prompt_ids(messages, tools, known, most) if is_chat else list(messages)
         longest = self.limits.max_prompt_length
         if not self.trajectory.samples and longest is not None and len(ids) > longest:
+            size = str(len(ids)) if len(ids) <= most else f"more than {most}"
             raise DataError(
-                f"the prompt of a trajectory has {len(ids)} tokens with its tools and what the environment added, but "
+                f"the prompt of a trajectory has {size} tokens with its tools and what the environment added, but "
                 f"the run is planned for {longest}: raise max_prompt_length, or shorten the observation of reset()"
             )
         room = self.tokens_left(ids)

@@ -22,6 +22,7 @@ class PlainText:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         known: Sequence[Conversation],
+        most_tokens: int | None = None,
     ) -> NoReturn:
         """Raise DataError: without a chat template, messages are no tokens."""
         raise DataError(

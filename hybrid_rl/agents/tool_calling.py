@@ -6,6 +6,7 @@ Processes load this file by its path (`process/call_main.py`), so it imports not
 from __future__ import annotations
 
 import asyncio
+import inspect
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +24,11 @@ class ToolOutcome(NamedTuple):
 
 def content_of(result: Any) -> str | list[dict[str, Any]]:
     """Return what a tool returned as the content of its message: its text, or a list of text blocks as it is. Raises
-    TypeError for blocks of another kind."""
+    TypeError for blocks of another kind, and for what is still to be awaited."""
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise TypeError("the tool returned a coroutine instead of a value: it must be written with `async def`")
     is_blocks = isinstance(result, list) and result and all(isinstance(b, dict) and "type" in b for b in result)
     if not is_blocks:
         return str(result)

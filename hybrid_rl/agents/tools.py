@@ -105,7 +105,11 @@ def type_text(schema: Mapping[str, Any]) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the content of the message for a call that failed (TRL's form)."""
-    return str({"error": str(error) or type(error).__name__})
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return str({"error": text or type(error).__name__})
 
 
 class ToolSet:

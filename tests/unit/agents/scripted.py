@@ -20,7 +20,11 @@ class ByteChat:
     error_role = "tool"
 
     def prompt_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], known: Sequence[Conversation]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        known: Sequence[Conversation],
+        most_tokens: int | None = None,
     ) -> list[int]:
         fitting = [
             one for one in known if tuple(messages[: len(one.messages)]) == one.messages and one.tools == tuple(tools)

@@ -17,6 +17,7 @@ from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
 from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, ModelError
+from tests import callers
 from tests.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user
 
 TOOLS = [tool("add", a="integer", b="integer"), tool("echo", text="string")]
@@ -605,3 +606,27 @@ def test_no_space_slips_in_between_an_answer_and_what_follows() -> None:
     assert tokenizer.convert_ids_to_tokens(talk.prompt) == list(
         "\u2581user:\u2581hi.assistant:\u2581yes.user:\u2581so.assistant:\u2581"
     )
+
+
+def test_of_a_text_that_is_too_long_only_the_beginning_is_encoded():
+    """While a tool's megabytes are cut into tokens, no trajectory goes on."""
+    tokenizer = callers.build_tokenizer([("f", {})])
+    chat = Chat(tokenizer)
+    answer = {"role": "assistant", "content": "a"}
+    prompt = [{"role": "user", "content": "go"}]
+    start = chat.prompt_ids(prompt, (), ())
+    known = Conversation((*prompt, answer), (), (*start, *chat.encode("a", goes_on=True), 1))
+    long = [{"role": "user", "content": "xy" * 5000}]
+    for messages, conversations in ((long, ()), ([*prompt, answer, *long], (known,))):
+        whole = chat.prompt_ids(messages, (), conversations)
+        part = chat.prompt_ids(messages, (), conversations, 30)
+        assert 30 < len(part) < 5000 and part == whole[: len(part)]
+        assert chat.prompt_ids(messages, (), conversations, len(whole)) == whole
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "[u]": 1, "</s>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    collapsing = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    collapsing.chat_template = (
+        "{% for m in messages %}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %} a{% endif %}"
+    )
+    assert Chat(collapsing).prompt_ids(long, (), (), 30)[-1] == 0  # it is one word, and the prompt is whole
+    assert len(Chat(collapsing).prompt_ids(long, (), (), 30)) == len(Chat(collapsing).prompt_ids(long, (), ()))

@@ -261,7 +261,7 @@ def test_what_biases_training_is_refused_with_the_reason() -> None:
 
 def test_messages_that_the_chat_template_refuses_can_be_mended() -> None:
     class Picky(ByteChat):
-        def prompt_ids(self, messages: Any, tools: Any, known: Any) -> list[int]:
+        def prompt_ids(self, messages: Any, tools: Any, known: Any, most_tokens: Any = None) -> list[int]:
             if len(messages) > 1:
                 raise MessagesRefusedError("the template refuses two messages; correct them")
             return super().prompt_ids(messages, tools, known)

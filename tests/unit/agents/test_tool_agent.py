@@ -22,7 +22,11 @@ class Letters:
     error_role: Literal["tool", "user"] = "tool"
 
     def prompt_ids(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], known: Sequence[Conversation]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        known: Sequence[Conversation],
+        most_tokens: int | None = None,
     ) -> list[int]:
         names = "".join(f"({tool['function']['name']})" for tool in tools)
         text = "".join(f"[{message['content']}]" for message in messages)

@@ -235,6 +235,7 @@ def test_plain_tools_run_in_order_and_then_all_async_ones_together(caller: Calle
 
 def test_tools_of_many_trajectories_wait_at_once(caller: Caller) -> None:
     """As many threads as calls: 40 sleeps take the time of one."""
+    caller.timeout_seconds = 1.9  # less than they take one after another
     tools = Functions([hang], caller).tools
 
     async def together() -> list[Any]:
@@ -247,11 +248,67 @@ def test_an_async_tool_that_blocks_its_loop_stops_no_other_for_good(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls_module, "CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(calls_module, "ANSWER_SECONDS", 0.05)
     functions = Functions(ALL, caller)
     messages, counts = answers(functions, call("hang_async", {"seconds": 0.5, "blocks_loop": True}))
     assert "a blocking call inside `async def`" in messages[0]["content"]
     assert counts == {"calls": 1, "failures": 1, "timeouts": 1}
     assert answers(functions, call("wait_for", {"name": "a"}))[0][0]["content"] == "a"
+
+
+def test_a_coroutine_that_refuses_to_be_cancelled_is_left_alone(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing blocks the event loop, so that the others go on there."""
+    monkeypatch.setattr(calls_module, "CANCEL_SECONDS", 0.05)
+    cancelled = []
+
+    async def stubborn() -> None:
+        while len(cancelled) < 3:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.append(1)
+
+    loop = caller.loop
+    outcome = asyncio.run(caller.run(stubborn))
+    assert "but may go on: let asyncio.CancelledError pass" in str(outcome.error)
+    assert caller.loop is loop and len(cancelled) == 2
+
+
+def test_a_call_on_an_event_loop_that_is_given_up_fails_alone(caller: Caller) -> None:
+    """Another call blocked the loop: what waits there is cancelled with it, but its trajectory is not."""
+    caller.timeout_seconds = 60
+
+    async def main() -> Any:
+        asked = asyncio.ensure_future(caller.run(lambda: asyncio.sleep(50)))
+        await asyncio.sleep(0.05)
+        loop, caller._loop = caller.loop, None
+        loop.stop()
+        return await asked
+
+    outcome = asyncio.run(main())
+    assert isinstance(outcome.error, calls_module.CallTimeoutError)
+    assert "another tool blocked the event loop" in str(outcome.error)
+
+
+def test_whatever_a_tool_raises_or_returns_the_policy_is_told(caller: Caller) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def mute() -> str:
+        """Raise."""
+        raise Mute
+
+    def forgets() -> Any:
+        """Return a coroutine."""
+        return wait_for("a")
+
+    messages, counts = answers(Functions([mute, forgets], caller), call("mute"), call("forgets"))
+    assert messages[0]["content"] == "{'error': 'Mute'}"
+    assert "returned a coroutine instead of a value" in messages[1]["content"]
+    assert counts["failures"] == 2
 
 
 def test_too_many_hanging_threads_end_the_run(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
