@@ -324,10 +324,11 @@ def take_turns(
         ours.append(sides.timed(sides.by_themselves, plan))
         theirs.append(other(plan))
         floors.append(float(plan.delays.sum(1).max()))
+        prefill = [f"{done[-1].prefill_share:.4f}" for done in (ours, theirs) if done[-1].prefill_share is not None]
         report.progress(
             f"round {number + 1} of {given.rounds}: ours {ours[-1].wall_seconds:.2f} s, {given.compare} "
             f"{theirs[-1].wall_seconds:.2f} s, slowest trajectory's tools {floors[-1]:.2f} s; prefill by the least: "
-            f"ours {ours[-1].prefill_share:.4f}, {given.compare} {theirs[-1].prefill_share or float('nan'):.4f}"
+            f"{', '.join(prefill)}"
         )
     return ours, theirs, floors
 

@@ -106,7 +106,6 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 VLLM_KEYS: dict[str, Any] = {
     "engine": "vllm",
     "enforce_eager": True,
-    "rollout.vllm.block_size": 32,
 }
 
 

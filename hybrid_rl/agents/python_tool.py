@@ -34,8 +34,8 @@ MOST_OUTPUT_BYTES = 64 * MIB  # a program that prints more is ended
 START_SECONDS = 60.0
 # No site packages, no folder of a script, none of the variables of this process.
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from hybrid_rl.agents.sandbox.warden import main; "
-    "del sys.path[0]; main(int(sys.argv[2]))"
+    "import sys; sys.path.append(sys.argv[1]); from hybrid_rl.agents.sandbox.warden import main; "
+    "sys.path.pop(); main(int(sys.argv[2]))"
 )
 _ROOT = str(Path(__file__).resolve().parents[2])
 # Strings hash alike in every program, so that a repeated program prints the same.
@@ -334,7 +334,7 @@ class _Warden:
             os.rmdir(folder)
         self._own.settimeout(None)
         self.walls = Walls(**{**walls, "missing": tuple(walls["missing"])})
-        self._finalizer = weakref.finalize(self, _end, self._own, self._process)
+        self._finalizer = weakref.finalize(self, _end, self._own, self._process, os.getpid())
         start_thread("sandbox", _taking(weakref.ref(self), self._own), lambda: None)
 
     def start(self, code: str, seconds: float | None = None) -> Future[ProgramResult]:
@@ -401,8 +401,11 @@ def _taking(warden: weakref.ref[_Warden], connection: socket.socket) -> Any:
     return body
 
 
-def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End the process of a sandbox; its programs end with it."""
+def _end(connection: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    """End the process of a sandbox; its programs end with it. owner: the process that this is left to; a fork of it
+    that ends must not."""
+    if os.getpid() != owner:
+        return
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     try:

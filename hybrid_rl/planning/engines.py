@@ -18,7 +18,7 @@ from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.planning.ledger import Share
 
 VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this
-VLLM_BLOCK = 16
+VLLM_BLOCK = {"cpu": 32, "cuda": 16}  # tokens, as in vllm/arguments.py
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def vllm_cache(
         else:
             heads = max(1, layer.num_heads // own.tensor_parallel_size)
             token += heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
-    block = int(own.engine_args.get("block_size") or VLLM_BLOCK)
+    block = int(own.engine_args.get("block_size") or VLLM_BLOCK[config.model.device])
     blocks = -(-max_length // block)
     words = f"each {blocks} blocks x {block} tokens x {token:,} B"
     return CacheShape(blocks * block * token, own.max_num_seqs, block * token, words, block * token)
