@@ -143,8 +143,8 @@ class AgentClient:
             raise TrajectoryEndedError("abort")
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
         messages: Any = prompt
-        known, most = self.trajectory.conversations, self.limits.max_length
-        ids: list[int] = self.chat.prompt_ids(messages, tools, known, most) if is_chat else list(messages)
+        earlier, most = self.trajectory.conversations, self.limits.max_length
+        ids: list[int] = self.chat.prompt_ids(messages, tools, earlier, most) if is_chat else list(messages)
         longest = self.limits.max_prompt_length
         if not self.trajectory.samples and longest is not None and len(ids) > longest:
             size = str(len(ids)) if len(ids) <= most else f"more than {most}"

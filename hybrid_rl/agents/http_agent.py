@@ -20,7 +20,7 @@ from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import PROMPT_COLUMN, shorten
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.process.threads import LoopThread, start_thread
+from hybrid_rl.process.threads import WATCH_SECONDS, LoopThread, LoopWatch, start_thread
 
 # Arguments after row, base_url and api_key: passed by name to functions that take them.
 OPTIONAL = ("trainer_state", "environment", "trajectory")
@@ -48,13 +48,15 @@ class HttpAgent:
         self._optional = _optional_arguments(function)
         self._server: AgentServer | None = None
         self._loop: LoopThread | None = None
+        self._watch: LoopWatch | None = None
 
     async def __call__(self, episode: Episode) -> None:
         """Run an episode. Raises what the function raises; TrajectoryEndedError if it raised because a limit ended the
         trajectory; DataError for a result that is no reward."""
-        if self._server is None or self._loop is None:
+        if self._server is None or self._loop is None or self._watch is None:
             self._server = AgentServer(temperature=self._temperature)
             self._loop = LoopThread("agent functions", enter_device)
+            self._watch = LoopWatch(self._loop)
         trajectory = episode.trajectory
         session = self._server.open(episode.client)
         offered = {
@@ -68,7 +70,10 @@ class HttpAgent:
         called = self._loop.start(_call(partial(self._function, row, url, session.key, **arguments)))
         result = asyncio.wrap_future(called)
         try:
-            await asyncio.wait([result, session.failure], return_when=asyncio.FIRST_COMPLETED)
+            while not (result.done() or session.failure.done()):
+                ends = [result, session.failure]
+                await asyncio.wait(ends, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                self._watch.look()
             if session.failure.done():
                 session.failure.result()
             value = result.result()
@@ -94,7 +99,7 @@ class HttpAgent:
         if self._loop is not None:
             self._loop.stop()
             self._loop.thread.join(STOP_SECONDS)
-        self._server = self._loop = None
+        self._server = self._loop = self._watch = None
 
 
 def _optional_arguments(function: Any) -> tuple[str, ...]:

@@ -48,12 +48,20 @@ def user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
+def message_of(error: BaseException) -> str:
+    """Return what an exception says, its type if that is nothing or raises."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
 def call_sync(function: Callable[..., Any], arguments: dict[str, Any]) -> ToolOutcome:
     """Call a plain tool. Whatever it raises becomes an outcome."""
     try:
         return ToolOutcome(content_of(function(**arguments)))
     except BaseException as error:  # sys.exit() too
-        return failed_call(type(error).__name__, str(error) or type(error).__name__)
+        return failed_call(type(error).__name__, message_of(error))
 
 
 async def call_async(function: Callable[..., Any], arguments: dict[str, Any]) -> ToolOutcome:
@@ -63,4 +71,4 @@ async def call_async(function: Callable[..., Any], arguments: dict[str, Any]) ->
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        return failed_call(type(error).__name__, str(error) or type(error).__name__)
+        return failed_call(type(error).__name__, message_of(error))

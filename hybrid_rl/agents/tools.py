@@ -14,7 +14,7 @@ from typing import Any
 
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
 from hybrid_rl.agents.schemas import tool_schema
-from hybrid_rl.agents.tool_calling import content_of
+from hybrid_rl.agents.tool_calling import content_of, message_of
 from hybrid_rl.agents.tool_processes import ToolProcesses
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
@@ -105,11 +105,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the content of the message for a call that failed (TRL's form)."""
-    try:
-        text = str(error)
-    except Exception:
-        text = ""
-    return str({"error": text or type(error).__name__})
+    return str({"error": message_of(error)})
 
 
 class ToolSet:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+logger = logging.getLogger("hybrid_rl")
+
 JOIN_SECONDS = 1.0
 # A cancelled coroutine gets so long to return before its event loop counts as blocked.
 CANCEL_SECONDS = 1.0
+# An event loop that answers nothing for so long is reported; it is asked so often at most.
+BLOCKED_SECONDS, WATCH_SECONDS = 20.0, 1.0
 
 T = TypeVar("T")
 Enter = Callable[[], object]  # what a thread does first, such as choosing its GPU
@@ -106,3 +114,32 @@ async def answer_of(future: Future[T], seconds: float | None, *others: asyncio.F
     waited: list[asyncio.Future[Any]] = [answer, *others]
     await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     return answer.result() if answer.done() else None
+
+
+class LoopWatch:
+    """Reports an event loop that is blocked: nobody's agents go on then, and no limit of time ends them."""
+
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
+        self._asked = self._answered = time.monotonic()
+        self._is_told = False
+
+    def look(self) -> None:
+        """Ask the loop whether it is there, and warn, once, if it has not answered for long."""
+        now = time.monotonic()
+        if self._answered >= self._asked:
+            if now - self._answered > min(WATCH_SECONDS, BLOCKED_SECONDS / 4):
+                self._asked = now
+                self._loop.loop.call_soon_threadsafe(self._note_answer)
+        elif not self._is_told and now - self._asked > BLOCKED_SECONDS:
+            self._is_told = True
+            frame = sys._current_frames().get(self._loop.thread.ident or 0)
+            where = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+            logger.warning(
+                "no agent has gone on for %.0f s, because a call blocks their event loop: inside of `async def`, await "
+                "what takes long, or run it by `await asyncio.to_thread(...)`. It is at\n%s",
+                *(BLOCKED_SECONDS, where),
+            )
+
+    def _note_answer(self) -> None:
+        self._answered = time.monotonic()

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,15 +16,13 @@ from hybrid_rl.agents.trajectory import Completion, EndReason
 from hybrid_rl.controller import enter_device
 from hybrid_rl.engines.base import RolloutRequest, derive_seed
 from hybrid_rl.engines.client import EngineClient, Handle
-from hybrid_rl.process.threads import CANCEL_SECONDS, JOIN_SECONDS, LoopThread
+from hybrid_rl.process.threads import CANCEL_SECONDS, JOIN_SECONDS, LoopThread, LoopWatch
 from hybrid_rl.rollout.call import RolloutCall
 
 logger = logging.getLogger("hybrid_rl")
 
 # How soon a rank without work sees an interrupt; also how long ranks that share an engine let each other wait.
 IDLE_SECONDS, SHARED_IDLE_SECONDS = 0.05, 0.005
-# An event loop that answers nothing for so long is reported; it is asked so often at most.
-BLOCKED_SECONDS, WATCH_SECONDS = 20.0, 1.0
 
 T = TypeVar("T")
 
@@ -102,7 +97,7 @@ class EngineTurns:
         self._version = version
         running = self._loop.start(_tidy(main, ended))
         running.add_done_callback(lambda _: self._client.wake())
-        watch = _LoopWatch(self._loop)
+        watch = LoopWatch(self._loop)
         idle = SHARED_IDLE_SECONDS if self._client.is_shared else IDLE_SECONDS
         try:
             while not running.done():
@@ -151,35 +146,6 @@ class EngineTurns:
             self._loop.stop()
             self._loop.thread.join(JOIN_SECONDS)
             self._loop = None
-
-
-class _LoopWatch:
-    """Reports an event loop that is blocked: nobody's agents go on then, and no limit of time ends them."""
-
-    def __init__(self, loop: LoopThread) -> None:
-        self._loop = loop
-        self._asked = self._answered = time.monotonic()
-        self._is_told = False
-
-    def look(self) -> None:
-        """Ask the loop whether it is there, and warn, once, if it has not answered for long."""
-        now = time.monotonic()
-        if self._answered >= self._asked:
-            if now - self._answered > min(WATCH_SECONDS, BLOCKED_SECONDS / 4):
-                self._asked = now
-                self._loop.loop.call_soon_threadsafe(self._note_answer)
-        elif not self._is_told and now - self._asked > BLOCKED_SECONDS:
-            self._is_told = True
-            frame = sys._current_frames().get(self._loop.thread.ident or 0)
-            where = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
-            logger.warning(
-                "no agent has gone on for %.0f s, because a call blocks their event loop: inside of `async def`, await "
-                "what takes long, or run it by `await asyncio.to_thread(...)`. It is at\n%s",
-                *(BLOCKED_SECONDS, where),
-            )
-
-    def _note_answer(self) -> None:
-        self._answered = time.monotonic()
 
 
 async def _tidy(main: Callable[[], Coroutine[Any, Any, T]], ended: threading.Event) -> T:

@@ -13,6 +13,7 @@ import pytest
 
 from hybrid_rl.agents import calls as calls_module
 from hybrid_rl.agents.calls import Caller
+from hybrid_rl.agents.tool_calling import call_sync
 from hybrid_rl.agents.tools import Functions, fits
 from hybrid_rl.errors import AgentError, ConfigError
 
@@ -307,6 +308,7 @@ def test_whatever_a_tool_raises_or_returns_the_policy_is_told(caller: Caller) ->
 
     messages, counts = answers(Functions([mute, forgets], caller), call("mute"), call("forgets"))
     assert messages[0]["content"] == "{'error': 'Mute'}"
+    assert call_sync(mute, {}).failure == ("Mute", "Mute")  # as processes do
     assert "returned a coroutine instead of a value" in messages[1]["content"]
     assert counts["failures"] == 2
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from typing import Any
 
 import openai
+import pytest
 import torch
 
 from hybrid_rl.agents.chat import Chat
@@ -79,3 +81,20 @@ def test_an_agent_past_its_time_has_the_reward_of_a_limit() -> None:
     with Rig(HttpAgent(hangs, temperature=1.0), config={"trajectory_timeout_seconds": 0.1}) as rig:
         batch, report = rig.run(num_generations=1, tasks=TASKS[:2])
     assert (batch["finish_reason"], batch["rewards"].tolist(), report.failures) == (["time"] * 2, [0.0] * 2, [])
+
+
+def test_a_function_that_blocks_the_event_loop_of_all_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hybrid_rl.process.threads.BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr("hybrid_rl.agents.http_agent.WATCH_SECONDS", 0.02)
+
+    async def blocks(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        while "event loop" not in caplog.text and time.monotonic() < latest:
+            time.sleep(0.01)  # noqa: ASYNC251
+        return 0.0
+
+    latest = time.monotonic() + 20
+    with Rig(HttpAgent(blocks, temperature=1.0)) as rig:
+        rig.run(1, TASKS[:1])
+    assert "because a call blocks their event loop" in caplog.text and "in blocks" in caplog.text

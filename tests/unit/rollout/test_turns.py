@@ -229,7 +229,7 @@ def test_an_error_of_the_engine_ends_the_rollout():
 
 
 def test_a_blocked_event_loop_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr(turns_module, "BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr("hybrid_rl.process.threads.BLOCKED_SECONDS", 0.1)
 
     async def main(turns):
         time.sleep(0.3)  # noqa: ASYNC251
