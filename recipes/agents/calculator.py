@@ -16,10 +16,10 @@ Row = dict[str, Any]
 
 NUM_TRAIN, NUM_HELDOUT = 4000, 200
 MAX_LENGTH = 128  # tokens of a conversation; a right one has 73
-WARM_START_STEPS = 250
+WARM_START_STEPS = 201
 
 # What the careless worker does with a problem, and how often: only the last is right.
-HABITS = {"guess": 0.6, "mistype": 0.15, "doubt": 0.1, "calculate": 0.15}
+HABITS = {"guess": 0.6, "mistype": 0.2, "doubt": 0.1, "calculate": 0.1}
 _EXPRESSION = re.compile(r"\d{1,9}([-+*]\d{1,9})*")
 
 

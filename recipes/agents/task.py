@@ -18,8 +18,8 @@ class AgentTask:
     """What a policy learns, and from what it starts.
 
     train, heldout: rows of the dataset. conversations: to imitate before; tools: JSON schemas that they are shown with.
-    arguments: of the Trainer, which say how trajectories are
-    made and scored. warm_start_steps: of supervised learning. max_length: tokens of a conversation.
+    arguments: of the Trainer, which say how trajectories are made and scored. warm_start_steps: of supervised learning.
+    max_length: tokens of a conversation.
     """
 
     train: Rows
