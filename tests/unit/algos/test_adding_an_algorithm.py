@@ -88,7 +88,9 @@ def test_a_loss_of_the_library_is_four_files() -> None:
     root = PAGE.parents[1]
     files = (path for folder in ("hybrid_rl", "tests", "recipes") for path in (root / folder).rglob("*.py"))
     named = {str(path.relative_to(root)) for path in files if "simko" in path.read_text().lower()}
-    assert named - {"tests/unit/algos/test_adding_an_algorithm.py"} == {
+    # A loss that compares the tokens of a sample with each other is also in the list of those, in the second.
+    others = {"tests/unit/algos/test_adding_an_algorithm.py", "tests/unit/training/test_environment_tokens.py"}
+    assert named - others == {
         "hybrid_rl/algos/policy_losses/simko.py",
         "hybrid_rl/algos/policy_losses/__init__.py",
         "hybrid_rl/config/presets.py",

@@ -311,7 +311,6 @@ TRL = [
     "vllm_tensor_parallel_size",
     "vllm_enable_sleep_mode",
     "sync_ref_model",
-    "max_tool_calling_iterations",
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_cap",

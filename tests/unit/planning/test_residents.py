@@ -62,8 +62,8 @@ def test_vllm_is_planned_where_it_is_not_installed(step_of):
     numel = 64 * 16 // 2 + 2 * layer + 16
     rotary = 64 * 8 * 4
     assert step.residents(0)[ENGINE_WEIGHTS].num_bytes == numel * 4 + rotary
-    # No lanes, and a block for itself: 2 layers x 1 head x 16 x 4 B.
-    assert step.cache().wanted_bytes == (8 * 32 + 16) * 128
+    # No lanes, and a block of 32 tokens for itself: 2 layers x 1 head x 16 x 4 B.
+    assert step.cache().wanted_bytes == (8 * 32 + 32) * 128
 
 
 def test_formulas_are_the_arithmetic_of_their_bytes(step_of):
