@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from dataclasses import replace
@@ -290,15 +289,20 @@ def test_a_trajectory_without_a_token_is_a_sample_that_teaches_nothing():
             raise RuntimeError("before it began")
         if episode.prompt == PROMPTS[1]:
             episode.trajectory.add_reward(1.0)
+            episode.trajectory.end("time")  # a limit is no failure
+            return
+        if episode.prompt == PROMPTS[2]:
+            episode.trajectory.add_reward(1.0)
             return
         await once(episode)
         episode.trajectory.add_reward(0.0)
 
     batch, _ = rolled(agent, num_generations=1)
-    assert batch["completion_length"][:2].tolist() == [1, 1] and batch["policy_length"][:2].tolist() == [0, 0]
+    assert batch["completion_length"][:3].tolist() == [1] * 3 and batch["policy_length"][:3].tolist() == [0] * 3
     assert batch["oldest_version"].tolist() == [1] * 4
     assert batch["prompt_ids"][0].tolist() == ids_of(PROMPTS[0])
-    assert batch["rewards"].tolist()[1:] == [1.0, 0.0, 0.0] and math.isnan(batch["rewards"][0])
+    assert batch["rewards"].isnan().tolist() == [True, False, True, False]
+    assert (batch["rewards"][1], batch["rewards"][3]) == (1.0, 0.0)
 
 
 def test_nothing_more_is_generated_for_a_trajectory_that_has_ended(caplog):
