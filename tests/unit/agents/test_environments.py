@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.agents.calls import Caller
+from hybrid_rl.agents.calls import Caller, CallTimeoutError
 from hybrid_rl.agents.environments import (
+    Environment,
     EnvironmentFailedError,
     EnvironmentKind,
     EnvironmentPool,
@@ -152,6 +153,28 @@ def test_an_instance_in_which_a_call_hangs_is_not_used_again(caller: Caller) -> 
         time.sleep(0.05)
     assert Counting.closed == [1]  # by its own thread, when the call had ended
     pool.close()
+
+
+def test_tools_fail_at_once_while_a_call_past_its_limit_runs(caller: Caller) -> None:
+    kind = EnvironmentKind(None, Counting)
+
+    async def run() -> None:
+        environment = Environment(kind, caller)
+        await environment.make()
+        kind.look_at(environment.instance)
+        await environment.call("reset", {})
+        tools = {tool.name: tool for tool in environment.tools()}
+        await tools["slow"].run({"seconds": 0.5})  # the limit is 0.3
+        start = time.monotonic()
+        outcomes = [await tools["step"].run({"n": 1}) for _ in range(3)]
+        assert time.monotonic() - start < 0.15
+        assert all(isinstance(outcome.error, CallTimeoutError) for outcome in outcomes)
+        while not environment.is_idle:
+            await asyncio.sleep(0.01)
+        assert (await tools["step"].run({"n": 1})).value == "2"
+        environment.end()
+
+    asyncio.run(run())
 
 
 class Failing(Counting):
