@@ -121,8 +121,12 @@ def own_rewards(attempts: Sequence[Attempt], inputs: Sequence[RewardInput]) -> l
 
 def has_own_reward(trajectory: Trajectory) -> bool:
     """Whether a trajectory got any reward while it was made."""
-    turns = (reward for sample in trajectory.samples for reward in sample.turn_rewards)
-    return trajectory.reward is not None or any(reward is not None for reward in turns)
+    return trajectory.reward is not None or has_turn_reward(trajectory)
+
+
+def has_turn_reward(trajectory: Trajectory) -> bool:
+    """Whether any turn of a trajectory got a reward of its own."""
+    return any(reward is not None for sample in trajectory.samples for reward in sample.turn_rewards)
 
 
 def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: Decode) -> dict[str, Any]:

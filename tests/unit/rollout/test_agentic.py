@@ -577,3 +577,15 @@ def test_a_rollout_func_must_be_a_coroutine_function():
         check_rollout_func(plain)
     with pytest.raises(ConfigError, match="cannot be called"):
         check_rollout_func(3)
+
+
+@pytest.mark.parametrize("is_of_turn", [False, True])
+def test_rewards_of_turns_that_the_loss_cannot_use_are_refused_when_there_are_some(is_of_turn):
+    async def agent(episode):
+        turn = await episode.client.generate(ids_of(episode.prompt), max_tokens=2)
+        episode.trajectory.add_reward(1.0, turn if is_of_turn else None)
+
+    refused = pytest.raises(ConfigError, match="gave a reward to a turn.*which the loss cannot use")
+    with Rig(agent) as rig, refused if is_of_turn else contextlib.nullcontext():
+        rig.rollout._turn_rewards_problem = "the loss cannot use"
+        rig.run(1, TASKS[:1])
