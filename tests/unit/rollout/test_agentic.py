@@ -589,3 +589,13 @@ def test_rewards_of_turns_that_the_loss_cannot_use_are_refused_when_there_are_so
     with Rig(agent) as rig, refused if is_of_turn else contextlib.nullcontext():
         rig.rollout._turn_rewards_problem = "the loss cannot use"
         rig.run(1, TASKS[:1])
+
+
+def test_a_reward_that_is_not_finite_is_told_as_such():
+    async def agent(episode):
+        await episode.client.generate(ids_of(episode.prompt), max_tokens=2)
+        episode.trajectory.reward = float("nan")
+
+    _, report = rolled(agent, num_generations=1, tasks=TASKS[:1])
+    assert [(one.function, one.reason) for one in report.failures] == [("agent", "nan")]
+    assert "add_reward come to nan" in report.failures[0].detail
