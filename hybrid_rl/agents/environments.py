@@ -48,8 +48,9 @@ class EnvironmentKind:
 
     @property
     def label(self) -> str:
-        """The kind in messages."""
-        return self.class_name if self.name is None else f"{self.class_name} ({ENVIRONMENT_COLUMN}={self.name!r})"
+        """The kind in messages. Before anything was made, what makes it gives the name."""
+        made = self.class_name or getattr(self.factory, "__name__", "") or repr(self.factory)
+        return made if self.name is None else f"{made} ({ENVIRONMENT_COLUMN}={self.name!r})"
 
     def look_at(self, instance: Any) -> None:
         """Note what an instance can do. Raises ConfigError if it has no reset, or a tool without a description."""

@@ -318,6 +318,11 @@ class NoReset:
     pass
 
 
+class Broken:
+    def __init__(self) -> None:
+        raise ValueError
+
+
 class NoHint:
     def reset(self) -> None: ...
 
@@ -345,6 +350,7 @@ def add() -> str:
         (NoReset, "a NoReset without a method reset()"),
         (NoHint, "begins with an underscore"),
         (lambda: 1 / 0, "ZeroDivisionError"),
+        ({"kitchen": Broken}, "environment_factory cannot make Broken (environment='kitchen'): ValueError"),
         (Counting.__init__, "it is called without arguments"),
         (SameName(), "pass its class"),
         ({}, "an empty dict"),

@@ -577,6 +577,8 @@ def test_a_rollout_func_must_be_a_coroutine_function():
         check_rollout_func(plain)
     with pytest.raises(ConfigError, match="cannot be called"):
         check_rollout_func(3)
+    with pytest.raises(ConfigError, match=r"takes \(prompts, trainer\), as TRL's does; .*f\(rows, client"):
+        check_rollout_func(lambda prompts, trainer: {})
 
 
 @pytest.mark.parametrize("is_of_turn", [False, True])
