@@ -161,7 +161,10 @@ class AgentClient:
         first = self._asked[digest]
         self._asked[digest] += count
         room = room if max_tokens is None else min(room, max_tokens)
-        samples = [self.trajectory.claim(ids) for _ in range(count)]
+        # An answer that the caller began is one message with what the policy adds to it.
+        is_begun = is_chat and messages[-1].get("role") == "assistant"
+        before = () if not is_chat else tuple(messages[:-1] if is_begun else messages)
+        samples = [self.trajectory.claim(ids, before) for _ in range(count)]
         try:
             completions = await _all(
                 self._tokens.complete(
@@ -178,9 +181,7 @@ class AgentClient:
             message = self.chat.parse(completion.token_ids, ids, tools)
             where = self.trajectory.record(ids, completion, sample)
             if is_chat:
-                # An answer that the caller began is one message with what the policy added to it.
-                before = messages[:-1] if messages[-1].get("role") == "assistant" else messages
-                known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids))
+                known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids), sample)
                 place = bisect.bisect(self._told, number)
                 self._told.insert(place, number)
                 self.trajectory.conversations.insert(place, known)

@@ -126,14 +126,13 @@ def test_agents_within_an_agent_each_have_a_sample():
         episode.trajectory.add_reward(0.5)
 
     batch, _ = rolled(agent, num_generations=1, tasks=TASKS[:1])
-    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of(text) for text in ("1+1=", "2+2=", "1+1=")]
+    # What asks first is the main agent, whose samples come last.
+    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of(text) for text in ("2+2=", "1+1=", "1+1=")]
     assert batch["turn"].tolist() == [0, 1, 2] and batch["trajectory"].unique().tolist() == [100]
     assert batch["rewards"].tolist() == [1.5] * 3  # a trajectory has one reward
     dense = [row.tolist() for row in batch["token_rewards"]]
-    assert dense == [[0.0] * len(row) for row in dense[:1]] + [[*[0.0] * (len(dense[1]) - 1), 1.0]] + [
-        [0.0] * len(dense[2])
-    ]
-    assert batch["completion_ids"][0].tolist() != batch["completion_ids"][2].tolist()  # noise of its own
+    assert dense == [[*[0.0] * (len(dense[0]) - 1), 1.0], *([0.0] * len(row) for row in dense[1:])]
+    assert batch["completion_ids"][1].tolist() != batch["completion_ids"][2].tolist()  # noise of its own
 
 
 # ------------------------------------------------------------------------------------------------------------ limits
