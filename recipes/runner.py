@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.prepare import find_hardware
+from recipes.quickstart.kept import KeepStart, take_up
 from recipes.quickstart.model import build_model, build_tokenizer
 from recipes.quickstart.run import check, improve
 from recipes.quickstart.task import Task, build_task
@@ -89,37 +92,65 @@ def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> N
     # What cannot run is refused before the warm start; that keys do nothing, while it is known which ones were given.
     resolve(config, given, hardware=find_hardware(config))
     check(build_model(tokenizer, config.seed), tokenizer, task, config)
-    model, warm = warm_started(task, tokenizer, config.seed)
+    model, warm = warm_started(task, tokenizer, config)
     supervised = [copy.deepcopy(model) for _ in range(2 if compares else 0)]
-    outcome = improve(model, tokenizer, task, config)
+    outcome = improve(model, tokenizer, task, config, [KeepStart(model, config.seed, asdict(warm))])
     rows = [
         Row("supervised warm start", warm.accuracy, warm.steps, warm.seconds),
         Row(row_name(config), outcome.accuracy, outcome.steps, outcome.seconds),
     ]
+    if compares and outcome.resumed_at:
+        console.print("no comparison with supervised learning: this run was resumed, and its time is not that of all")
+        compares = False
     if compares:
         rows += comparison(supervised, task, tokenizer, config.seed, outcome.seconds)
     show_results(outcome.run, rows, compares=compares)
 
 
-def warm_started(task: Task, tokenizer: PreTrainedTokenizerFast, seed: int) -> tuple[Qwen2ForCausalLM, WarmStartReport]:
-    """Build a model and warm-start it, with its progress on the console."""
-    model = build_model(tokenizer, seed)
+def warm_started(
+    task: Task, tokenizer: PreTrainedTokenizerFast, config: TrainerConfig
+) -> tuple[Qwen2ForCausalLM, WarmStartReport]:
+    """Build a model and warm-start it, with its progress on the console, unless a run is resumed that has kept that."""
+    model = build_model(tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"task: {len(task.train)} problems such as {task.train[0]['prompt']}{task.train[0]['answer']}, ", end=""
     )
     console.print(f"{len(task.heldout)} held out with other operands; model: Qwen2, {size / 1e6:.2f}M parameters")
-    with console.status("supervised warm start") as status:
+    kept = take_up(model, config)
+    if kept is not None:
+        console.print("warm start: that of the run that is resumed")
+        return model, WarmStartReport(kept["accuracy"], int(kept["steps"]), kept["seconds"])
+    with warming(WARM_START_STEPS) as show:
 
-        def show(progress: SupervisedProgress) -> None:
-            line = f"supervised warm start: step {progress.step} of {WARM_START_STEPS}, loss {progress.loss:.3f}"
-            status.update(line)
-            if not console.is_terminal and progress.step % 100 == 0:
-                console.print(line)
+        def on_progress(progress: SupervisedProgress) -> None:
+            show(progress.step, progress.loss)
 
-        warm = warm_start(model, tokenizer, task, seed, on_progress=show)
+        warm = warm_start(model, tokenizer, task, config.seed, on_progress=on_progress)
     console.print(f"warm start: {warm.accuracy:.1%} held-out accuracy after {warm.steps} supervised steps")
     return model, warm
+
+
+@contextlib.contextmanager
+def warming(num_steps: int) -> Iterator[Callable[[int, float], None]]:
+    """Show a warm start on the console, and say so if it is interrupted. Gives what is called with the number of steps
+    done and the last loss."""
+    what = "supervised warm start"
+    if not console.is_terminal:
+        console.print(f"{what}: {num_steps} steps")
+    try:
+        with console.status(f"{what}: {num_steps} steps") as status:
+
+            def show(step: int, loss: float) -> None:
+                line = f"{what}: step {step} of {num_steps}, loss {loss:.3f}"
+                status.update(line)
+                if not console.is_terminal and step % 100 == 0:
+                    console.print(line)
+
+            yield show
+    except KeyboardInterrupt:
+        console.print(f"interrupted in the {what}, before training; nothing of it is kept")
+        raise
 
 
 def row_name(config: TrainerConfig) -> str:

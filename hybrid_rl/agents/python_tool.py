@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hybrid_rl.agents.sandbox.program import Limits, Walls
 from hybrid_rl.agents.sandbox.warden import receive, send
@@ -30,6 +30,7 @@ from hybrid_rl.process.threads import start_thread
 logger = logging.getLogger("hybrid_rl")
 
 MIB = 2**20
+LEAST_MEMORY_BYTES = 32 * MIB  # with less Python hardly runs, and not even that the sandbox is safe can be found out
 MOST_OUTPUT_BYTES = 64 * MIB  # a program that prints more is ended
 START_SECONDS = 60.0
 # No site packages, no folder of a script, none of the variables of this process.
@@ -115,7 +116,8 @@ class SandboxStrength:
 
 
 class PythonTool:
-    """Runs Python programs of the policy in a sandbox; its method `python` is the tool: `tools=[PythonTool().python]`.
+    """Runs Python programs of the policy in a sandbox; its method `python` is the tool: `tools=[sandbox.python]`. A
+    `with` block closes it.
 
     A program sees the standard library and a folder of its own, in memory, which ends with it; nothing is kept from one
     call to the next. It has no network, starts no processes (threads it may), and cannot read files of others or the
@@ -123,13 +125,14 @@ class PythonTool:
     begins with the same seed in every program, so that a program repeated prints the same.
 
     timeout_seconds: longest time of a program; waiting for a free core does not count. memory_bytes: of its address
-    space (about 30 MB are Python's own). output_chars: most characters of an answer; of longer ones the middle is left
-    out. file_bytes: all files of a program together. packages: importable packages of this environment that programs
-    may use, such as ("numpy",); the folder that holds them becomes readable. max_running: programs that run at once,
-    None = one for each core. strict: refuse to run where a program cannot be kept from network, files and processes;
-    False = run with what this machine offers, and warn once.
+    space, at least 32 MiB, of which about 30 MB are Python's own. output_chars: most characters of an answer; of longer
+    ones the middle is left out. file_bytes: all files of a program together. packages: importable packages of this
+    environment that programs may use, such as ("numpy",); the folder that holds them becomes readable. max_running:
+    programs that run at once, None = one for each core. strict: refuse to run where a program cannot be kept from
+    network, files and processes; False = run with what this machine offers, and warn once.
 
-    Raises ConfigError for packages that are not installed; when first used, AgentError if the sandbox cannot be made.
+    Raises ConfigError for limits that are too small and for packages that are not installed; when first used,
+    AgentError if the sandbox cannot be made.
     """
 
     def __init__(
@@ -152,6 +155,11 @@ class PythonTool:
         ):
             if not value > 0:
                 raise ConfigError(f"PythonTool({name}={value!r}): give a number above 0")
+        if memory_bytes < LEAST_MEMORY_BYTES:
+            raise ConfigError(
+                f"PythonTool(memory_bytes={memory_bytes!r}): Python itself needs about 30 MB; give at least "
+                f"{LEAST_MEMORY_BYTES} bytes ({LEAST_MEMORY_BYTES // MIB} * 2**20)"
+            )
         self.timeout_seconds, self.memory_bytes, self.output_chars = timeout_seconds, memory_bytes, output_chars
         self.file_bytes, self.packages, self.strict = file_bytes, tuple(packages), strict
         self.max_running = max_running
@@ -182,6 +190,12 @@ class PythonTool:
             warden, self._warden = self._warden, None
         if warden is not None:
             warden.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_warden": None, "_lock": None}

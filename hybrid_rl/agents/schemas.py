@@ -34,7 +34,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """
     name = getattr(function, "__name__", None)
     if not callable(function) or name is None or not (inspect.isfunction(function) or inspect.ismethod(function)):
-        raise ConfigError(f"the tool {function!r} is no function; give a function, or a method of an object")
+        raise ConfigError(f"the tool {function!r} is no function; give a function, or a method of {_owner(function)}")
     if not name.isidentifier():
         raise ConfigError(f"a tool has the name {name!r}, which the policy cannot call; define it with `def`")
     missing = _missing(function)
@@ -101,3 +101,13 @@ def _missing(function: Callable[..., Any]) -> list[str]:
 
 
 _ASKED = f". Tools need type hints and a docstring that describes every argument, such as{_EXAMPLE}"
+
+
+def _owner(given: Any) -> str:
+    """Name what methods could be tools of."""
+    if inspect.isclass(given):
+        return f"an object of the class {given.__name__}"
+    kind = type(given)
+    methods = [name for name in vars(kind) if not name.startswith("_") and inspect.isfunction(getattr(kind, name))]
+    names = ", ".join(f"`.{name}`" for name in methods)
+    return f"this object: it has {names}" if names else "an object"

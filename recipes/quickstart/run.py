@@ -5,7 +5,7 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,14 @@ class Outcome:
     """The result of a run.
 
     curve: held-out greedy accuracy by training step, 0 = before; metrics: of the last step; run: the run folder;
-    seconds: wall time."""
+    seconds: wall time; resumed_at: the step that it began with."""
 
     curve: Mapping[int, float]
     metrics: Mapping[str, float]
     steps: int
     seconds: float
     run: Path
+    resumed_at: int = 0
 
     @property
     def accuracy(self) -> float:
@@ -71,7 +72,13 @@ def check(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Tas
         planned(prepare(model, tokenizer, exact_answer, *rows, settings, {}, closing=closing))
 
 
-def improve(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig) -> Outcome:
+def improve(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: Task,
+    config: TrainerConfig,
+    callbacks: Sequence[Callback] = (),
+) -> Outcome:
     """Train a warm-started model in place, to the end of the config's steps; on the GPU, in bfloat16, if there is one
     and the config does not say otherwise."""
     curve = Curve()
@@ -85,11 +92,13 @@ def improve(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: T
             task.heldout,
             tokenizer=tokenizer,
             config=settings,
-            callbacks=[curve],
+            callbacks=[curve, *callbacks],
         ) as trainer:
-            metrics = trainer.fit()
+            resumed_at = trainer.global_step
+            # A resumed run may have nothing left to do, and then has no metrics either.
+            metrics = trainer.fit() or trainer.evaluate()
         seconds = time.perf_counter() - started
-    return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder)
+    return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder, resumed_at)
 
 
 def place(model: Qwen2ForCausalLM, config: TrainerConfig) -> None:

@@ -346,6 +346,8 @@ def test_tools_travel_and_describe_themselves(tool: PythonTool) -> None:
         assert copy.run("1 + 1").output == "2\n"
     schema = tool_schema(tool.python)["function"]
     assert schema["name"] == "python" and schema["parameters"]["required"] == ["code"]
+    with pytest.raises(ConfigError, match="a method of this object: it has `.python`"):
+        tool_schema(tool)  # type: ignore[arg-type]
 
 
 def test_packages_can_be_shown() -> None:
@@ -353,6 +355,15 @@ def test_packages_can_be_shown() -> None:
         assert tool.run("import numpy as np\nint(np.arange(5).sum())").output == "10\n"
     with pytest.raises(ConfigError, match="not an installed"):
         PythonTool(packages=("no_such_package",))
+
+
+def test_memory_that_python_itself_would_not_fit_into_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"memory_bytes=512\): .* at least 33554432 bytes"):
+        PythonTool(memory_bytes=512)  # bytes, not MiB
+    with PythonTool(memory_bytes=2**25) as tool:
+        assert tool.run("import json, random\nsum(range(10))").output == "45\n"
+        process = tool._ready()._process
+    assert process.returncode is not None
 
 
 def test_strict_tools_refuse_a_weak_machine_and_others_warn(caplog: pytest.LogCaptureFixture) -> None:

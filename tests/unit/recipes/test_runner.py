@@ -6,14 +6,20 @@ import ast
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import Module
 
 from hybrid_rl.config import load_config, num_training_steps, resolve
 from hybrid_rl.errors import ConfigError
 from recipes import runner
+from recipes.quickstart.run import Outcome
+from recipes.quickstart.task import build_task
+from recipes.quickstart.warm_start import WarmStartReport
 from recipes.record_curves import names, settings_digest, settings_file
-from recipes.runner import load_reward, main, row_name, take
+from recipes.runner import load_reward, main, row_name, take, warming
 from tests.tiny import build_model, build_tokenizer
 
 RECIPES = names()
@@ -84,6 +90,48 @@ def test_the_quickstart_checks_without_a_word(
     assert "resume=auto" not in caplog.text
     logging.getLogger("hybrid_rl").warning("heard again")
     assert "heard again" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_resumed_quickstart_begins_with_the_warm_start_that_it_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with a second one, nor with bare weights: the reference model is a copy of it."""
+    begun, warmed, original = [], [], runner.improve
+
+    def warm_start(model: Module, *_: object, **__: object) -> WarmStartReport:
+        warmed.append(model)
+        with torch.no_grad():
+            model.get_parameter("lm_head.weight").add_(len(warmed))
+        return WarmStartReport(0.375, 700, 9.0)
+
+    def improve(model: Module, *rest: Any) -> Outcome:
+        begun.append(model.get_parameter("lm_head.weight").detach().clone())
+        return original(model, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "build_task", lambda seed: build_task(seed, num_train=64, num_heldout=4))
+    monkeypatch.setattr(runner, "warm_start", warm_start)
+    monkeypatch.setattr(runner, "improve", improve)
+    small = ["prompts_per_step=2", "num_generations=2", "warmup_steps=0", "save_steps=1", "eval_steps=null"]
+    where = ["device=cpu", f"output_dir={tmp_path}", "run_name=own", "resume=auto"]
+    for steps in (1, 2, 2):  # the third run has nothing left to do
+        main([*small, *where, f"max_steps={steps}"], settings_file("grpo"), "", compares=steps == 2)
+        rows = json.loads((tmp_path / "own" / "comparison.json").read_text())
+        assert [row["steps"] for row in rows] == [700, steps] and rows[0]["accuracy"] == 0.375
+    assert len(warmed) == 1
+    assert begun[0].equal(begun[1]) and begun[0].equal(begun[2])
+    assert capsys.readouterr().out.count("that of the run that is resumed") == 2
+
+
+def test_a_warm_start_that_is_interrupted_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(KeyboardInterrupt), warming(200) as show:
+        show(100, 0.25)
+        raise KeyboardInterrupt
+    said = capsys.readouterr().out
+    assert "200 steps" in said and "step 100 of 200, loss 0.250" in said
+    assert "interrupted in the supervised warm start" in said
 
 
 @pytest.mark.parametrize("argument", ["reward=my.py:score", "data.train_path=train.jsonl"])
