@@ -13,12 +13,14 @@ from hybrid_rl import Trainer
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.run.callbacks import Callback
 from recipes.agents.chat import encode_conversations
 from recipes.agents.task import AgentTask
+from recipes.quickstart.kept import KeepStart, take_up
 from recipes.quickstart.model import build_model
 from recipes.quickstart.run import Curve, Outcome, place
 from recipes.quickstart.warm_start import SupervisedTrainer
-from recipes.runner import console
+from recipes.runner import console, warming
 
 WARM_START_LR = 3e-3
 BATCH_SIZE = 64
@@ -49,17 +51,31 @@ def main(arguments: Sequence[str], settings: Path, doc: str, build_task: BuildTa
     config, _ = load_config(settings, arguments=arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task = build_task(config.seed)
-    console.print(f"warm start: {task.warm_start_steps} steps on {len(task.conversations)} careless conversations")
-    outcome = improve(*warm_start(task, config.seed), task, config)
+    model, tokenizer = warm_started(task, config)
+    outcome = improve(model, tokenizer, task, config, [KeepStart(model, config.seed)])
     for step, accuracy in sorted(outcome.curve.items()):
         console.print(f"step {step:3}: {accuracy:.1%} of the held-out rows")
     console.print(f"{outcome.steps} steps in {outcome.seconds:.0f} s; curves, metrics and samples: {outcome.run}")
 
 
+def warm_started(task: AgentTask, config: TrainerConfig) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """Return a warm-started model and its tokenizer, with progress on the console: the model of the run that is
+    resumed, if it has kept that."""
+    tokenizer = task.tokenizer()
+    model = build_model(tokenizer, config.seed)
+    if take_up(model, config) is not None:
+        console.print("warm start: that of the run that is resumed")
+        return model, tokenizer
+    console.print(f"warm start: {len(task.conversations)} careless conversations to imitate")
+    with warming(task.warm_start_steps) as show:
+        return warm_start(task, config.seed, on_progress=show)
+
+
 def warm_start(
-    task: AgentTask, seed: int, num_steps: int | None = None
+    task: AgentTask, seed: int, num_steps: int | None = None, on_progress: Callable[[int, float], None] | None = None
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """Return a small Qwen2 that imitates the task's conversations, and its tokenizer. num_steps: None = the task's."""
+    """Return a small Qwen2 that imitates the task's conversations, and its tokenizer. num_steps: None = the task's.
+    on_progress: gets steps done and last loss, after every step."""
     tokenizer = task.tokenizer()
     model = build_model(tokenizer, seed)
     total = task.warm_start_steps if num_steps is None else num_steps
@@ -69,12 +85,22 @@ def warm_start(
 
     examples = encode_conversations(tokenizer, task.conversations, task.tools)
     trainer = SupervisedTrainer(model, examples, seed, WARM_START_LR, BATCH_SIZE, schedule)
-    trainer.run_until(lambda done, _: done == total)
+
+    def is_over(done: int, loss: float) -> bool:
+        if on_progress is not None:
+            on_progress(done, loss)
+        return done == total
+
+    trainer.run_until(is_over)
     return model, tokenizer
 
 
 def improve(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: AgentTask, config: TrainerConfig
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: AgentTask,
+    config: TrainerConfig,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train a warm-started model in place, to the end of the config's steps; on the GPU, if there is one."""
     curve = Curve()
@@ -86,9 +112,11 @@ def improve(
         eval_dataset=task.heldout,
         tokenizer=tokenizer,
         config=config,
-        callbacks=[curve],
+        callbacks=[curve, *callbacks],
         **task.arguments,
     ) as trainer:
-        metrics = trainer.fit()
+        resumed_at = trainer.global_step
+        # A resumed run may have nothing left to do, and then has no metrics either.
+        metrics = trainer.fit() or trainer.evaluate()
     seconds = time.perf_counter() - started
-    return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder)
+    return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder, resumed_at)
