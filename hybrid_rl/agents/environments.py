@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hybrid_rl.agents.calls import Caller, Outcome
+from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
 from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.agents.tool_calling import content_of
 from hybrid_rl.agents.tools import NOT_IN_A_THREAD, Tool, needs_main_thread
@@ -48,8 +48,9 @@ class EnvironmentKind:
 
     @property
     def label(self) -> str:
-        """The kind in messages."""
-        return self.class_name if self.name is None else f"{self.class_name} ({ENVIRONMENT_COLUMN}={self.name!r})"
+        """The kind in messages. Before anything was made, what makes it gives the name."""
+        made = self.class_name or getattr(self.factory, "__name__", "") or repr(self.factory)
+        return made if self.name is None else f"{made} ({ENVIRONMENT_COLUMN}={self.name!r})"
 
     def look_at(self, instance: Any) -> None:
         """Note what an instance can do. Raises ConfigError if it has no reset, or a tool without a description."""
@@ -88,13 +89,14 @@ def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
 class Environment:
     """One instance with a thread of its own, in which it is made and all its plain methods run, one at a time. Such
     objects may be bound to a thread (a connection of sqlite3 is), and none expects two calls at once. Its coroutines
-    run on the caller's event loop."""
+    run on the caller's event loop. A plain tool fails at once while a method past its time limit still runs."""
 
     def __init__(self, kind: EnvironmentKind, caller: Caller) -> None:
         self.kind = kind
         self.instance: Any = None
         self._caller = caller
         self._thread = CallThread("environment", enter_device)
+        self._is_overdue = False  # whether a plain method was past its limit
 
     async def make(self) -> Outcome:
         """Make the instance."""
@@ -113,7 +115,9 @@ class Environment:
                 return then(await method(**arguments))
 
             return await self._caller.run(awaited)
-        return await self._caller.call(lambda: then(method(**arguments)), self._thread)
+        outcome = await self._caller.call(lambda: then(method(**arguments)), self._thread)
+        self._is_overdue = isinstance(outcome.error, CallTimeoutError)
+        return outcome
 
     def tools(self) -> list[Tool]:
         """Return the instance's methods as tools."""
@@ -125,6 +129,12 @@ class Environment:
         return made
 
     async def _content(self, name: str, arguments: dict[str, Any]) -> Outcome:
+        if (
+            self._is_overdue
+            and not self.is_idle
+            and not inspect.iscoroutinefunction(getattr(self.instance, name, None))
+        ):
+            return Outcome(None, CallTimeoutError("not called: an earlier call, past its time limit, still runs"))
         outcome = await self.call(name, arguments, content_of)
         if needs_main_thread(outcome.error):
             logger.warning("%s of the environment %s: %s", name, self.kind.label, NOT_IN_A_THREAD)

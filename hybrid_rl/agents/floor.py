@@ -114,6 +114,16 @@ def check_rollout_func(function: Any) -> None:
     """Raise ConfigError for a rollout_func that cannot be awaited."""
     if not callable(function):
         raise ConfigError(f"rollout_func={function!r} cannot be called; pass an `async def f(rows, client, **kw)`")
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of a builtin
+        parameters = []
+    if "trainer" in parameters[1:2]:
+        raise ConfigError(
+            f"rollout_func takes ({', '.join(parameters)}), as TRL's does; this one is another: `async def f(rows, "
+            "client, **kw)` gets dataset rows, asks by `await client.generate(messages, trajectory)`, and returns the "
+            "trajectories that client.trajectory(row) made, one for each row"
+        )
     call = getattr(function, "__call__", None)  # noqa: B004
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)):
         raise ConfigError(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException
 
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.templates import PROBE, PROBE_ID, calls_of, probe_call
 from hybrid_rl.errors import ConfigError
 
+# What transformers says of an argument that it finds no text for.
+NO_DESCRIPTION = re.compile(r"no description for the argument ('\w+')")
 _EXAMPLE = '''
     def add(a: int, b: int) -> int:
         """Add two numbers.
@@ -37,6 +41,10 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     if not missing:
         try:
             schema: dict[str, Any] = get_json_schema(function)
+        except DocstringParsingException as error:
+            of = NO_DESCRIPTION.search(str(error))
+            what = f"a description of {of.group(1)}" if of else "a docstring that transformers can read"
+            missing = [f"{what} (Google's format: below `Args:`, NAME: TEXT)" + ("" if of else f": {error}")]
         except Exception as error:  # type hints are evaluated, which may raise anything
             missing = [f"something else ({type(error).__name__}: {error})"]
         else:

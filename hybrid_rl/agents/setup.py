@@ -108,7 +108,7 @@ def setup_tools(tools: Sequence[Any], environment_factory: Any, config: AgentCon
             outcome = caller.loop.start(environment.make()).result()
             if outcome.error is not None:
                 raise ConfigError(
-                    f"environment_factory cannot make {kind.label or 'an environment'}: "
+                    f"environment_factory cannot make {kind.label}: "
                     f"{type(outcome.error).__name__}: {outcome.error}; it is called without arguments"
                 ) from outcome.error
             kind.look_at(environment.instance)

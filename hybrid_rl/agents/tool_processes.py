@@ -21,7 +21,7 @@ CALLING = Path(__file__).with_name("tool_calling.py")
 
 
 class ToolFailedError(Exception):
-    """What a tool raised in a process; only its text came back."""
+    """What a tool raised in a process; only its text came back. The kind of the exception is a note."""
 
 
 class ToolProcesses:
@@ -81,7 +81,10 @@ class ToolProcesses:
             forked = f"{name} forked its process, and the child came back from it too; end the child by os._exit()"
             return Outcome(None, ToolFailedError(forked))
         if outcome.failure is not None:
-            return Outcome(None, ToolFailedError(outcome.failure[1]))
+            kind, text = outcome.failure
+            failed = ToolFailedError(text)
+            failed.add_note(f"(the process of the tool raised {kind})")
+            return Outcome(None, failed)
         return Outcome(outcome.content)
 
     def _begin(self) -> CallProcess:

@@ -15,6 +15,7 @@ from typing import Any
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
 from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.agents.tool_calling import content_of, message_of
+from hybrid_rl.agents.tool_failures import FailureWatch
 from hybrid_rl.agents.tool_processes import ToolProcesses
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
@@ -109,10 +110,12 @@ def error_text(error: BaseException) -> str:
 
 
 class ToolSet:
-    """The tools of a trajectory. Raises ConfigError if two have one name."""
+    """The tools of a trajectory. watch: told how each call went; None = one of its own. Raises ConfigError if two tools
+    have one name."""
 
-    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+    def __init__(self, tools: Sequence[Tool] = (), watch: FailureWatch | None = None) -> None:
         self.tools: dict[str, Tool] = {}
+        self._watch = watch or FailureWatch()
         for tool in tools:
             if tool.name in self.tools:
                 raise ConfigError(f"two tools are named {tool.name!r}; rename one, so that a call says which it means")
@@ -120,8 +123,8 @@ class ToolSet:
         self.schemas = [tool.schema for tool in tools]
 
     def with_tools(self, tools: Sequence[Tool]) -> ToolSet:
-        """Return this set with more tools."""
-        return ToolSet([*self.tools.values(), *tools])
+        """Return this set with more tools, which shares what was seen of failures."""
+        return ToolSet([*self.tools.values(), *tools], self._watch)
 
     async def answer(self, calls: Sequence[Any], counts: Counter[str]) -> Messages:
         """Make the tool calls of one answer and return their messages, in order. Plain tools run one after another,
@@ -140,10 +143,15 @@ class ToolSet:
             if tool.is_async:
                 together[place] = tool, arguments
             else:
-                found[place] = await tool.run(arguments)
-        outcomes = await asyncio.gather(*(tool.run(arguments) for tool, arguments in together.values()))
+                found[place] = await self._run(tool, arguments)
+        outcomes = await asyncio.gather(*(self._run(tool, arguments) for tool, arguments in together.values()))
         found |= dict(zip(together, outcomes, strict=True))
         return [_message(call, found[place], counts) for place, call in enumerate(calls)]
+
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
+        outcome = await tool.run(arguments)
+        self._watch.look(tool.name, outcome.error)
+        return outcome
 
     def _read(self, call: Any) -> tuple[Tool, dict[str, Any]]:
         """Return what a call asks for. Raises ToolCallError if there is no such tool, or if it does not take such

@@ -118,6 +118,17 @@ def _check_credit(config: TrainerConfig) -> None:
         )
 
 
+def token_rewards_problem(config: TrainerConfig) -> str:
+    """Return why rewards of single tokens or turns cannot be used, and what to do; "" if they can."""
+    if not (config.advantage.uses_step_rewards and config.policy_loss.is_per_completion):
+        return ""
+    return (
+        f"advantage={config.advantage.estimator} uses token by token, but policy_loss={config.policy_loss.objective} "  # type: ignore[attr-defined]
+        f"has one ratio per completion, so each token would get the mean of their advantages; "
+        f"{one_advantage_remedy(config)}"
+    )
+
+
 def one_advantage_remedy(config: TrainerConfig) -> str:
     """Return what to do if a loss with one ratio per completion meets advantages of single tokens."""
     if hasattr(config.policy_loss, "importance_sampling_level"):

@@ -310,7 +310,9 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 class RewardConfig:
     """The scoring of completions."""
 
-    reward_weights: list[float] | None = key(None, "one weight per reward function; None = 1 each")
+    reward_weights: list[float] | None = key(
+        None, "one weight per reward function, then perhaps one per reward of environments or agents; None = 1 each"
+    )
     reward_processes: int = key(0, "score in this many worker processes; 0 = in a thread of this process", minimum=0)
     reward_timeout_seconds: float | None = key(None, "limit of one call of a reward function", above=0)
     score_by: Literal["sample", "group"] = key(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
@@ -33,10 +33,16 @@ class RewardModelEntry:
 class GivenReward:
     """A reward that samples bring along (`RewardInput.given`), in the place of a function: what an environment's
     get_reward or an agent returned. name: of the source, and in metrics. is_dense: whether it may be a number per
-    token."""
+    token, as agents give, and environments do not."""
 
     name: str
     is_dense: bool = False
+
+    def silence(self, asked: Collection[str]) -> str:
+        """Say that it gave a sample nothing; "" if it was not asked. asked: names of the environments that were."""
+        if self.is_dense:
+            return "the agent (or rollout_func) gave no reward: return a number, or call trajectory.add_reward(number)"
+        return f"get_reward() of {self.name} returned None" if self.name in asked else ""
 
     def outcome(self, inputs: Sequence[RewardInput]) -> CallOutcome:
         """Return the values of these samples, as a function that returns them would."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ MEANINGS: dict[str, str] = {
     "died": "ended their reward process",
     "long": "did not fit into the judge or reward model",
     "large": "got a reward that is too large",
-    "none": "returned None",
+    "none": "got no reward",
     "agent": "ended with an exception",
 }
 # Sums over a batch of rewards of this size are finite.
@@ -45,7 +45,7 @@ class RewardFailure:
     """A failure of one function on one sample."""
 
     function: str
-    """Name of the function; ALL_FUNCTIONS for the reason "none"; THE_AGENT."""
+    """Name of the function; ALL_FUNCTIONS for the reason "none", THE_AGENT if there are no functions."""
     key: SampleKey
     reason: str
     """A key of MEANINGS."""
@@ -85,12 +85,13 @@ def assemble(
     *,
     dense: Collection[int] = (),
     late: Collection[int] = (),
+    unrewarded: Mapping[int, tuple[str, str]] | None = None,
 ) -> RewardResult:
     """Join the calls' outcomes (function index, part) into one result; every sample once per function.
 
     failed: what went wrong before the calls. dense: functions that may give a number per token. late: columns that
     `merge_late` fills; until then they and all rewards are nan, as another function may still apply to a sample or
-    fail on it.
+    fail on it. unrewarded: as `total_rewards` takes it.
 
     The turns of a trajectory are submitted together. Its reward is the sum of what its turns got, so that a function
     may reward every turn or give None for all but the last; Tinker's recipes add up the rewards of a trajectory's steps
@@ -135,7 +136,7 @@ def assemble(
 
     rewards = np.full(len(last), np.nan)
     if not late:
-        rewards, missing = total_rewards(names, weights, list(last.values()), totals, failures)
+        rewards, missing = total_rewards(names, weights, list(last.values()), totals, failures, unrewarded)
         failures += missing
         for row, key in enumerate(keys):
             if np.isnan(rewards[place_of[key.trajectory]]):
@@ -150,11 +151,15 @@ def total_rewards(
     keys: Sequence[SampleKey],
     values: NDArray[np.float64],
     failures: Iterable[RewardFailure],
+    unrewarded: Mapping[int, tuple[str, str]] | None = None,
 ) -> tuple[NDArray[np.float64], list[RewardFailure]]:
     """Sum values [M, F] to weighted rewards of trajectories [M], and list the failures that this adds.
 
-    keys: of the last turn of each, under which failures are listed. A reward is nan if a turn of the trajectory has a
-    failure, if no function applies to it, or if its sum is too large; the last two are the added failures.
+    keys: of the last turn of each, under which failures are listed. unrewarded: by trajectory, what its failure says
+    if nothing gives it a reward, function and detail; None = all functions returned None.
+
+    A reward is nan if a turn of the trajectory has a failure, if no function applies to it, or if its sum is too large;
+    the last two are the added failures.
     """
     applies = ~np.isnan(values)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -166,8 +171,9 @@ def total_rewards(
             rewards[row] = np.nan
         elif not applies[row].any():
             rewards[row] = np.nan
-            detail = f"{', '.join(names)} returned None for this sample"
-            missing.append(RewardFailure(ALL_FUNCTIONS, key, "none", detail))
+            every = ALL_FUNCTIONS, f"{', '.join(names)} returned None for this sample"
+            function, detail = (unrewarded or {}).get(key.trajectory, every)
+            missing.append(RewardFailure(function, key, "none", detail))
         elif not abs(rewards[row]) <= LARGEST_REWARD:
             rewards[row] = np.nan
             parts = ", ".join(f"{name}={value:g}" for name, value in zip(names, values[row], strict=True))
@@ -253,6 +259,8 @@ def check_failure_share(
     cause = f" ({failures[0].function}: {cause_of(failures[0].detail)})" if failures else ""
     is_agent = bool(failures) and failures[0].function == THE_AGENT
     culprit = "the agent, its environment or its tools" if is_agent else "the reward function"
+    if failures and failures[0].function == ALL_FUNCTIONS and failures[0].reason == "none":
+        culprit = "one of them"
     raise RewardError(
         f"step {step}: {num_failed} of {num_samples} samples ({num_failed / num_samples:.1%}) have no reward{cause}, "
         f"more than max_reward_failure_share={max_share}; correct {culprit}, or raise "

@@ -23,7 +23,7 @@ from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import ENVIRONMENTS, RewardInput
 from hybrid_rl.rewards.narrowing import call_narrowed
 from hybrid_rl.rewards.pool import ProcessCaller
-from hybrid_rl.rewards.results import Part, RewardFailure, RewardResult, assemble
+from hybrid_rl.rewards.results import ALL_FUNCTIONS, THE_AGENT, Part, RewardFailure, RewardResult, assemble
 from hybrid_rl.rewards.threads import ThreadCaller, on_device
 
 ScoreBy = Literal["sample", "group"]
@@ -143,7 +143,26 @@ class RewardRunner:
         failures: of samples that failed before they could be scored. Raises DataError for repeated keys."""
         _check_keys(inputs)
         dense, late = self.entries.dense, self.entries.late
-        return assemble(self.names, self.weights, inputs, parts, failures, dense=dense, late=late)
+        unrewarded = self._silences(inputs)
+        return assemble(
+            self.names, self.weights, inputs, parts, failures, dense=dense, late=late, unrewarded=unrewarded
+        )
+
+    def _silences(self, inputs: Sequence[RewardInput]) -> dict[int, tuple[str, str]]:
+        """Return for each trajectory who is to blame if it gets no reward, and how; nothing if all rewards come from
+        functions."""
+        sources = self.entries.given
+        asked: dict[int, set[str]] = {}
+        for sample in inputs if sources else ():
+            asked.setdefault(sample.key.trajectory, set()).update(sample.given)
+        functions = [name for place, name in enumerate(self.names) if place not in sources]
+        found = {}
+        for trajectory, names in asked.items():
+            said = [f"{', '.join(functions)} returned None for this sample"] if functions else []
+            said += [text for source in sources.values() if (text := source.silence(names))]
+            told = "; ".join(said) or "no get_reward() was asked, and there is no reward function"
+            found[trajectory] = ALL_FUNCTIONS if functions else THE_AGENT, told
+        return found
 
     async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> list[tuple[int, Part]]:
         """Make all calls over these samples."""

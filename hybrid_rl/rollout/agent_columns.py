@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,7 @@ def own_rewards(attempts: Sequence[Attempt], inputs: Sequence[RewardInput]) -> l
     """Return what trajectories got while they were made, as calls of a reward function would give it: rewards of turns
     lie at the last token of their turn, that of the trajectory counts with its last sample. inputs: of all samples."""
     values: list[float | None] = []
+    errors: dict[int, tuple[str, str]] = {}
     tokens: dict[int, list[float]] = {}
     for attempt in attempts:
         for number, sample in enumerate(attempt.samples):
@@ -115,14 +117,20 @@ def own_rewards(attempts: Sequence[Attempt], inputs: Sequence[RewardInput]) -> l
                     dense[max(end - 1, 0)] += reward or 0.0
                 tokens[len(values)] = dense
                 value = (value or 0.0) + sum(dense)
+            if value is not None and not math.isfinite(value):
+                errors[len(values)] = "nan", f"rewards that were given by add_reward come to {value}; give finite ones"
             values.append(value)
-    return [(inputs, CallOutcome(values, {}, None, {}, [], tokens))]
+    return [(inputs, CallOutcome(values, errors, None, {}, [], tokens))]
 
 
 def has_own_reward(trajectory: Trajectory) -> bool:
     """Whether a trajectory got any reward while it was made."""
-    turns = (reward for sample in trajectory.samples for reward in sample.turn_rewards)
-    return trajectory.reward is not None or any(reward is not None for reward in turns)
+    return trajectory.reward is not None or has_turn_reward(trajectory)
+
+
+def has_turn_reward(trajectory: Trajectory) -> bool:
+    """Whether any turn of a trajectory got a reward of its own."""
+    return any(reward is not None for sample in trajectory.samples for reward in sample.turn_rewards)
 
 
 def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: Decode) -> dict[str, Any]:

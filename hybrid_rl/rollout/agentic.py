@@ -22,6 +22,7 @@ from hybrid_rl.rollout.agent_columns import (
     agent_metrics,
     as_written,
     has_own_reward,
+    has_turn_reward,
     own_rewards,
     sample_inputs,
     trajectory_columns,
@@ -41,6 +42,7 @@ class AgentRollout:
 
     agent: makes one trajectory; rollout_func: all of them, instead of an agent. limits: of a trajectory; its length is
     that of the call. max_running: sequences that the engine runs at once. tokenizer: offered to rollout_func.
+    turn_rewards_problem: why turns may have no rewards of their own ("" = they may), which `run` raises as ConfigError.
     The other arguments are those of ScoredRollout.
 
     Raises ConfigError for a judge without `encode`, for a rollout_func that is not `async def`, and for neither or both
@@ -62,7 +64,9 @@ class AgentRollout:
         encode: Encode | None = None,
         max_length: int | None = None,
         tokenizer: Any = None,
+        turn_rewards_problem: str = "",
     ) -> None:
+        self._turn_rewards_problem = turn_rewards_problem
         self._client, self._rewards, self._chat, self._agent = client, rewards, chat, agent
         self._limits = limits
         self._turns = EngineTurns(client)
@@ -130,6 +134,11 @@ class AgentRollout:
         """Join rewards of functions with those that agents gave. failed: of agents."""
         inputs = sample_inputs(attempts, episodes.inputs)
         parts = episodes.parts
+        if self._turn_rewards_problem and any(has_turn_reward(attempt.trajectory) for attempt in attempts):
+            raise ConfigError(
+                "an agent or rollout_func gave a reward to a turn (add_reward(value, turn)), which "
+                f"{self._turn_rewards_problem}; or give it to the trajectory: add_reward(value)"
+            )
         own = [place for place, source in rewards.entries.given.items() if source.name == AGENT]
         if own:
             parts = [*parts, *((own[0], part) for part in own_rewards(attempts, inputs))]

@@ -120,7 +120,7 @@ class Episodes:
         client, tokens = self._client(attempt, trajectory)
         row = attempt.task.row
         episode = Episode(row.prompt if row.has_prompt else None, row.columns, client, trajectory, self.call.state)
-        running = asyncio.ensure_future(_guarded(self.settings.agent(episode), attempt))
+        running = asyncio.ensure_future(_guarded(_asked(self.settings.agent, episode), attempt))
         seconds = self.settings.config.trajectory_timeout_seconds
         try:
             await asyncio.wait({running}, timeout=seconds)
@@ -226,6 +226,18 @@ class Episodes:
             hooks, attempt.trajectory.on_scored = attempt.trajectory.on_scored, []
             for hook in hooks:
                 hook()
+
+
+async def _asked(agent: Agent, episode: Episode) -> None:
+    """Run an agent. Raises DataError if it returns before any limit although the policy was never asked."""
+    await agent(episode)
+    trajectory = episode.trajectory
+    if trajectory.end_reason in (None, "stop") and not any(sample.token_ids for sample in trajectory.samples):
+        raise DataError(
+            "the agent returned without an answer of the policy, so there is nothing to train on: have its client use "
+            "the base_url and api_key that it is called with (does it speak to another model?), or raise an exception "
+            "that says why there is none"
+        )
 
 
 async def _finish(attempt: Attempt) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,14 @@ from hybrid_rl.agents.floor import check_rollout_func
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import GivenReward
 from hybrid_rl.rollout.agent_columns import AGENT
+
+OF_TOOLS = ("tool_timeout_seconds", "tool_processes")  # keys about tools that the library calls
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ def check_agents(
     alone = {"rollout_func": given.rollout_func is not None, "agent": given.agent is not None}
     names = [name for name, is_used in (used | alone).items() if is_used]
     if not names:
+        keys = [item.name for item in dataclasses.fields(AgentConfig)]
+        _refuse_inert(
+            config.agents, keys, "without tools=, environment_factory=, rollout_func= or agent=; leave it out"
+        )
         return None
     if any(alone.values()) and len(names) > 1:
         raise ConfigError(
@@ -70,18 +77,24 @@ def check_agents(
         )
     if given.rollout_func is not None:
         check_rollout_func(given.rollout_func)
-        for name in ("max_open_trajectories", "max_tool_calling_iterations"):
-            if (value := getattr(config.agents, name)) is not None:
-                raise ConfigError(
-                    f"{name}={value} has no effect on rollout_func, which begins trajectories and calls tools itself; "
-                    "leave it out, and limit them there"
-                )
+        _refuse_inert(
+            config.agents,
+            ("max_open_trajectories", "max_tool_calling_iterations", *OF_TOOLS),
+            "on rollout_func, which begins trajectories and calls tools itself; leave it out, and limit them there",
+        )
         return AgentSetup(rollout_func=given.rollout_func)
     if given.agent is not None:
+        _refuse_inert(config.agents, OF_TOOLS, "on agent, which calls tools itself; leave it out, and limit them there")
         HttpAgent(given.agent, temperature=config.rollout.temperature)
         return AgentSetup(agent=given.agent)
     if config.data.chat_template_kwargs.get("tools"):
         raise ConfigError(f"chat_template_kwargs has 'tools', and {' and '.join(names)} give tools too; leave it out")
+    if not tools:
+        _refuse_inert(
+            config.agents,
+            ("tool_processes",),
+            "on environments, whose methods run in threads of this process; leave it out",
+        )
     setup = setup_tools(tools, given.environment_factory, config.agents)
     closing.callback(setup.close)
     keys, kwargs = config.agents, config.data.chat_template_kwargs
@@ -89,6 +102,14 @@ def check_agents(
     for schemas in setup.schemas:
         check_tools_shown(chat, schemas)
     return setup
+
+
+def _refuse_inert(config: AgentConfig, names: Iterable[str], where: str) -> None:
+    """Raise ConfigError if one of these keys was set, which all do nothing there."""
+    defaults = AgentConfig()
+    for name in names:
+        if (value := getattr(config, name)) != getattr(defaults, name):
+            raise ConfigError(f"{name}={value} has no effect {where}")
 
 
 def reward_sources(agents: AgentSetup | None) -> list[Any]:

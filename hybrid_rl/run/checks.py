@@ -18,7 +18,7 @@ from hybrid_rl.checkpoint.manifest import check_model
 from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import learns_from_demonstrations, one_advantage_remedy
+from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.data.prompts import PromptRoom
 from hybrid_rl.data.source import SizedSource, StreamSource
@@ -143,7 +143,8 @@ def check_rewards(
             load_settings(str(entry.model), config)
     setup = RewardSetup([*functions, *sources, *added], columns, len(added), len(sources), has_environments)
     with setup.runner(config) as runner:
-        _check_step_rewards(config, is_dense=runner.is_dense)
+        is_own_dense = any(entry.is_dense for entry in runner.entries.functions.values())
+        _check_step_rewards(config, is_dense=runner.is_dense, is_own_dense=is_own_dense)
         return setup, runner.names
 
 
@@ -162,20 +163,17 @@ def _refuse_what_rewards_would_feed(config: TrainerConfig) -> None:
         )
 
 
-def _check_step_rewards(config: TrainerConfig, *, is_dense: bool) -> None:
-    """Raise ConfigError if an estimator needs rewards per token and gets none, or cannot use those that it gets."""
-    advantage, loss = config.advantage, config.policy_loss
-    if advantage.needs_step_rewards and not is_dense:
+def _check_step_rewards(config: TrainerConfig, *, is_dense: bool, is_own_dense: bool) -> None:
+    """Raise ConfigError if an estimator needs rewards per token and gets none, or cannot use those that it gets.
+    is_dense: whether there may be any; is_own_dense: whether a function gives some. An agent may reward its turns or
+    not, so that it is told when it does (`rollout/agentic.py`)."""
+    if config.advantage.needs_step_rewards and not is_dense:
         raise ConfigError(
             "token_level=true normalises rewards per token, but no reward function returns any, so it would do "
             "nothing; decorate one with hybrid_rl.rewards.dense_reward, or leave it out"
         )
-    if advantage.uses_step_rewards and loss.is_per_completion and is_dense:
-        raise ConfigError(
-            f"a reward function returns a number per token, which advantage={advantage.estimator} "  # type: ignore[attr-defined]
-            f"uses token by token, but policy_loss={loss.objective} has one ratio per completion, "  # type: ignore[attr-defined]
-            f"so each token would get the mean of their advantages; {one_advantage_remedy(config)}"
-        )
+    if is_own_dense and (problem := token_rewards_problem(config)):
+        raise ConfigError(f"a reward function returns a number per token, which {problem}")
 
 
 def load_settings(path: str, config: TrainerConfig) -> Any:

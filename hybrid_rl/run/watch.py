@@ -87,18 +87,27 @@ class LearningWatch:
 
 class SignalWatch:
     """Warns, once in a run, of training steps in a row in which no completion got an advantage: the rewards then give
-    no gradient, and only a KL penalty, an entropy bonus or weight decay changes the weights."""
+    no gradient, and only a KL penalty, an entropy bonus or weight decay changes the weights. Warns once, too, of a step
+    in which every trajectory of agents ran into trajectory_timeout_seconds."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._masks_truncated = config.algorithm.mask_truncated_completions
         options = {item.name: getattr(config.advantage, item.name) for item in dataclasses.fields(config.advantage)}
         self._estimator = options["estimator"]
         self._thresholds = {n: v for n, v in options.items() if n.endswith("_threshold") and v is not None}
+        self._seconds = config.agents.trajectory_timeout_seconds
         self._num_mute = 0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_time = False
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a training step."""
+        if metrics.get("agents/ended_time") == 1.0 and not self._has_warned_of_time:
+            self._has_warned_of_time = True
+            logger.warning(
+                "step %d: all trajectories were ended by trajectory_timeout_seconds=%s, before their agents were done; "
+                "look for what they wait for (samples.jsonl), or raise the limit",
+                *(step, self._seconds),
+            )
         if "skipped_updates" not in metrics:  # the policy is not updated while its critic warms up
             return
         is_mute = metrics.get("advantages/zero_share", 1.0) == 1.0  # absent if no token is in the loss
@@ -123,6 +132,11 @@ class SignalWatch:
             )
         if reward != reward:
             return "No completion had a reward: check the reward functions"
+        if metrics.get("agents/turns_mean") == 0.0:
+            return (
+                "The policy was never asked: look for what agents, tools and environments wait for, and why "
+                "trajectories ended (agents/ended_*)"
+            )
         if metrics.get("reward_std") == 0.0:
             return (
                 f"All rewards were {reward:g}: check the completions (samples.jsonl) and the reward functions, and "

@@ -7,6 +7,7 @@ from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.plain import PlainText
+from hybrid_rl.config.algorithm import token_rewards_problem
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.agentic import AgentRollout
@@ -41,6 +42,7 @@ def agent_rollout(
         encode=encode,
         max_length=max_length,
         tokenizer=setup.tokenizer,
+        turn_rewards_problem=token_rewards_problem(config),
     )
 
 

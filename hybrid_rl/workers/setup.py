@@ -12,6 +12,7 @@ from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardList, RewardRunner
@@ -21,8 +22,9 @@ from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 @dataclass(frozen=True)
 class RewardSetup:
     """The reward functions, and how they are called. available_columns: of the dataset, None = not known. num_added:
-    how many of them, the last ones, the configuration added to the user's; num_sources: how many before those are
-    rewards that come with samples; each of both weighs 1. has_environments: whether functions get `environments`."""
+    how many of them, the last ones, the configuration added to the user's, each of which weighs 1; num_sources: how
+    many before those are rewards that come with samples, which weigh 1 unless the user says otherwise.
+    has_environments: whether functions get `environments`."""
 
     functions: Any
     available_columns: tuple[str, ...] | None
@@ -36,8 +38,25 @@ class RewardSetup:
         return bool(RewardList.of(self.functions).models)
 
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
-        """Return the weights of all functions, from those that the user gave."""
-        return None if given is None else [*given, *([1.0] * (self.num_sources + self.num_added))]
+        """Return the weights of all functions, from those that the user gave: for the user's functions, or for those
+        and the rewards that come with samples after them. Raises ConfigError for another number."""
+        if given is None:
+            return None
+        names = RewardList.of(self.functions).names
+        num_known = len(names) - self.num_added
+        num_functions = num_known - self.num_sources
+        if len(given) not in (num_functions, num_known):
+            own, sources = ", ".join(names[:num_functions]), ", ".join(names[num_functions:num_known])
+            hint = (
+                f"; the reward of {sources} weighs 1, unless weights are given for all {num_known}, its own last"
+                if sources
+                else ""
+            )
+            raise ConfigError(
+                f"{counted(len(given), 'reward weight')} for {counted(num_functions, 'reward function')}"
+                f"{f' ({own})' if own else ''}{hint}; give one weight for each"
+            )
+        return [*given, *([1.0] * (len(names) - len(given)))]
 
     def runner(self, config: TrainerConfig) -> RewardRunner:
         """Make their runner. Raises ConfigError for functions that cannot be used."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.agents.calls import Caller
+from hybrid_rl.agents.calls import Caller, CallTimeoutError
 from hybrid_rl.agents.environments import (
+    Environment,
     EnvironmentFailedError,
     EnvironmentKind,
     EnvironmentPool,
@@ -154,6 +155,28 @@ def test_an_instance_in_which_a_call_hangs_is_not_used_again(caller: Caller) -> 
     pool.close()
 
 
+def test_tools_fail_at_once_while_a_call_past_its_limit_runs(caller: Caller) -> None:
+    kind = EnvironmentKind(None, Counting)
+
+    async def run() -> None:
+        environment = Environment(kind, caller)
+        await environment.make()
+        kind.look_at(environment.instance)
+        await environment.call("reset", {})
+        tools = {tool.name: tool for tool in environment.tools()}
+        await tools["slow"].run({"seconds": 0.9})  # the limit is 0.3
+        start = time.monotonic()
+        outcomes = [await tools["step"].run({"n": 1}) for _ in range(3)]
+        assert time.monotonic() - start < 0.3
+        assert all(isinstance(outcome.error, CallTimeoutError) for outcome in outcomes)
+        while not environment.is_idle:
+            await asyncio.sleep(0.01)
+        assert (await tools["step"].run({"n": 1})).value == "2"
+        environment.end()
+
+    asyncio.run(run())
+
+
 class Failing(Counting):
     """Cannot be reset on the instances with these numbers."""
 
@@ -295,6 +318,11 @@ class NoReset:
     pass
 
 
+class Broken:
+    def __init__(self) -> None:
+        raise ValueError
+
+
 class NoHint:
     def reset(self) -> None: ...
 
@@ -322,6 +350,7 @@ def add() -> str:
         (NoReset, "a NoReset without a method reset()"),
         (NoHint, "begins with an underscore"),
         (lambda: 1 / 0, "ZeroDivisionError"),
+        ({"kitchen": Broken}, "environment_factory cannot make Broken (environment='kitchen'): ValueError"),
         (Counting.__init__, "it is called without arguments"),
         (SameName(), "pass its class"),
         ({}, "an empty dict"),

@@ -43,6 +43,16 @@ def undescribed(a: int) -> None:
     """Does something."""
 
 
+def numpy_style(a: int) -> None:
+    """Does something.
+
+    Parameters
+    ----------
+    a : int
+        A number.
+    """
+
+
 def bare(a, *b):  # type: ignore[no-untyped-def]
     return a
 
@@ -59,7 +69,8 @@ def foreign(a: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
     ("function", "message"),
     [
         (bare, r"'bare' .*lacks a docstring, a type hint of 'a', a name for what \*b takes"),
-        (undescribed, "'undescribed' .*no description for the argument 'a'.*Args:"),
+        (undescribed, r"'undescribed' .*it lacks a description of 'a' \(Google's format"),
+        (numpy_style, r"'numpy_style' .*it lacks a description of 'a' \(Google's format"),
         (foreign, "'foreign' .*NameError: name 'Nowhere'"),
         (lambda a: a, "a tool has the name '<lambda>'"),
         (Box, "is no function; give a function"),

@@ -330,6 +330,30 @@ def test_hanging_threads_are_daemons_and_end_with_their_call(caller: Caller) -> 
     assert not left.is_alive()
 
 
+def database(works: bool) -> str:
+    """Ask.
+
+    Args:
+        works: whether it does
+    """
+    if not works:
+        raise RuntimeError("database is down")
+    return "row"
+
+
+def test_a_tool_that_always_fails_is_warned_of_once(caller: Caller, caplog: pytest.LogCaptureFixture) -> None:
+    functions = Functions([database, add], caller)
+    fails, works, wrong = (call("database", {"works": value}) for value in (False, True, "?"))
+    answers(functions, *[fails] * 9, works, *[fails] * 9, *[wrong] * 5, *[call("add", {"a": 1})] * 2)
+    assert not caplog.messages  # never ten in a row
+    answers(functions, *[fails] * 20)
+    assert len(caplog.messages) == 1
+    assert "the last 10 calls of the tool 'database' all failed" in caplog.text
+    assert caplog.text.rstrip().endswith("RuntimeError: database is down")
+    assert "Traceback" in caplog.text and 'raise RuntimeError("database is down")' in caplog.text
+    assert "calls.py" not in caplog.text  # the traceback begins in the user's code
+
+
 def test_two_tools_of_one_name_are_refused(caller: Caller) -> None:
     with pytest.raises(ConfigError, match="two tools are named 'add'"):
         Functions([add, add], caller)

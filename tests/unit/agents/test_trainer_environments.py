@@ -208,6 +208,10 @@ async def own_loop(rows: Any, client: Any) -> list[Any]:
     return []
 
 
+async def own_agent(row: Any, base_url: str, api_key: str) -> float:
+    return 0.0
+
+
 TEXT = [{"prompt": "go"}]
 
 
@@ -237,6 +241,10 @@ TEXT = [{"prompt": "go"}]
             "row 1: environment='fly' is not in environment_factory; it has 'walk'",
         ),
         (ConfigError, (ready, rows()), {"tools": [double], "overlong_prompts": "truncate"}, "use 'drop' or 'error'"),
+        (ConfigError, (ready, rows()), {"trajectory_timeout_seconds": 3}, "has no effect without tools=, environment_"),
+        (ConfigError, (ready, rows()), {"rollout_func": own_loop, "tool_processes": 3}, "no effect on rollout_func"),
+        (ConfigError, (ready, rows()), {"environment_factory": Walk, "tool_processes": 3}, "no effect on environments"),
+        (ConfigError, (ready, rows()), {"agent": own_agent, "tool_timeout_seconds": 3}, "no effect on agent"),
         (ConfigError, (ready, rows()), {"tools": [lambda n: n]}, "which the policy cannot call"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards import dense_reward
+from hybrid_rl.rewards import GivenReward, dense_reward
 from hybrid_rl.run.checks import check_rewards
 from tests.unit.algos.variants import records
 
@@ -131,6 +131,20 @@ def test_so_do_rewards_of_single_tokens(loss: dict[str, Any], estimator: dict[st
         check_rewards(per_token, config, (), has_eval=False)
     check_rewards(per_token, resolved(**estimator), (), has_eval=False)
     check_rewards(per_completion, config, (), has_eval=False)
+    # An agent may reward its turns, and need not.
+    check_rewards(per_completion, config, (), has_eval=False, sources=[GivenReward("agent", is_dense=True)])
+
+
+def test_weights_may_be_given_for_rewards_that_come_with_samples() -> None:
+    def setup_of(*weights: float) -> list[float] | None:
+        config = resolved(reward_weights=list(weights))
+        setup, _ = check_rewards([per_completion], config, (), has_eval=False, sources=[GivenReward("Shop")])
+        return setup.weights(config.rewards.reward_weights)
+
+    assert (setup_of(2.0), setup_of(2.0, 0.1)) == ([2.0, 1.0], [2.0, 0.1])
+    says = r"^3 reward weights for 1 reward function \(per_completion\); the reward of Shop"
+    with pytest.raises(ConfigError, match=says):
+        setup_of(1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("loss", ONE_RATIO, ids=str)

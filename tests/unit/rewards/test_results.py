@@ -7,7 +7,15 @@ import pytest
 
 from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import RewardError
-from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, check_failure_share, format_failures
+from hybrid_rl.rewards import (
+    GivenReward,
+    RewardFailure,
+    RewardInput,
+    RewardResult,
+    RewardRunner,
+    check_failure_share,
+    format_failures,
+)
 from hybrid_rl.rewards.calling import CallLog, CallOutcome, call_sync, check_values, failed_call
 from hybrid_rl.rewards.results import assemble, cause_of
 
@@ -45,6 +53,29 @@ def test_none_from_all_functions_masks_and_counts():
     result = assemble(["f", "g"], [1.0, 1.0], SAMPLES, parts)
     np.testing.assert_array_equal(result.rewards, [math.nan, 0.0, 0.0])
     assert [(f.function, f.key.trajectory, f.reason) for f in result.failures] == [("all functions", 7, "none")]
+
+
+def test_who_gave_no_reward_is_told():
+    """Of environments only those that were asked; an agent alone is not called a function."""
+    door, shop, agent = GivenReward("Door"), GivenReward("Shop"), GivenReward("agent", is_dense=True)
+    asked = RewardInput(SampleKey(1), "p", "c", [], {}, given={"Shop": None})
+
+    def told(*entries, sample=asked):
+        with RewardRunner(list(entries)) as runner:
+            (failure,) = runner.score([sample], None).failures
+            with pytest.raises(RewardError) as raised:
+                check_failure_share(1, 1, [failure], 0.0, step=3)
+        return failure.detail, str(raised.value)
+
+    detail, error = told(door, shop)
+    assert detail == "get_reward() of Shop returned None"
+    assert "(the agent: get_reward() of Shop returned None)" in error and "its environment" in error
+    assert told(agent)[0].startswith("the agent (or rollout_func) gave no reward")
+    assert "reward function" not in told(agent)[1]
+    detail, error = told(lambda completions: [None], shop)
+    assert detail == "<lambda> returned None for this sample; get_reward() of Shop returned None"
+    assert "correct one of them" in error
+    assert told(shop, sample=SAMPLES[0])[0] == "no get_reward() was asked, and there is no reward function"
 
 
 def test_a_trajectory_has_the_sum_of_what_its_turns_got():

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from dataclasses import replace
@@ -290,15 +289,20 @@ def test_a_trajectory_without_a_token_is_a_sample_that_teaches_nothing():
             raise RuntimeError("before it began")
         if episode.prompt == PROMPTS[1]:
             episode.trajectory.add_reward(1.0)
+            episode.trajectory.end("time")  # a limit is no failure
+            return
+        if episode.prompt == PROMPTS[2]:
+            episode.trajectory.add_reward(1.0)
             return
         await once(episode)
         episode.trajectory.add_reward(0.0)
 
     batch, _ = rolled(agent, num_generations=1)
-    assert batch["completion_length"][:2].tolist() == [1, 1] and batch["policy_length"][:2].tolist() == [0, 0]
+    assert batch["completion_length"][:3].tolist() == [1] * 3 and batch["policy_length"][:3].tolist() == [0] * 3
     assert batch["oldest_version"].tolist() == [1] * 4
     assert batch["prompt_ids"][0].tolist() == ids_of(PROMPTS[0])
-    assert batch["rewards"].tolist()[1:] == [1.0, 0.0, 0.0] and math.isnan(batch["rewards"][0])
+    assert batch["rewards"].isnan().tolist() == [True, False, True, False]
+    assert (batch["rewards"][1], batch["rewards"][3]) == (1.0, 0.0)
 
 
 def test_nothing_more_is_generated_for_a_trajectory_that_has_ended(caplog):
@@ -573,3 +577,27 @@ def test_a_rollout_func_must_be_a_coroutine_function():
         check_rollout_func(plain)
     with pytest.raises(ConfigError, match="cannot be called"):
         check_rollout_func(3)
+    with pytest.raises(ConfigError, match=r"takes \(prompts, trainer\), as TRL's does; .*f\(rows, client"):
+        check_rollout_func(lambda prompts, trainer: {})
+
+
+@pytest.mark.parametrize("is_of_turn", [False, True])
+def test_rewards_of_turns_that_the_loss_cannot_use_are_refused_when_there_are_some(is_of_turn):
+    async def agent(episode):
+        turn = await episode.client.generate(ids_of(episode.prompt), max_tokens=2)
+        episode.trajectory.add_reward(1.0, turn if is_of_turn else None)
+
+    refused = pytest.raises(ConfigError, match="gave a reward to a turn.*which the loss cannot use")
+    with Rig(agent) as rig, refused if is_of_turn else contextlib.nullcontext():
+        rig.rollout._turn_rewards_problem = "the loss cannot use"
+        rig.run(1, TASKS[:1])
+
+
+def test_a_reward_that_is_not_finite_is_told_as_such():
+    async def agent(episode):
+        await episode.client.generate(ids_of(episode.prompt), max_tokens=2)
+        episode.trajectory.reward = float("nan")
+
+    _, report = rolled(agent, num_generations=1, tasks=TASKS[:1])
+    assert [(one.function, one.reason) for one in report.failures] == [("agent", "nan")]
+    assert "add_reward come to nan" in report.failures[0].detail

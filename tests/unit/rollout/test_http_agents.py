@@ -83,6 +83,16 @@ def test_an_agent_past_its_time_has_the_reward_of_a_limit() -> None:
     assert (batch["finish_reason"], batch["rewards"].tolist(), report.failures) == (["time"] * 2, [0.0] * 2, [])
 
 
+def test_an_agent_that_never_asks_the_endpoint_has_failed() -> None:
+    async def elsewhere(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        return 0.5
+
+    with Rig(HttpAgent(elsewhere, temperature=1.0)) as rig:
+        batch, report = rig.run(num_generations=1, tasks=TASKS[:2])
+    assert batch["finish_reason"] == ["error"] * 2 and batch["rewards"].isnan().all()
+    assert "use the base_url and api_key" in report.failures[0].detail
+
+
 def test_a_function_that_blocks_the_event_loop_of_all_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ SCORED = MUTE | {"reward": 0.25, "reward_std": 0.5, "frac_reward_zero_std": 0.5}
             "All .* truncated, and mask",
         ),
         ({}, SCORED | {"reward": float("nan")}, "No completion had a reward"),
+        ({}, SCORED | {"agents/turns_mean": 0.0}, "The policy was never asked"),
         ({}, SCORED | {"reward_std": 0.0, "frac_reward_zero_std": 1.0}, r"All rewards were 0\.25"),
         ({}, SCORED | {"frac_reward_zero_std": 1.0}, r"each prompt had equal rewards \(their mean was 0\.25\)"),
         (
@@ -144,6 +145,15 @@ def test_why_the_rewards_teach_nothing(keys, metrics, reason, caplog) -> None:
     for step in range(3):
         watch.look(step, metrics)
     assert re.search(reason, caplog.text)
+
+
+def test_a_step_of_which_all_trajectories_ran_out_of_time_is_warned_of(caplog) -> None:
+    watch = SignalWatch(load_config(None, {"trajectory_timeout_seconds": 7})[0])
+    for step, share in enumerate((0.0, 0.9, 1.0, 1.0), 1):
+        watch.look(step, TAUGHT | {"agents/ended_time": share})
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "step 3: all trajectories were ended by trajectory_timeout_seconds=7.0"
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- in a Trainer
