@@ -16,10 +16,11 @@ from hybrid_rl.errors import DataError
 
 
 class TrajectoryEndedError(Exception):
-    """A limit ended a trajectory; agents let it pass. reason: the limit, as in `Trajectory.end_reason`."""
+    """A limit ended a trajectory; agents let it pass. reason: the limit, as in `Trajectory.end_reason`. limit: its key
+    and value, if they are known."""
 
-    def __init__(self, reason: EndReason) -> None:
-        super().__init__(f"the trajectory has ended: {reason}")
+    def __init__(self, reason: EndReason, limit: str = "") -> None:
+        super().__init__(f"the trajectory has ended: {reason}" + (f" ({limit})" if limit else ""))
         self.reason = reason
 
 
@@ -154,13 +155,16 @@ class AgentClient:
             )
         room = self.tokens_left(ids)
         if room < 1:
-            raise TrajectoryEndedError("length")
+            raise TrajectoryEndedError("length", self._length_limit(ids))
         digest = hashlib.blake2b(repr(tuple(ids)).encode(), digest_size=16).hexdigest()
         number, self._num_asked = self._num_asked, self._num_asked + 1
         first = self._asked[digest]
         self._asked[digest] += count
         room = room if max_tokens is None else min(room, max_tokens)
-        samples = [self.trajectory.claim(ids) for _ in range(count)]
+        # An answer that the caller began is one message with what the policy adds to it.
+        is_begun = is_chat and messages[-1].get("role") == "assistant"
+        before = () if not is_chat else tuple(messages[:-1] if is_begun else messages)
+        samples = [self.trajectory.claim(ids, before) for _ in range(count)]
         try:
             completions = await _all(
                 self._tokens.complete(
@@ -177,14 +181,18 @@ class AgentClient:
             message = self.chat.parse(completion.token_ids, ids, tools)
             where = self.trajectory.record(ids, completion, sample)
             if is_chat:
-                # An answer that the caller began is one message with what the policy added to it.
-                before = messages[:-1] if messages[-1].get("role") == "assistant" else messages
-                known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids))
+                known = Conversation((*before, message), tuple(tools), (*ids, *completion.token_ids), sample)
                 place = bisect.bisect(self._told, number)
                 self._told.insert(place, number)
                 self.trajectory.conversations.insert(place, known)
             turns.append(Turn(ids, completion, self.chat.decode(completion.token_ids), message, *where))
         return turns
+
+    def _length_limit(self, prompt_ids: Sequence[int]) -> str:
+        """Return the limit that leaves no room for an answer to this prompt."""
+        if self.limits.max_length <= len(prompt_ids):
+            return f"its next prompt has {len(prompt_ids)} tokens, and sequences at most {self.limits.max_length}"
+        return f"max_completion_length={self.limits.max_completion_length}"
 
     def tokens_left(self, prompt_ids: Sequence[int]) -> int:
         """Return how many tokens an answer to this prompt may have."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 from hybrid_rl.agents.client import AgentClient, TrajectoryEndedError
 from hybrid_rl.agents.trajectory import Trajectory, Turn
 from hybrid_rl.data.prompts import Messages
-from hybrid_rl.errors import ConfigError, DataError, counted
+from hybrid_rl.errors import AgentError, ConfigError, DataError, counted
 
 Row = dict[str, Any]
 # Makes a trajectory for each row, in order, by asking the client.
 RolloutFunction = Callable[..., Awaitable[Sequence[Trajectory]]]
+# Makes the trajectory of one row.
+RunRow = Callable[[Row, Trajectory], Awaitable[Any]]
 
 
 class RolloutClient:
@@ -37,6 +41,29 @@ class RolloutClient:
         trajectory = Trajectory(row)
         self._clients[id(trajectory)] = trajectory, self._make(self._places[id(row)], trajectory, 0)
         return trajectory
+
+    async def each(self, rows: Sequence[Row], run: RunRow) -> list[Trajectory]:
+        """Run all rows at once, each with a trajectory of its own, and return the trajectories in the order of rows.
+
+        What ends one row ends no other: a limit ends a trajectory with its reason, an exception with "error". An
+        AgentError ends the run.
+        """
+
+        async def one(row: Row) -> Trajectory:
+            trajectory = self.trajectory(row)
+            try:
+                await run(row, trajectory)
+            except TrajectoryEndedError as ended:
+                trajectory.end(ended.reason)
+            except AgentError:
+                raise
+            except Exception as error:
+                # Without the frame of this method.
+                frames = error.__traceback__.tb_next if error.__traceback__ else None
+                trajectory.end("error", "".join(traceback.format_exception(type(error), error, frames)))
+            return trajectory
+
+        return list(await asyncio.gather(*map(one, rows)))
 
     async def generate(
         self,

@@ -73,6 +73,8 @@ class Sample:
     token_ids: all that follows prompt_ids; mask, logprobs, versions: of each of them, whether the policy made it, its
     ln p (0.0 if not) and its policy version (-1 if not). turns: (start, end) of each turn in token_ids.
     turn_rewards: of each turn, None = nothing was given for it. is_awaited: an answer is under way that belongs here.
+    messages: those of the prompt, if it was made of messages. line: the conversation that it tells, the same number for
+    all that tell one. claimed, asked: the number of the last request for it, and of the last that was answered.
     """
 
     prompt_ids: tuple[int, ...]
@@ -83,6 +85,10 @@ class Sample:
     turns: list[tuple[int, int]] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     is_awaited: bool = False
+    messages: tuple[Mapping[str, Any], ...] = ()
+    line: int = 0
+    claimed: int = 0
+    asked: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -120,11 +126,13 @@ class Sample:
 @dataclass(frozen=True)
 class Conversation:
     """Messages whose tokens are known: those of a turn's prompt, and its answer last. tools: schemas that the prompt
-    was rendered with. token_ids: as the engine read and made them; the template may add an end to the last message."""
+    was rendered with. token_ids: as the engine read and made them; the template may add an end to the last message.
+    sample: that of the answer."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     token_ids: tuple[int, ...]
+    sample: Sample | None = field(default=None, compare=False)
 
 
 class Trajectory:
@@ -134,7 +142,8 @@ class Trajectory:
     row: the columns of the dataset row, prompt included. prompt: as reward functions and logs get it, with what the
     environment added. environment: the object that the trajectory acts on, if any.
     messages: the conversation as a reward function gets it, without the prompt. counts: of "turns", "tool_calls",
-    "tool_failures" (those past their time limit included), "tool_timeouts", "forks". extra: values that go to
+    "tool_failures" (those past their time limit included), "tool_timeouts", "forks" (further samples of a conversation
+    that has one), "sub_agents" (further conversations). extra: values that go to
     samples.jsonl. metrics: numbers whose means are logged, as agent/NAME. given: rewards by their source, for
     `GivenReward`: a number, None, or the exception instead of one.
 
@@ -159,6 +168,7 @@ class Trajectory:
         self.given: dict[str, Any] = {}
         self.on_end: list[Callable[[], Awaitable[None]]] = []
         self.on_scored: list[Callable[[], None]] = []
+        self._num_claims = 0
 
     def sample_of(self, prompt_ids: Sequence[int]) -> Sample | None:
         """Return the longest sample that this prompt goes on with, of those that no answer is under way for; None if
@@ -170,16 +180,44 @@ class Trajectory:
         ]
         return max(known, key=lambda sample: sample.num_tokens, default=None)
 
-    def claim(self, prompt_ids: Sequence[int]) -> Sample:
+    def claim(self, prompt_ids: Sequence[int], messages: Sequence[Mapping[str, Any]] = ()) -> Sample:
         """Return the sample that the answer to this prompt will belong to: the one that the prompt goes on with, else a
         new one. So it is decided by the order in which the policy is asked, not by the order of its answers. `record`
-        or `release` must follow."""
+        or `release` must follow. messages: those of the prompt, if it is made of messages."""
         sample = self.sample_of(prompt_ids)
         if sample is None:
-            sample = Sample(tuple(prompt_ids))
+            line = self._line_of(prompt_ids, messages)
+            sample = Sample(tuple(prompt_ids), messages=tuple(messages), line=line)
             self.samples.append(sample)
-        sample.is_awaited = True
+        self._num_claims += 1
+        sample.is_awaited, sample.claimed = True, self._num_claims
         return sample
+
+    def _line_of(self, prompt_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> int:
+        """Return the conversation that a new sample tells: one whose first prompt its own begins with, else one of
+        which it tells an answer again, as after its first messages were dropped; else a new one."""
+        openings: dict[int, Sample] = {}
+        for sample in self.samples:
+            openings.setdefault(sample.line, sample)
+        told = [_plain(message) for message in messages]
+        begun = [
+            (len(one.messages or one.prompt_ids), line)
+            for line, one in openings.items()
+            if (
+                told[: len(one.messages)] == list(map(_plain, one.messages))
+                if one.messages and told
+                else tuple(prompt_ids[: len(one.prompt_ids)]) == one.prompt_ids
+            )
+        ]
+        if begun:
+            return max(begun)[1]
+        for known in reversed(self.conversations):
+            if known.sample is not None and _plain(known.messages[-1]) in told:
+                return known.sample.line
+        for sample in () if told else reversed(self.samples):
+            if sample.token_ids and _holds(prompt_ids, sample.token_ids):
+                return sample.line
+        return len(openings)
 
     def release(self, sample: Sample) -> None:
         """Give up a claim: there will be no answer. A sample without any is left out if the last, so that no other
@@ -197,7 +235,9 @@ class Trajectory:
         sample.is_awaited = False
         if not any(one is sample for one in self.samples):
             self.samples.append(sample)
-        self.counts["forks"] += not sample.token_ids and any(one.token_ids for one in self.samples)
+        if not sample.token_ids and (others := [one.line for one in self.samples if one.token_ids]):
+            self.counts["forks" if sample.line in others else "sub_agents"] += 1
+        sample.asked = sample.claimed
         sample.add_environment(prompt_ids[sample.num_tokens :])
         sample.add_policy(completion)
         self.counts["turns"] += 1
@@ -218,3 +258,15 @@ class Trajectory:
         """Note why it ended; the first reason stays."""
         if self.end_reason is None:
             self.end_reason, self.error = reason, error
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without the keys that hold nothing."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _holds(token_ids: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether tokens hold others, side by side and in order."""
+    all_ids, size, wanted = list(token_ids), len(part), list(part)
+    starts = range(len(all_ids) - size + 1)
+    return any(all_ids[start] == wanted[0] and all_ids[start : start + size] == wanted for start in starts)

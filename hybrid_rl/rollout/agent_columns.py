@@ -39,8 +39,25 @@ class Attempt:
 
     @property
     def samples(self) -> list[Sample]:
-        """What is trained on: of a trajectory without any token a sample that teaches nothing."""
-        return [sample for sample in self.trajectory.samples if sample.token_ids] or [_nothing(self.task)]
+        """What is trained on: of a trajectory without any token a sample that teaches nothing. Those of the main
+        conversation come after those of sub-agents, and last the one that was asked last: it stands for the
+        trajectory where a single one does, as for judges."""
+        made = [sample for sample in self.trajectory.samples if sample.token_ids]
+        main = self._main_line(made)
+        ordered = sorted(made, key=lambda one: one.asked if one.line == main else 0)
+        return ordered or [_nothing(self.task)]
+
+    def _main_line(self, samples: Sequence[Sample]) -> int:
+        """Return the conversation that is about the row's prompt: of several the first; without any, the first."""
+        asked, ids = self.prompt, tuple(self.task.row.prompt_ids)
+        for sample in samples:
+            if not sample.messages:
+                is_main = sample.prompt_ids[: len(ids)] == ids
+            else:
+                is_main = isinstance(asked, list) and all(message in sample.messages for message in asked)
+            if is_main:
+                return sample.line
+        return samples[0].line if samples else 0
 
     @property
     def prompt(self) -> Prompt:
@@ -67,20 +84,25 @@ def _nothing(task: RolloutTask) -> Sample:
     return sample
 
 
-def conversation_of(attempt: Attempt, decode: Decode) -> tuple[Prompt, str | Messages]:
-    """Return prompt and completion as reward functions get them: messages if the policy was asked with messages."""
-    trajectory, prompt = attempt.trajectory, attempt.prompt
-    if trajectory.messages:
-        return prompt, trajectory.messages
-    if not trajectory.conversations:
-        return prompt, decode(attempt.samples[-1].token_ids)
-    first = [dict(message) for message in trajectory.conversations[0].messages[:-1]]
-    last = [dict(message) for message in trajectory.conversations[-1].messages]
+def conversation_of(attempt: Attempt, decode: Decode, number: int = -1) -> tuple[Prompt, str | Messages]:
+    """Return the first prompt of a sample's conversation and what followed it up to the sample's end: messages if the
+    policy was asked with messages. The last sample tells what reward functions get."""
+    trajectory, samples = attempt.trajectory, attempt.samples
+    sample, is_last = samples[number], number in (-1, len(samples) - 1)
+    if is_last and trajectory.messages:
+        return attempt.prompt, trajectory.messages
+    known = [one for one in trajectory.conversations if one.sample is sample]
+    opening = next(one for one in (*trajectory.samples, sample) if one.line == sample.line)
+    if not known:
+        is_main = sample.line == samples[-1].line
+        return attempt.prompt if is_main else decode(opening.prompt_ids), decode(sample.token_ids)
+    first = [dict(message) for message in opening.messages]
+    last = [dict(message) for message in known[-1].messages]
     return first, last[len(first) :] if last[: len(first)] == first else last[-1:]
 
 
 def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardInput:
-    """Return what reward functions see of a trajectory: all of the conversation, and the tokens of its last sample."""
+    """Return what reward functions see of a trajectory: its main conversation, and the tokens of its last sample."""
     prompt, completion = conversation_of(attempt, decode)
     columns, environment = attempt.task.row.columns, attempt.trajectory.environment
     ids = list(attempt.samples[-1].token_ids)
@@ -147,7 +169,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
     def numbers(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    asked = {attempt.identity: conversation_of(attempt, decode)[0] for attempt in attempts}
+    told = [conversation_of(attempt, decode, number) for attempt, number in _numbered(attempts)]
     versions = [[version for version in sample.versions if version >= 0] for _, sample in rows]
     return {
         "prompt_ids": prompts,
@@ -165,9 +187,12 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
         "trajectory": keys[:, 0],
         "turn": keys[:, 1],
         "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _ in rows],
-        "prompt": [asked[attempt.identity] for attempt, _ in rows],
+        "prompt": [prompt for prompt, _ in told],
         "completion": [decode(sample.token_ids) for _, sample in rows],
-        "conversation": [_conversation(attempt, number, decode) for attempt, number in _numbered(attempts)],
+        "conversation": [
+            _conversation(attempt, number, completion, decode)
+            for (attempt, number), (_, completion) in zip(_numbered(attempts), told, strict=True)
+        ],
         "row": [dict(attempt.task.row.columns) for attempt, _ in rows],
     }
 
@@ -176,9 +201,9 @@ def _numbered(attempts: Sequence[Attempt]) -> list[tuple[Attempt, int]]:
     return [(attempt, number) for attempt in attempts for number in range(len(attempt.samples))]
 
 
-def _conversation(attempt: Attempt, number: int, decode: Decode) -> dict[str, Any]:
-    """Describe a sample for people. messages: of the whole trajectory, with its last sample only; tokens: who made
-    them, with the reward of each turn."""
+def _conversation(attempt: Attempt, number: int, completion: str | Messages, decode: Decode) -> dict[str, Any]:
+    """Describe a sample for people. messages: of its own conversation, after the first prompt of that; tokens: who
+    made them, with the reward of each turn; error: with the last sample of a trajectory only."""
     sample, is_last = attempt.samples[number], number == len(attempt.samples) - 1
     tokens: list[dict[str, Any]] = []
     place = 0
@@ -188,12 +213,8 @@ def _conversation(attempt: Attempt, number: int, decode: Decode) -> dict[str, An
         place = end
     if place < len(sample.token_ids):
         tokens.append(_span("environment", sample.token_ids[place:], decode))
-    shown: dict[str, Any] = {"tokens": tokens}
-    if is_last:
-        _, completion = conversation_of(attempt, decode)
-        shown["messages"] = as_written(completion) if isinstance(completion, list) else None
-        shown["error"] = attempt.trajectory.error or None
-    return shown
+    messages = as_written(completion) if isinstance(completion, list) else None
+    return {"tokens": tokens, "messages": messages, "error": attempt.trajectory.error or None if is_last else None}
 
 
 def as_written(value: Any) -> Any:
@@ -222,7 +243,8 @@ def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: Engin
     metrics.mean("tools/call_frequency", total("tool_calls"), number)
     metrics.mean("tools/failure_frequency", total("tool_failures"), max(total("tool_calls"), 1))
     metrics.total("agents/tool_timeouts", total("tool_timeouts"))
-    metrics.total("agents/forks", total("forks"))
+    for name in ("forks", "sub_agents"):
+        metrics.total(f"agents/{name}", total(name))
     for reason in ENDS:
         ended = sum(attempt.trajectory.end_reason == reason for attempt in attempts)
         metrics.mean(f"agents/ended_{reason}", ended, number)

@@ -170,10 +170,15 @@ class Episodes:
             try:
                 answer = await function(rows, RolloutClient(rows, make), **keywords)
             except TrajectoryEndedError as error:
-                raise DataError(
-                    f"{error}, and rollout_func did not catch that: catch TrajectoryEndedError around what you ask "
-                    f"for one trajectory, and return the trajectory all the same; what was recorded stays"
-                ) from error
+                key = f" (trajectory_timeout_seconds={seconds:g})" if error.reason == "time" and seconds else ""
+                refused = DataError(
+                    f"{error}{key}, and rollout_func did not catch that, which costs all rows: make each by `return "
+                    f"await client.each(rows, one)` with `async def one(row, trajectory)`; or catch "
+                    f"hybrid_rl.agents.TrajectoryEndedError and return the trajectory all the same; what was recorded "
+                    f"stays"
+                )
+                # With the frames of the question, and without a second exception to read first.
+                raise refused.with_traceback(error.__traceback__) from None
             made = checked_trajectories(answer, len(rows))
             for attempt, trajectory in zip(self.attempts, made, strict=True):
                 attempt.trajectory = trajectory

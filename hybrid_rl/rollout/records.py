@@ -16,8 +16,8 @@ def sample_records(step: int, batch: Batch, names: Sequence[str], first: tuple[i
 
     names: of the reward functions. first: the smallest group and trajectory of the step, over all ranks. Records count
     from there, so that a resumed run writes the same ones, whatever it generated besides. Samples of agents have also
-    `messages`, the conversation after the prompt, with the last sample of a trajectory; `tokens`, who made which tokens
-    of the completion, with the reward of each turn; and `error`, if one ended the trajectory.
+    `messages`, the conversation after the prompt; `tokens`, who made which tokens of the completion, with the reward of
+    each turn; and, with the last sample of a trajectory, `error`, if one ended it.
     """
     first_group, first_trajectory = first
     columns = sorted({column for extra in batch["extra"] for column in extra})

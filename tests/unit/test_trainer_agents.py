@@ -93,7 +93,7 @@ def test_of_wild_trajectories_every_token_has_the_logprob_that_the_trainer_compu
         made, own = batch["rollout_logprobs"].values, batch["old_logprobs"].values
         torch.testing.assert_close(made[mask], own[mask], rtol=0, atol=1e-5)
         assert made[~mask].eq(0).all() and 0.3 < mask.double().mean() < 0.95
-        assert step.metrics["agents/forks"] > num_prompts / 3
+        assert step.metrics["agents/forks"] + step.metrics["agents/sub_agents"] > num_prompts / 3
         ends |= set(batch["finish_reason"])
         batches.append(batch)
         trainer.close()

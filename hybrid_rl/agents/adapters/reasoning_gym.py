@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.agents.adapters.rows import run_rows
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.floor import RolloutClient, RolloutFunction
 from hybrid_rl.agents.trajectory import Trajectory
@@ -36,9 +35,10 @@ def reasoning_gym_rollout(
         raise ConfigError(f"reasoning_gym_rollout(max_turns={max_turns}): a trajectory needs at least one answer")
 
     async def rollout(rows: Sequence[dict[str, Any]], client: RolloutClient, **_: Any) -> list[Trajectory]:
+        if not all("entry" in row for row in rows):
+            raise DataError("a row has no column `entry`; make rows by reasoning_gym_rows(dataset)")
+
         async def run(row: Mapping[str, Any], trajectory: Trajectory) -> None:
-            if "entry" not in row:
-                raise DataError("a row has no column `entry`; make rows by reasoning_gym_rows(dataset)")
             entry = dataset[int(row["entry"])]
             messages: Messages = [{"role": "user", "content": entry["question"] + instructions}]
             trajectory.prompt, score = list(messages), 0.0
@@ -64,7 +64,7 @@ def reasoning_gym_rollout(
                 if not per_turn and trajectory.samples:
                     trajectory.add_reward(score)
 
-        return await run_rows(rows, client, run)
+        return await client.each(rows, run)
 
     return rollout
 

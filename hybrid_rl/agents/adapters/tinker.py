@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.agents.adapters.rows import run_rows
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.floor import RolloutClient, RolloutFunction
 from hybrid_rl.agents.trajectory import Trajectory
@@ -53,7 +52,7 @@ def tinker_rollout(make_env: MakeEnv, *, per_turn: bool = False) -> RolloutFunct
                     return
                 observation, stop = result.next_observation, result.next_stop_condition
 
-        return await run_rows(rows, client, run)
+        return await client.each(rows, run)
 
     return rollout
 

@@ -301,7 +301,7 @@ def test_a_row_that_fails_or_meets_a_limit_ends_alone() -> None:
     rows = [{"prompt": "", "entry": 0}, {"prompt": "", "entry": 1}]
     function = reasoning_gym_rollout(SUMS, instructions="")
     broken, right = roll(function, rows, lambda prompt: "break" if "2+3" in prompt else "8")
-    assert (broken.end_reason, broken.error) == ("error", "RuntimeError: the scorer broke")
+    assert broken.end_reason == "error" and broken.error.endswith("RuntimeError: the scorer broke\n")
     assert (right.end_reason, right.reward) == ("stop", 1.0)
     short, _ = roll(function, rows, lambda _: "4", Limits(max_completion_length=30, max_length=1000))
     assert (short.end_reason, short.reward, short.counts["turns"]) == ("length", 0.5, 1)

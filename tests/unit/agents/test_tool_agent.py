@@ -151,7 +151,7 @@ def test_calls_are_answered_until_there_is_none(walk: ToolAgent) -> None:
         "assistant",
     ]
     assert trajectory.messages[2] == {"role": "tool", "name": "step", "content": "6"}
-    assert trajectory.counts == {"turns": 3, "forks": 0, "tool_calls": 3, "tool_failures": 1, "tool_timeouts": 0}
+    assert trajectory.counts == {"turns": 3, "tool_calls": 3, "tool_failures": 1, "tool_timeouts": 0}
     assert trajectory.environment.row == {"other": "x", "prompt": [{"role": "user", "content": "go"}]}
     assert trajectory.given == {"Walk": 6.0}
 

@@ -16,6 +16,7 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
+from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.agentic import limits_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from tests.tiny import ids_of
@@ -124,14 +125,13 @@ def test_agents_within_an_agent_each_have_a_sample():
         episode.trajectory.add_reward(0.5)
 
     batch, _ = rolled(agent, num_generations=1, tasks=TASKS[:1])
-    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of(text) for text in ("1+1=", "2+2=", "1+1=")]
+    # What asks first is the main agent, whose samples come last.
+    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of(text) for text in ("2+2=", "1+1=", "1+1=")]
     assert batch["turn"].tolist() == [0, 1, 2] and batch["trajectory"].unique().tolist() == [100]
     assert batch["rewards"].tolist() == [1.5] * 3  # a trajectory has one reward
     dense = [row.tolist() for row in batch["token_rewards"]]
-    assert dense == [[0.0] * len(row) for row in dense[:1]] + [[*[0.0] * (len(dense[1]) - 1), 1.0]] + [
-        [0.0] * len(dense[2])
-    ]
-    assert batch["completion_ids"][0].tolist() != batch["completion_ids"][2].tolist()  # noise of its own
+    assert dense == [[*[0.0] * (len(dense[0]) - 1), 1.0], *([0.0] * len(row) for row in dense[1:])]
+    assert batch["completion_ids"][1].tolist() != batch["completion_ids"][2].tolist()  # noise of its own
 
 
 # ------------------------------------------------------------------------------------------------------------ limits
@@ -536,7 +536,29 @@ def test_a_rollout_func_must_catch_the_end_of_a_trajectory():
                 await client.generate([*turn.prompt_ids, *turn.token_ids], trajectory)
 
     _, report = rolled(None, rollout_func=rollout, num_generations=1)
-    assert "catch TrajectoryEndedError" in report.failures[0].detail
+    cause = cause_of(report.failures[0].detail)  # what the headline tells
+    assert f"max_completion_length={MAX_TOKENS}" in cause and "client.each(rows, one)" in cause
+
+
+def test_each_row_ends_by_itself():
+    async def rollout(rows, client):
+        async def one(row, trajectory):
+            ids = ids_of(row["prompt"])
+            turn = await client.generate(ids, trajectory, max_tokens=2)
+            trajectory.add_reward(1.0)
+            while row["answer"] == "1":
+                turn = await client.generate([*turn.prompt_ids, *turn.token_ids, 3], trajectory)
+            if row["answer"] == "2":
+                raise KeyError("lamp")
+
+        return await client.each(rows, one)
+
+    batch, report = rolled(None, rollout_func=rollout, num_generations=1)
+    assert batch["finish_reason"] == ["stop", "length", "error", "stop"]
+    assert [reward == 1.0 for reward in batch["rewards"].tolist()] == [True, True, False, True]
+    (failure,) = report.failures
+    assert failure.reason == "agent" and cause_of(failure.detail) == "KeyError: 'lamp'"
+    assert "floor.py" not in failure.detail
 
 
 def test_a_row_past_its_time_ends_alone():
