@@ -97,8 +97,8 @@ def check_agents(
         )
     setup = setup_tools(tools, given.environment_factory, config.agents)
     closing.callback(setup.close)
-    keys, kwargs = config.agents, config.data.chat_template_kwargs
-    chat = Chat(tokenizer, chat_template_kwargs=kwargs, tool_call_format=keys.tool_call_format)
+    kwargs = config.data.chat_template_kwargs
+    chat = Chat(tokenizer, chat_template_kwargs=kwargs, tool_call_format=config.agents.tool_call_format)
     for schemas in setup.schemas:
         check_tools_shown(chat, schemas)
     return setup

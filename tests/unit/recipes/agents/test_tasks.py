@@ -20,20 +20,6 @@ from recipes.record_curves import AGENTS, settings_file
 TASKS = {name: build(3) for name, build in AGENTS.items()}
 
 
-def test_the_calculator_computes_as_python_does() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        text = "".join(f"{rng.randint(1, 999)}{rng.choice('+-*')}" for _ in range(rng.randint(0, 4)))
-        text += str(rng.randint(1, 999))
-        assert calculator.calculator(text) == str(eval(text))
-
-
-@pytest.mark.parametrize("text", ["", "2**3", "1+", "-1", "a", "1 + 2", "9" * 10, "12*\n3", "12*3\n"])
-def test_the_calculator_refuses(text: str) -> None:
-    with pytest.raises(ValueError):
-        calculator.calculator(text)
-
-
 def test_the_careless_worker_is_seldom_right() -> None:
     train = TASKS["agent_tools"].train
     said = TASKS["agent_tools"].conversations
