@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
-    from hybrid_rl.rollout.collector import Generation
+    from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
     from hybrid_rl.trainer import StepResult, Trainer
 
@@ -16,7 +16,7 @@ __all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "
 
 _HOMES = {
     "Callback": "hybrid_rl.run.callbacks",
-    "Generation": "hybrid_rl.rollout.collector",
+    "Generation": "hybrid_rl.rollout.generations",
     "StepResult": "hybrid_rl.trainer",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",

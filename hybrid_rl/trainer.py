@@ -28,7 +28,8 @@ from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.collector import Collected, Generation, generations_of
+from hybrid_rl.rollout.collector import Collected
+from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
@@ -313,7 +314,7 @@ class Trainer(Tenant):
 
     def generate(
         self,
-        prompts: Sequence[Any] | str,
+        prompts: Sequence[Any] | Mapping[str, Any] | str,
         *,
         num_generations: int = 1,
         max_completion_length: int | None = None,
@@ -326,13 +327,14 @@ class Trainer(Tenant):
         seed: int = 0,
     ) -> list[Generation]:
         """Complete prompts (texts or lists of chat messages) with the current policy, num_generations each, in order.
+        Instead of a prompt, a row of a dataset may be given, a dict whose other columns environments and agents get.
 
         max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
-        The same seed gives the same samples.
+        The same seed gives the same samples. Raises AgentError if every trajectory ends with an error.
         """
         self._require_idle("generate")
         self._require_current()
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         if not prompts:
             return []
         check_modes(self.config, learns=False)

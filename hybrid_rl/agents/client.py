@@ -8,10 +8,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, Protocol
 
 from hybrid_rl.agents.trajectory import Completion, Conversation, EndReason, Trajectory, Turn
-from hybrid_rl.data.prompts import Messages
+from hybrid_rl.data.prompts import Messages, shorten
 from hybrid_rl.errors import DataError
 
 
@@ -114,24 +115,25 @@ class AgentClient:
 
     async def generate(
         self,
-        prompt: Sequence[int] | Messages,
+        prompt: Sequence[int] | Messages | str,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Return the policy's answer to token ids or chat messages, and record it.
+        """Return the policy's answer to token ids, chat messages or text, and record it. Text is encoded as prompts of
+        a dataset are; what goes on with an answer takes token ids or messages, as text would be tokenised anew.
 
         tools: JSON schemas that the chat template shows. max_tokens: of this answer; the trajectory's own limit holds
         besides. Raises TrajectoryEndedError if no token is left, or if the rollout is over; DataError for a first
-        prompt that is too long.
+        prompt that is too long, for a prompt of another type, and for tools that are no schemas.
         """
         turns = await self.generate_many(prompt, 1, tools=tools, max_tokens=max_tokens, stop=stop)
         return turns[0]
 
     async def generate_many(
         self,
-        prompt: Sequence[int] | Messages,
+        prompt: Sequence[int] | Messages | str,
         count: int,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -142,8 +144,9 @@ class AgentClient:
         prompt goes on with, every other one begins a sample; which is the first does not depend on their delays."""
         if not self._is_open():
             raise TrajectoryEndedError("abort")
-        is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
-        messages: Any = prompt
+        messages: Any = self.chat.encode(prompt) if isinstance(prompt, str) else prompt
+        is_chat = _is_chat(messages)
+        _check_schemas(tools)
         earlier, most = self.trajectory.conversations, self.limits.max_length
         ids: list[int] = self.chat.prompt_ids(messages, tools, earlier, most) if is_chat else list(messages)
         longest = self.limits.max_prompt_length
@@ -200,6 +203,26 @@ class AgentClient:
         start = len(sample.prompt_ids) if sample else len(prompt_ids)
         used = len(prompt_ids) - start
         return min(self.limits.max_completion_length - used, self.limits.max_length - len(prompt_ids))
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Whether a prompt is messages rather than token ids. Raises DataError if it is neither."""
+    if not isinstance(prompt, Sequence) or not len(prompt) or not isinstance(prompt[0], Mapping | Integral):
+        raise DataError(
+            f"a prompt is {shorten(prompt)} of type {type(prompt).__name__}; give a list of messages such as "
+            '[{"role": "user", "content": "..."}], a list of token ids, or text'
+        )
+    return isinstance(prompt[0], Mapping)
+
+
+def _check_schemas(tools: Sequence[Any]) -> None:
+    for tool in tools:
+        if not isinstance(tool, Mapping):
+            name = getattr(tool, "__name__", shorten(tool))
+            raise DataError(
+                f"generate(tools=) has {name} of type {type(tool).__name__}, but takes JSON schemas, which the policy "
+                f"is shown: hybrid_rl.agents.schemas.tool_schema({name}) makes that of a function"
+            )
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:

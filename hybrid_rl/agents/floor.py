@@ -67,18 +67,24 @@ class RolloutClient:
 
     async def generate(
         self,
-        prompt: Sequence[int] | Messages,
+        prompt: Sequence[int] | Messages | str,
         trajectory: Trajectory | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        **unknown: Any,
     ) -> Turn:
-        """Return the policy's answer to token ids or chat messages.
+        """Return the policy's answer to token ids, chat messages or text.
 
         trajectory: records it, if it is one of `self.trajectory`; None: nothing does. The other arguments, and what is
-        raised, are those of `AgentClient.generate`.
+        raised, are those of `AgentClient.generate`. Raises DataError for any other argument.
         """
+        if unknown:
+            raise DataError(
+                f"client.generate got {', '.join(unknown)}, but takes tools, max_tokens and stop only: every answer is "
+                "sampled as the run's configuration says, since that is what training assumes"
+            )
         if trajectory is None:
             key = repr(prompt)
             number, self._asked[key] = self._asked[key], self._asked[key] + 1

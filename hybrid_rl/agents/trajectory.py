@@ -245,14 +245,18 @@ class Trajectory:
 
     def add_reward(self, value: float, turn: Turn | None = None) -> None:
         """Add to the reward of the trajectory, or of one of its recorded turns. Raises DataError for a turn that this
-        trajectory does not have."""
+        trajectory does not have, and for what is not a number."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise DataError(f"add_reward({value!r:.80}) got a {type(value).__name__}; give a number") from None
         if turn is None:
-            self.reward = (self.reward or 0.0) + float(value)
+            self.reward = (self.reward or 0.0) + number
             return
         if not (0 <= turn.sample < len(self.samples) and 0 <= turn.number < len(self.samples[turn.sample].turns)):
             raise DataError("add_reward(..., turn=...) got a turn of another trajectory; give one of its own")
         rewards = self.samples[turn.sample].turn_rewards
-        rewards[turn.number] = (rewards[turn.number] or 0.0) + float(value)
+        rewards[turn.number] = (rewards[turn.number] or 0.0) + number
 
     def end(self, reason: EndReason, error: str = "") -> None:
         """Note why it ended; the first reason stays."""

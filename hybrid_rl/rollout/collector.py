@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import TRUNCATIONS, AnyBatch, Batch, SampleKey, Trajectories
+from hybrid_rl.batch import TRUNCATIONS, AnyBatch, SampleKey, Trajectories
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.errors import DataError, counted
+from hybrid_rl.errors import AgentError, DataError, counted
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
@@ -30,28 +30,6 @@ from hybrid_rl.rollout.scored import RolloutReport
 logger = logging.getLogger("hybrid_rl")
 
 GREEDY = "/greedy"  # ends the purpose of a baseline's rollout
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One generated completion. logprobs: ln p of each token under the distribution that it was sampled from; 0.0 of
-    what tools and environments put between the policy's tokens."""
-
-    prompt: Any
-    completion: str
-    completion_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-
-
-def generations_of(batch: Batch) -> list[Generation]:
-    """Return the samples of a batch one by one, in order; of a trajectory of several the last one."""
-    batch = Trajectories.of(batch).last_turns(batch)
-    columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
-    return [
-        Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason)
-        for prompt, text, ids, logprobs, reason in zip(*(batch[name] for name in columns), strict=True)
-    ]
 
 
 @dataclass
@@ -304,6 +282,11 @@ class _Tally:
         ]
         check_not_ended(failures, call.state.global_step)
         if not call.is_scored:
+            if failures and len(failures) == len(Trajectories.of(batch).first):
+                raise AgentError(
+                    f"{call.purpose}: every trajectory failed; rows may lack columns that the agent or its environment "
+                    f"needs\n{format_failures(failures)}"
+                )
             if failures:
                 logger.warning("%s: %s", call.purpose, format_failures(failures))
             return

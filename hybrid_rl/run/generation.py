@@ -7,9 +7,11 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
-from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
+from hybrid_rl.agents.setup import AgentSetup
+from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptRow, shorten
 from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.run.prepare import Run, check_stop_strings
 
 WHOLE = frozenset({"num_generations", "max_tokens", "top_k", "seed"})
@@ -33,9 +35,50 @@ def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
 def generation_of(
     run: Run, prompts: Sequence[Any], given: Mapping[str, Any], stop_strings: Sequence[str] | str | None
 ) -> tuple[list[PromptRow], SamplingParams]:
-    """Return the rows of prompts without a data set, and their sampling parameters. given: fields of SamplingParams,
-    None for those of training."""
+    """Return the rows of a call without a data set, and their sampling parameters. prompts: of rows (dicts), or alone.
+    given: fields of SamplingParams, None for those of training. Raises DataError for rows that what makes the
+    trajectories cannot use."""
     chosen = {**given, "stop_strings": check_stop_strings(stop_strings, run.choice.tokenizer)}
     params = replace(run.train_params, **{name: value for name, value in chosen.items() if value is not None})
-    encoded = run.data.encoder.encode(prompts)
-    return [PromptRow(i, p, tuple(ids), {}) for i, (p, ids) in enumerate(zip(prompts, encoded, strict=True))], params
+    given_rows = [dict(one) if isinstance(one, Mapping) else {PROMPT_COLUMN: one} for one in prompts]
+    for place, row in enumerate(given_rows):
+        _check_row(run.agents, row, place)
+    encoder = run.data.encoder
+    shown = [row.get(PROMPT_COLUMN, encoder.empty_prompt) for row in given_rows]
+    return [
+        PromptRow(
+            place,
+            prompt,
+            tuple(ids),
+            {name: value for name, value in row.items() if name != PROMPT_COLUMN},
+            PROMPT_COLUMN in row,
+        )
+        for place, (row, prompt, ids) in enumerate(zip(given_rows, shown, encoder.encode(shown), strict=True))
+    ], params
+
+
+def _check_row(agents: AgentSetup | None, row: Mapping[str, Any], place: int) -> None:
+    """Raise DataError for a row without what its trajectory needs."""
+    if PROMPT_COLUMN not in row and {"role", "content"} <= row.keys():
+        raise DataError(
+            f"generate: row {place} is a single message; a prompt is a list of messages: give a list of such lists"
+        )
+    if PROMPT_COLUMN not in row and (agents is None or not agents.makes_prompts):
+        raise DataError(
+            f"generate: row {place} has no {PROMPT_COLUMN!r}, but {shorten(sorted(row))}; only rows of an environment "
+            "or an agent can do without"
+        )
+    if agents is None or not agents.has_tools:
+        return
+    if isinstance(row.get(PROMPT_COLUMN), str):
+        raise DataError(
+            f"generate: the prompt {shorten(row[PROMPT_COLUMN])} is text, but tools and environments need chat "
+            'messages; give a list such as [{"role": "user", "content": "..."}]'
+        )
+    names = [kind.name for kind in agents.kinds]
+    if agents.is_by_name and row.get(ENVIRONMENT_COLUMN) not in names:
+        raise DataError(
+            f"generate: row {place} has {ENVIRONMENT_COLUMN}={row.get(ENVIRONMENT_COLUMN)!r}; environment_factory has "
+            f"{', '.join(map(repr, names))}: give rows such as {{{PROMPT_COLUMN!r}: [...], {ENVIRONMENT_COLUMN!r}: "
+            f"{names[0]!r}}}, with the columns that its reset() takes"
+        )

@@ -8,7 +8,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.agents.client import TrajectoryEndedError
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import AgentError, ConfigError
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.rewards import EngineJudge
 from tests.no_pictures import draw_nothing
@@ -195,6 +195,8 @@ def test_generate_gives_the_last_sample_of_each_trajectory(train, caplog):
         made = []
         for row in rows:
             trajectory = client.trajectory(row)
+            if row["prompt"] == "9":
+                raise KeyError("answer")
             if row is rows[-1]:
                 trajectory.end("error", "Traceback\nValueError: the lamp is broken")
             for text in ("1+1=", "2+2="):
@@ -202,7 +204,11 @@ def test_generate_gives_the_last_sample_of_each_trajectory(train, caplog):
             made.append(trajectory)
         return made
 
-    found = train(rollout).generate(["3+4=", "7"], num_generations=2)
+    trainer = train(rollout)
+    found = trainer.generate(["3+4=", {"prompt": "7"}], num_generations=2)
     assert [generation.prompt for generation in found] == ["3+4=", "3+4=", "7", "7"]
     assert all(0 < len(generation.completion_ids) <= 2 for generation in found)
     assert found[-1].finish_reason == "error" and "generate: the agent: 1 sample ended" in caplog.text
+    with pytest.raises(AgentError, match=r"every trajectory failed; rows may lack columns[\s\S]*KeyError: 'answer'"):
+        trainer.generate(["9"])
+    assert "the lamp is broken" in found[-1].error and found[0].error is None is found[0].messages

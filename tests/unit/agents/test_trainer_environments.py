@@ -170,6 +170,14 @@ def test_a_column_routes_to_environments_by_name_without_prompts(tmp_path: Path)
     data = [{"environment": "walk", "start": 1}, {"environment": "swim", "start": 2}]
     trainer = trainer_of(tmp_path, one, data, environment_factory={"walk": Walk, "swim": Swim})
     [(batch, metrics)] = list(trainer.steps())
+    generated = trainer.generate([{"environment": "walk", "start": 4}, {"environment": "swim", "start": 5}])
+    assert [one.prompt[-1]["content"] for one in generated] == [" from 4", " from 5"]
+    assert all(one.messages[0]["role"] == "assistant" and one.completion_ids for one in generated)
+    question = [{"role": "user", "content": "?"}]
+    with pytest.raises(DataError, match=r"environment=None; environment_factory has 'walk', 'swim': give rows such as"):
+        trainer.generate([question])
+    with pytest.raises(DataError, match="is text, but tools"):
+        trainer.generate(["plain"])
     trainer.close()
     assert shown == {"Walk": {" from 1"}, "Swim": {" from 2"}}
     for row, (by_function, own) in zip(batch["row"], batch["function_rewards"], strict=True):

@@ -579,6 +579,34 @@ def test_a_row_past_its_time_ends_alone():
     assert (batch["policy_length"][1], batch["completion_mask"][1].all()) == (2, True)
 
 
+def test_arguments_of_generate_and_add_reward():
+    """Text is encoded as a dataset's is; what cannot be used is refused with what can."""
+
+    async def rollout(rows, client):
+        async def one(row, trajectory):
+            await client.generate(row["prompt"], trajectory, max_tokens=2)
+            for words, prompt, keys in (
+                ("a list of messages such as", ["1"], {}),
+                ("a list of messages such as", [], {}),
+                (r"tool_schema\(look\)", [3], {"tools": [look]}),
+                ("got temperature, but takes tools", [3], {"temperature": 0.2}),
+            ):
+                with pytest.raises(DataError, match=words):
+                    await client.generate(prompt, trajectory, **keys)
+            with pytest.raises(DataError, match=r"add_reward\('good'\) got a str; give a number"):
+                trajectory.add_reward("good")
+            trajectory.add_reward(1.0)
+
+        return await client.each(rows, one)
+
+    def look():
+        """Look."""
+
+    batch, report = rolled(None, rollout_func=rollout, num_generations=1)
+    assert not report.failures, report.failures[0].detail
+    assert [ids.tolist() for ids in batch["prompt_ids"]] == [ids_of(text) for text in PROMPTS]
+
+
 def test_rows_and_trajectories_of_others_are_refused():
     async def rollout(rows, client):
         with pytest.raises(DataError, match="not a copy"):

@@ -16,10 +16,10 @@ from hybrid_rl.rewards import RewardRunner, TrainerState
 from hybrid_rl.rollout.collector import (
     Collector,
     StepPlan,
-    generations_of,
     length_metrics,
     reward_metrics,
 )
+from hybrid_rl.rollout.generations import generations_of
 from hybrid_rl.rollout.scored import ScoredRollout
 from tests.turns import cut_in_turns
 from tests.unit.engines.engines import decode as letters

@@ -1,0 +1,46 @@
+"""Generated completions as `Trainer.generate` returns them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid_rl.batch import Batch, Trajectories
+from hybrid_rl.data.prompts import Messages
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generated completion. logprobs: ln p of each token under the distribution that it was sampled from; 0.0 of
+    what tools and environments put between the policy's tokens. messages: the conversation after the prompt, if an
+    agent held one in messages. error: the traceback of an agent that failed."""
+
+    prompt: Any
+    completion: str
+    completion_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    messages: Messages | None = None
+    error: str | None = None
+
+
+def generations_of(batch: Batch) -> list[Generation]:
+    """Return the samples of a batch one by one, in order; of a trajectory of several the last one. One without any
+    token of the policy has an empty completion."""
+    batch = Trajectories.of(batch).last_turns(batch)
+    columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
+    made = [
+        Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason)
+        for prompt, text, ids, logprobs, reason in zip(*(batch[name] for name in columns), strict=True)
+    ]
+    if "conversation" not in batch:
+        return made
+    told = zip(made, batch["conversation"], batch["policy_length"].tolist(), strict=True)
+    return [
+        replace(
+            one if length else replace(one, completion="", completion_ids=[], logprobs=[]),
+            messages=shown["messages"],
+            error=shown["error"],
+        )
+        for one, shown, length in told
+    ]
