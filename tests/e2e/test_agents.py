@@ -14,7 +14,7 @@ from hybrid_rl.config import load_config
 from recipes.agents import run
 from recipes.agents.chat import Message, call
 from recipes.agents.task import AgentTask
-from recipes.record_curves import AGENTS, SEEDS, recorded, run_agents, settings_digest
+from recipes.record_curves import AGENT_SEEDS, AGENTS, SEEDS, recorded, run_agents, settings_digest
 from tests.no_pictures import draw_nothing
 from tests.tiny import build_model
 
@@ -94,6 +94,12 @@ def test_a_small_policy_learns_to_look(tmp_path: Path, monkeypatch: pytest.Monke
 def test_recipes_were_recorded_with_their_settings() -> None:
     stale = [name for name in AGENTS if recorded(name)["settings"] != settings_digest(name)]
     assert not stale, f"python -m recipes.record_curves {' '.join(stale)}"
+
+
+@pytest.mark.parametrize("seed", AGENT_SEEDS)
+def test_the_calculator_was_recorded_from_below_20_to_above_90_percent(seed: int) -> None:
+    curve = recorded("agent_tools")["accuracy"][str(seed)]
+    assert curve["0"] < START and list(curve.values())[-1] > END
 
 
 @pytest.mark.sweep
