@@ -35,6 +35,8 @@ FACTORY_KEYWORDS = frozenset({"dtype", "device", "layout", "out", "requires_grad
 OURS = ("torch.ops.hybrid_rl",)
 # Functions of flash-attn, which must be compiled on a machine with CUDA: not there where this runs.
 FLASH_ATTENTION = {"_flash_attn_varlen_forward", "_flash_attn_varlen_backward"}
+# Methods of what adapters of agents are given, of packages that they do not import: reasoning-gym, tinker-cookbook.
+ADAPTED = {"score_answer", "initial_observation", "to_ints", "episode_done", "next_observation", "next_stop_condition"}
 
 
 @dataclass(frozen=True, order=True)
@@ -380,7 +382,7 @@ def missing(root: Path, places: Iterable[str]) -> Iterator[tuple[Use, str]]:
     # Of what is not installed nothing is known, nor of the values that come from it.
     closed = {path for path, names in imported.items() if names <= installed}
     unknown = {use.name[1:] for use in uses if use.name.startswith(".") and use.path in closed}
-    unknown -= own_names(trees.values()) | exported_names(root) | FLASH_ATTENTION
+    unknown -= own_names(trees.values()) | exported_names(root) | FLASH_ATTENTION | ADAPTED
     unknown -= python_names(name for name in installed if name in sys.stdlib_module_names)
     unknown -= defined_in_sources(unknown, installed - {"hybrid_rl"})
     for use in uses:
