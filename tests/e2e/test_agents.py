@@ -87,8 +87,9 @@ def test_a_small_policy_learns_to_look(tmp_path: Path, monkeypatch: pytest.Monke
     config, _ = load_config({**SMALL, "output_dir": str(tmp_path)})
     outcome = run.improve(*run.warm_start(task, 0), task, config)
     assert outcome.curve[0] < 0.45
-    assert outcome.accuracy > 0.6
-    assert outcome.metrics["agents/tool_calls_mean"] > 0.55
+    # Three seeds: 0.66 to 0.81 right in the end, with 0.89 to 0.99 calls; 0.22 to 0.28 right before.
+    assert outcome.accuracy > 0.5
+    assert outcome.metrics["agents/tool_calls_mean"] > 0.7
 
 
 def test_recipes_were_recorded_with_their_settings() -> None:
