@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException
+from transformers.utils import DocstringParsingException, get_json_schema
 
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.templates import PROBE, PROBE_ID, calls_of, probe_call
