@@ -122,7 +122,7 @@ class AgentClient:
         stop: Sequence[str] = (),
     ) -> Turn:
         """Return the policy's answer to token ids, chat messages or text, and record it. Text is encoded as prompts of
-        a dataset are; what goes on with an answer takes token ids or messages, as text would be tokenised anew.
+        a dataset are; what goes on with an answer takes token ids or messages, as text would be tokenised again.
 
         tools: JSON schemas that the chat template shows. max_tokens: of this answer; the trajectory's own limit holds
         besides. Raises TrajectoryEndedError if no token is left, or if the rollout is over; DataError for a first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from recipes.agents.chat import encode_conversations
 from recipes.agents.task import AgentTask
 from recipes.quickstart.kept import KeepStart, take_up
 from recipes.quickstart.model import build_model
-from recipes.quickstart.run import Curve, Outcome, place
+from recipes.quickstart.run import Outcome, train
 from recipes.quickstart.warm_start import SupervisedTrainer
 from recipes.runner import console, warming
 
@@ -103,20 +102,6 @@ def improve(
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train a warm-started model in place, to the end of the config's steps; on the GPU, if there is one."""
-    curve = Curve()
-    place(model, config)
-    started = time.perf_counter()
-    with Trainer(
-        model,
-        train_dataset=task.train,
-        eval_dataset=task.heldout,
-        tokenizer=tokenizer,
-        config=config,
-        callbacks=[curve, *callbacks],
-        **task.arguments,
-    ) as trainer:
-        resumed_at = trainer.global_step
-        # A resumed run may have nothing left to do, and then has no metrics either.
-        metrics = trainer.fit() or trainer.evaluate()
-    seconds = time.perf_counter() - started
-    return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder, resumed_at)
+    return train(
+        model, tokenizer, config, callbacks, train_dataset=task.train, eval_dataset=task.heldout, **task.arguments
+    )

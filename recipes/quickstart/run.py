@@ -81,23 +81,28 @@ def improve(
 ) -> Outcome:
     """Train a warm-started model in place, to the end of the config's steps; on the GPU, in bfloat16, if there is one
     and the config does not say otherwise."""
-    curve = Curve()
     with teacher(model, tokenizer, task, config) as settings:
-        place(model, settings)
-        started = time.perf_counter()
-        with Trainer(
-            model,
-            exact_answer,
-            training_rows(task, config),
-            task.heldout,
-            tokenizer=tokenizer,
-            config=settings,
-            callbacks=[curve, *callbacks],
-        ) as trainer:
-            resumed_at = trainer.global_step
-            # A resumed run may have nothing left to do, and then has no metrics either.
-            metrics = trainer.fit() or trainer.evaluate()
-        seconds = time.perf_counter() - started
+        rows = {"train_dataset": training_rows(task, config), "eval_dataset": task.heldout}
+        return train(model, tokenizer, settings, callbacks, reward_funcs=exact_answer, **rows)
+
+
+def train(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    config: TrainerConfig,
+    callbacks: Sequence[Callback] = (),
+    **arguments: Any,
+) -> Outcome:
+    """Run a Trainer on a model, which is placed as the config says, to the end of the config's steps. arguments: its
+    rows, reward functions and tools."""
+    curve = Curve()
+    place(model, config)
+    started = time.perf_counter()
+    with Trainer(model, tokenizer=tokenizer, config=config, callbacks=[curve, *callbacks], **arguments) as trainer:
+        resumed_at = trainer.global_step
+        # A resumed run may have nothing left to do, and then has no metrics either.
+        metrics = trainer.fit() or trainer.evaluate()
+    seconds = time.perf_counter() - started
     return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder, resumed_at)
 
 
