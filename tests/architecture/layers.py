@@ -11,11 +11,11 @@ PACKAGE = "hybrid_rl"
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat", "errors", "options", "files", "metrics", "process", "tensors"}),
-    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data"}),
+    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data", "evaluation"}),
     frozenset({"config", "controller", "models", "resharding"}),
     frozenset({"agents", "engines", "sharding", "checkpoint", "rewards"}),
     frozenset({"vllm", "rollout", "training", "logging"}),
-    frozenset({"workers", "planning"}),
+    frozenset({"workers", "planning", "report"}),
     frozenset({"run"}),
     frozenset({"trainer", ROOT, "cli", "__main__"}),
 )

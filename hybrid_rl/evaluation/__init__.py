@@ -1,0 +1,1 @@
+"""Statistics of evaluations: shares of solved prompts, votes, intervals, paired tests."""
