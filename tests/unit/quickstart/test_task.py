@@ -4,7 +4,7 @@ import pytest
 import reasoning_gym
 
 from hybrid_rl.errors import ConfigError, DataError
-from recipes.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
+from hybrid_rl.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
