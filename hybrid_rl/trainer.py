@@ -23,6 +23,7 @@ from hybrid_rl.errors import (
     NotYetSupportedError,
     do_all,
 )
+from hybrid_rl.evaluation.samples import EvalSamples
 from hybrid_rl.logging.progress import line_of, still
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
@@ -31,8 +32,10 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.run.agents import AgentArguments
+from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
+from hybrid_rl.run.evaluation import load_sets, rows_of
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.memory import planned
@@ -40,7 +43,7 @@ from hybrid_rl.run.others import Tenant, bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.start import make_collector, start_workers
+from hybrid_rl.run.start import make_collector, make_evaluator, start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
@@ -67,7 +70,7 @@ class Trainer(Tenant):
     reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
     list[float | None]`, plain or async; names, folders or modules of reward models; judges.
     train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
-    `prompt` (text or chat messages).
+    `prompt` (text or chat messages). eval_dataset may be a dict of these by name, each a set with metrics of its own.
     config: a YAML file, a mapping or a `TrainerConfig`.
     reward_processing_classes: the tokenizers of reward models.
     tools: functions, plain or async, that the policy may call; type hints and docstrings describe them to it.
@@ -150,7 +153,9 @@ class Trainer(Tenant):
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = make_collector(run, self.policy, self._sampler)
+        self._evaluator = make_evaluator(run, self.policy, self.collector)
         self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
+        self._best = BestStep(run.config.eval, self.run_folder)
         if run.resume is not None:
             self._restore(run.resume)
         self._guard = StepGuard(self._sampler)
@@ -175,6 +180,7 @@ class Trainer(Tenant):
                 self.step()
             if self._save_due:
                 self._save_now(final=True)
+            self._load_best()
         return self._last_metrics
 
     def steps(self) -> Iterator[StepResult]:
@@ -281,36 +287,49 @@ class Trainer(Tenant):
         self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
         is_evaluated = is_last or (eval_steps is not None and step % eval_steps == 0)
         do_all(
-            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval is not None else {}),
+            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval else {}),
+            lambda: self._note_best(metrics),
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
             lambda: self._save_now(final=False) if self._save_due else None,
+            lambda: self._best.write() if is_evaluated else None,
             lambda: self._pictures.look(step, metrics),
         )
         self._notify("on_step_end", step, result.batch, metrics)
 
     # ------------------------------------------------------------------------------ evaluation and generation
 
-    def evaluate(self) -> dict[str, float]:
-        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
+    def evaluate(self, dataset: Any = None) -> dict[str, float]:
+        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`, or
+        with `eval/<set>/` if there are several sets.
 
-        eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
+        dataset: other rows for this time, in any form that eval_dataset may have. eval/accuracy is the share of samples
+        that satisfy the first reward function (eval.success_functions); `evaluations` has its samples, for pass@k,
+        majority votes, budgets and comparisons.
         """
         self._require_idle("evaluate")
         self._require_current()
-        if self._run.data.eval is None:
-            raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
+        if dataset is None and not self._run.data.eval:
+            raise ConfigError(
+                "there is no evaluation data: pass eval_dataset= or set data.eval_path, or give rows: evaluate(rows)"
+            )
         check_modes(self.config, learns=False)
+        rows = self._run.eval_rows if dataset is None else rows_of(load_sets(dataset, self._run.data.encoder))
         start = now()
         doing = f"evaluation after step {self.global_step}"
-        each, params = self.config.eval.num_generations_eval, self._run.eval_params
         with self._working("evaluate()"):
             with self._computing(), broken_model_explained(doing, self.run_folder):
                 state = self._state(self.global_step)
-                metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
+                metrics = self._evaluator.evaluate(rows, self.policy_version, state, self._log.samples_folder)
             metrics["timing/evaluate"] = now() - start
             self._notify("on_evaluate", self.global_step, metrics)
         return metrics
+
+    @property
+    def evaluations(self) -> dict[str, EvalSamples]:
+        """The samples of the last evaluation by set, "" for a single one: with estimates() of accuracy, pass@k and
+        majority@k, within() of budgets, and against() another evaluation of the same prompts."""
+        return self._evaluator.latest
 
     def generate(
         self,
@@ -371,7 +390,7 @@ class Trainer(Tenant):
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state["config"] = to_dict(self.config)
+        state |= {"config": to_dict(self.config), "best": self._best.state_dict()}
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
@@ -409,12 +428,35 @@ class Trainer(Tenant):
         if self.config.save_steps is not None and self.global_step and not self._guard.is_torn and not saved:
             self._save_now(final=True)
 
+    def _note_best(self, metrics: Mapping[str, float]) -> None:
+        """Have the best step so far saved, and the last one if it is time to stop."""
+        is_best = self._best.look(self.global_step, metrics)
+        self._save_due |= self.config.save_steps is not None and (is_best or self._best.is_over)
+        self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
+        if self._best.is_over and self.global_step < self.max_steps:
+            self.max_steps = self.global_step
+            self._log.display.message(self._best.reason())
+
+    def _load_best(self) -> None:
+        """Take the weights of the best step, if that was asked for."""
+
+        def load(checkpoint: Path) -> None:
+            self.policy.load(checkpoint.resolve())
+            self._note_training()
+            self._update_weights_again()
+
+        if told := self._best.load(self.global_step, load):
+            self._log.display.message(told)
+
     def _evaluate_at_start(self) -> None:
         if self._has_begun or self.global_step:
             return
         record = dict(self._handoff)
-        if self._run.data.eval is not None and self.config.eval.eval_on_start:
+        if self._run.data.eval and self.config.eval.eval_on_start:
             record |= self.evaluate()
+            self._best.look(0, record)
             self._log.display.message(f"before training: {line_of(record)}")
         self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
         self._log.metrics(0, record)
@@ -435,6 +477,8 @@ class Trainer(Tenant):
         except DataError as error:
             raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
+        self._best.load_state_dict(state.get("best", {}))
+        self._stop_if_over()
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:
         """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""

@@ -237,7 +237,7 @@ def _flatten(
 ) -> dict[str, Any]:
     by_name = _paths_by_name(leaves)
     sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
-    mappings = [path for path, leaf in leaves.items() if typing.get_origin(leaf.type) is dict]
+    mappings = [path for path, leaf in leaves.items() if takes_mapping(leaf.type)]
     rests = {path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]}
     flat: dict[str, Any] = {}
     for name, value in layer.items():
@@ -265,6 +265,11 @@ def _flatten(
             raise ConfigError(f"{twice[0]} is given twice, as a leaf name and as a path; give it once")
         flat.update(found)
     return flat
+
+
+def takes_mapping(expected: Any) -> bool:
+    """Return whether a key of this type takes a mapping, perhaps besides other values."""
+    return dict in (typing.get_origin(expected), *map(typing.get_origin, typing.get_args(expected)))
 
 
 def _unknown(path: str, value: Any, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
@@ -339,6 +344,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
         if isinstance(value, str) and value in words:
             return value
+        if isinstance(value, Mapping) and takes_mapping(expected):
+            return dict(value)
         first = next(option for option in options if option is not type(None))
         try:
             return _typed(path, first, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from hybrid_rl.data.source import SizedSource, StreamSource, load_source
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.load import Medium
 from hybrid_rl.run.agents import check_rows, widest
+from hybrid_rl.run.evaluation import load_sets
 
 Source = SizedSource | StreamSource
 MEDIA_COLUMNS: dict[Medium, tuple[str, ...]] = {"images": IMAGE_COLUMNS, "audio": AUDIO_COLUMNS}
@@ -53,12 +54,13 @@ def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom 
 
 @dataclass(frozen=True)
 class Data:
-    """The prompt sources of a run and the encoder that made them. grows: whether prompts become longer when they are
-    used, by environments or agents. given_length: max_prompt_length as configured."""
+    """The prompt sources of a run and the encoder that made them. eval: sets by name (`load_sets`). grows: whether
+    prompts become longer when they are used, by environments or agents. given_length: max_prompt_length as
+    configured."""
 
     encoder: PromptEncoder
     train: Source
-    eval: SizedSource | None
+    eval: Mapping[str, SizedSource]
     grows: bool = False
     given_length: int | None = None
 
@@ -68,7 +70,7 @@ class Data:
         extend prompts: what those may have."""
         if not isinstance(self.train, SizedSource):
             return None
-        longest = max(source.max_length for source in (self.train, self.eval) if source is not None)
+        longest = max(source.max_length for source in (self.train, *self.eval.values()))
         if not self.grows:
             return longest
         room = self.encoder.room
@@ -119,13 +121,11 @@ def load_data(
         raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
     source = load_source(train, encoder)
     evaluation = config.data.eval_path if evaluation is None else evaluation
-    held_out = None if evaluation is None else load_source(evaluation, encoder)
-    if held_out is not None and not isinstance(held_out, SizedSource):
-        raise ConfigError("eval_dataset is a stream; give a dataset of fixed size, so that evaluations can be compared")
+    held_out = {} if evaluation is None else load_sets(evaluation, encoder)
     if agents is not None:
         check_rows(source, agents, "the training data")
-        if held_out is not None:
-            check_rows(held_out, agents, "the evaluation data")
+        for one in held_out.values():
+            check_rows(one, agents, "the evaluation data")
     return Data(encoder, source, held_out, grows, config.data.max_prompt_length)
 
 

@@ -25,6 +25,7 @@ from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.rollout.collector import Collector, StepPlan
+from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.weights.sources import ObjectSource
@@ -134,9 +135,14 @@ def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Col
         plan,
         max_failure_share=rewards.max_reward_failure_share,
         reward_weights=run.rewards.weights(rewards.reward_weights),
-        success_reward=config.eval.success_reward,
-        tells_success=run.rewards.num_added < len(run.reward_names),
+        success=run.success,
     )
+
+
+def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:
+    """Make the evaluator of a run."""
+    longest = None if run.data.grows else run.max_length - run.config.rollout.max_completion_length
+    return Evaluator(policy, collector, run.success, run.eval_params, run.config.eval.num_generations_eval, longest)
 
 
 class RayRanks:
