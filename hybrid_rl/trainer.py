@@ -19,11 +19,11 @@ from hybrid_rl.errors import (
     ConfigError,
     DataError,
     DivergedError,
+    HybridRLError,
     NoSignalError,
     NotYetSupportedError,
     do_all,
 )
-from hybrid_rl.evaluation.samples import EvalSamples
 from hybrid_rl.logging.progress import line_of, still
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
@@ -35,15 +35,16 @@ from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
-from hybrid_rl.run.evaluation import load_sets, rows_of
+from hybrid_rl.run.evaluating import Evaluating
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.others import Tenant, bring_back, make_way, warn_of_training
+from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.start import make_collector, make_evaluator, start_workers
+from hybrid_rl.run.start import make_collector, start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
@@ -63,7 +64,7 @@ class StepResult(NamedTuple):
         return tuple.__getitem__(self, place)
 
 
-class Trainer(Tenant):
+class Trainer(Evaluating):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
@@ -109,11 +110,7 @@ class Trainer(Tenant):
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(
-                    f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
-                )
+        self._callbacks = checked_callbacks(callbacks)
         data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)
         with contextlib.ExitStack() as closing:
@@ -128,21 +125,20 @@ class Trainer(Tenant):
                 agents,
                 closing=closing,
             )
-            self._start(planned(run), callbacks, closing)
+            self._start(planned(run), closing)
             self._closing = closing.pop_all()
 
-    def _start(self, run: Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
+    def _start(self, run: Run, closing: contextlib.ExitStack) -> None:
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         make_way(run.config, folder)
         warn_of_training(run.module, is_resumed=run.resume is not None)
         self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
         self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
-        self._callbacks = tuple(callbacks)
+        self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._signal_watch = SignalWatch(run.config)
         self._last_metrics: dict[str, float] = {}
-        self._save_due = False
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
@@ -153,7 +149,6 @@ class Trainer(Tenant):
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = make_collector(run, self.policy, self._sampler)
-        self._evaluator = make_evaluator(run, self.policy, self.collector)
         self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
         self._best = BestStep(run.config.eval, self.run_folder)
         if run.resume is not None:
@@ -166,26 +161,35 @@ class Trainer(Tenant):
 
     # --------------------------------------------------------------------------------------------- the loop
 
-    def fit(self) -> dict[str, float]:
+    def fit(self, steps: int | None = None) -> dict[str, float]:
         """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
+        steps: how many more to train; max_steps rises if it must, so `fit(steps=20)` goes on with a run that ended.
+
         Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
-        trainer.max_steps = trainer.global_step in a callback's on_step_end.
+        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, call
+        trainer.stop() in a callback.
         """
         self._require_idle("call fit()")
+        begun, last = self.global_step, self._length_for(steps)
+        self._is_stopping = steps is None and self._stops_at_once()
         with self._working("fit()"), self._run_shown():
             self._evaluate_at_start()
-            while self.global_step < self.max_steps:
+            while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
                 self.step()
             if self._save_due:
                 self._save_now(final=True)
-            self._load_best()
+            elif steps is None and self.global_step > begun:
+                self._keep_last_step()
+            if steps is None:
+                self._load_best()
         return self._last_metrics
+
+    train = fit  # its name in TRL and transformers
 
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
-        while self.global_step < self.max_steps:
+        while self.global_step < self.max_steps and not self._best.is_over:
             yield self.step()
 
     def step(self) -> StepResult:
@@ -197,7 +201,8 @@ class Trainer(Tenant):
         self._require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
-            raise ConfigError(f"{self._nothing_to_do()}; make a Trainer with a larger max_steps")
+            raise ConfigError(self._nothing_to_do())
+        self._follow_length()
         start, step = now(), self.global_step + 1
         self.policy.label = f"training step {step}"
         with self._working("step()"), self._guard.step():
@@ -246,7 +251,8 @@ class Trainer(Tenant):
         raise failure
 
     def _nothing_to_do(self) -> str:
-        return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
+        done = f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
+        return f"{done}; trainer.fit(steps=20) trains 20 more steps ({self.run_folder})"
 
     def _keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
@@ -270,7 +276,7 @@ class Trainer(Tenant):
         self._guard.complete()
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
-        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
+        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch, **self._set_metrics}
         result = StepResult(batch, with_logged(metrics, collected.logged))
         diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
         self._signal_watch.look(step, result.metrics)
@@ -298,38 +304,6 @@ class Trainer(Tenant):
         self._notify("on_step_end", step, result.batch, metrics)
 
     # ------------------------------------------------------------------------------ evaluation and generation
-
-    def evaluate(self, dataset: Any = None) -> dict[str, float]:
-        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`, or
-        with `eval/<set>/` if there are several sets.
-
-        dataset: other rows for this time, in any form that eval_dataset may have. eval/accuracy is the share of samples
-        that satisfy the first reward function (eval.success_functions); `evaluations` has its samples, for pass@k,
-        majority votes, budgets and comparisons.
-        """
-        self._require_idle("evaluate")
-        self._require_current()
-        if dataset is None and not self._run.data.eval:
-            raise ConfigError(
-                "there is no evaluation data: pass eval_dataset= or set data.eval_path, or give rows: evaluate(rows)"
-            )
-        check_modes(self.config, learns=False)
-        rows = self._run.eval_rows if dataset is None else rows_of(load_sets(dataset, self._run.data.encoder))
-        start = now()
-        doing = f"evaluation after step {self.global_step}"
-        with self._working("evaluate()"):
-            with self._computing(), broken_model_explained(doing, self.run_folder):
-                state = self._state(self.global_step)
-                metrics = self._evaluator.evaluate(rows, self.policy_version, state, self._log.samples_folder)
-            metrics["timing/evaluate"] = now() - start
-            self._notify("on_evaluate", self.global_step, metrics)
-        return metrics
-
-    @property
-    def evaluations(self) -> dict[str, EvalSamples]:
-        """The samples of the last evaluation by set, "" for a single one: with estimates() of accuracy, pass@k and
-        majority@k, within() of budgets, and against() another evaluation of the same prompts."""
-        return self._evaluator.latest
 
     def generate(
         self,
@@ -390,7 +364,7 @@ class Trainer(Tenant):
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state |= {"config": to_dict(self.config), "best": self._best.state_dict()}
+        state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
@@ -428,28 +402,6 @@ class Trainer(Tenant):
         if self.config.save_steps is not None and self.global_step and not self._guard.is_torn and not saved:
             self._save_now(final=True)
 
-    def _note_best(self, metrics: Mapping[str, float]) -> None:
-        """Have the best step so far saved, and the last one if it is time to stop."""
-        is_best = self._best.look(self.global_step, metrics)
-        self._save_due |= self.config.save_steps is not None and (is_best or self._best.is_over)
-        self._stop_if_over()
-
-    def _stop_if_over(self) -> None:
-        if self._best.is_over and self.global_step < self.max_steps:
-            self.max_steps = self.global_step
-            self._log.display.message(self._best.reason())
-
-    def _load_best(self) -> None:
-        """Take the weights of the best step, if that was asked for."""
-
-        def load(checkpoint: Path) -> None:
-            self.policy.load(checkpoint.resolve())
-            self._note_training()
-            self._update_weights_again()
-
-        if told := self._best.load(self.global_step, load):
-            self._log.display.message(told)
-
     def _evaluate_at_start(self) -> None:
         if self._has_begun or self.global_step:
             return
@@ -463,13 +415,19 @@ class Trainer(Tenant):
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
-            getattr(callback, hook)(self, *arguments)
+            try:
+                getattr(callback, hook)(self, *arguments)
+            except StopIteration as error:
+                raise HybridRLError(
+                    f"{hook} of {type(callback).__name__} raised StopIteration; to end a run early call trainer.stop()"
+                ) from error
 
     def _state(self, step: int) -> TrainerState:
         return TrainerState(step, self.max_steps, self._sampler.epoch)
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
+        self._carry_on(state)
         self._log.announce_resume(state)
         self.policy.load(checkpoint.resolve())
         try:
@@ -478,7 +436,6 @@ class Trainer(Tenant):
             raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
         self._best.load_state_dict(state.get("best", {}))
-        self._stop_if_over()
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:
         """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""

@@ -85,7 +85,6 @@ def success_rule(config: TrainerConfig, names: Sequence[str], num_added: int) ->
 class Evaluator:
     """Evaluates the policy on sets of prompts.
 
-    latest: the samples of the last evaluation by set, "" for a single one without a name.
     longest: tokens that a prompt may have; None = not limited here.
     """
 
@@ -100,7 +99,6 @@ class Evaluator:
     ) -> None:
         self._policy, self._collector, self._rule = policy, collector, rule
         self._params, self._num_generations, self._longest = params, num_generations, longest
-        self.latest: dict[str, EvalSamples] = {}
 
     def evaluate(
         self,
@@ -109,8 +107,8 @@ class Evaluator:
         state: TrainerState,
         folder: Path | None,
         kept: int | None = KEPT_SAMPLES,
-    ) -> dict[str, float]:
-        """Return metrics of all sets, named eval/..., or eval/<set>/... for sets with a name.
+    ) -> tuple[dict[str, float], dict[str, EvalSamples]]:
+        """Return metrics of all sets, named eval/..., or eval/<set>/... for sets with a name, and their samples by set.
 
         folder: where their samples are appended to eval-samples.jsonl, of each set whole groups of about `kept`
         samples (None = all); None = nowhere. Raises DataError for a prompt that is too long for the engine.
@@ -132,8 +130,7 @@ class Evaluator:
             prefix = f"eval/{name}/" if name else "eval/"
             metrics |= {prefix + metric: value for metric, value in found.items()}
             latest[name] = samples
-        self.latest = latest
-        return metrics
+        return metrics, latest
 
     def _roll_out(
         self, name: str, rows: Sequence[PromptRow], version: int, state: TrainerState
