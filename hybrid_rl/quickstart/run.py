@@ -23,6 +23,7 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.prepare import find_hardware, prepare
 
+ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset")  # of the Trainer; all others say what makes trajectories
 TEACHER_STEPS = 50  # on right answers, after which the teacher has nearly all held-out sums right
 
 
@@ -86,13 +87,13 @@ def check_run(
     trained yet. Logs nothing: `train` will. Raises what the Trainer raises."""
     logger = logging.getLogger("hybrid_rl")
     level = logger.level
-    rewards, *rows = (arguments.pop(name, None) for name in ("reward_funcs", "train_dataset", "eval_dataset"))
+    rewards, train, evaluation = (arguments.pop(name, None) for name in ARGUMENTS)
     with contextlib.ExitStack() as closing:
         closing.callback(logger.setLevel, level)
         logger.setLevel(logging.ERROR)
         place(model, config)
         agents = AgentArguments(**arguments)
-        planned(prepare(model, tokenizer, rewards, *rows, config, {}, agents=agents, closing=closing))
+        planned(prepare(model, tokenizer, rewards, train, evaluation, config, {}, agents=agents, closing=closing))
 
 
 def improve(
