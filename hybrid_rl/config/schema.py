@@ -17,6 +17,7 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.errors import ConfigError
@@ -65,23 +66,6 @@ class BFloat16ModelConfig(ModelConfig):
         "logits are float32 products of hidden states and head, not rounded to bfloat16, in training, scoring and the "
         "embedded engines; the values of the head stay bfloat16 (its masters float32)",
     )
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The sources of prompts."""
-
-    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None if train_dataset is passed to Trainer")
-    eval_path: str | dict[str, Any] | None = key(
-        None, "the same for evaluation; for several sets a mapping of names to paths, eval_path.gsm8k=gsm8k.jsonl"
-    )
-    prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)
-    shuffle: bool | None = key(None, "shuffle every epoch; None = yes for sized data, no for streams")
-    max_prompt_length: int | None = key(None, "longest prompt in tokens; None = the model's limit", minimum=1)
-    overlong_prompts: Literal["error", "drop", "truncate"] = key(
-        "error", "prompts over the limit: stop before work starts, drop and count, or keep their last tokens"
-    )
-    chat_template_kwargs: dict[str, Any] = key({}, "passed to the tokenizer's chat template")
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,30 @@ class SuccessRule:
     columns: tuple[int, ...] = (0,)
     threshold: float | None = None
 
+    def values(self, batch: AnyBatch) -> Tensor:
+        """Return what the functions gave to each of M trajectories, float64 [M]; NaN if they do not apply."""
+        rows = batch["function_rewards"]
+        first = Trajectories.of(batch).first
+        values = torch.full((len(first),), torch.nan, dtype=torch.float64)
+        if not rows or not rows[0]:
+            return values
+        given = torch.tensor(rows, dtype=torch.float64).view(len(rows), -1)[first]
+        for column in self.columns:
+            values = torch.where(values.isnan(), given[:, column], values)
+        return values
+
     def of(self, batch: AnyBatch) -> Tensor | None:
         """Return for each of M trajectories 1 or 0, float64 [M]; None if it is not known of any.
 
         A trajectory without a reward is not successful; one to which the functions do not apply is NaN.
         """
-        rows = batch["function_rewards"]
-        if not rows or not rows[0] or not self.columns:
-            return None
-        first = Trajectories.of(batch).first
-        given = torch.tensor(rows, dtype=torch.float64).view(len(rows), -1)[first]
-        values = torch.full((len(first),), torch.nan, dtype=torch.float64)
-        for column in self.columns:
-            values = torch.where(values.isnan(), given[:, column], values)
+        values = self.values(batch)
         known = values[~values.isnan()]
         if self.threshold is None and not (known.numel() and ((known == 0) | (known == 1)).all()):
             return None
         right = (values >= (1.0 if self.threshold is None else self.threshold)).double()
-        return torch.where(values.isnan() & ~batch["rewards"][first].isnan(), torch.nan, right)
+        has_reward = ~batch["rewards"][Trajectories.of(batch).first].isnan()
+        return torch.where(values.isnan() & has_reward, torch.nan, right)
 
     def metrics(self, batch: AnyBatch) -> dict[str, float]:
         """Return the rates of success: pass@1, the share of successful trajectories; and, for groups of n, pass@n, the

@@ -8,7 +8,8 @@ from typing import Any
 
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.data.prompts import PromptEncoder, PromptRow
+from hybrid_rl.data.gym import is_gym
+from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow
 from hybrid_rl.data.source import SizedSource, load_source
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError
@@ -32,7 +33,7 @@ def load_sets(given: Any, encoder: PromptEncoder) -> dict[str, SizedSource]:
 
     Raises DataError for a dataset that is empty or cannot be used, and ConfigError for a stream and for a bad name.
     """
-    if not isinstance(given, Mapping) or "prompt" in given:
+    if not isinstance(given, Mapping) or PROMPT_COLUMN in given or is_gym(given):
         return {SINGLE: _sized(given, SINGLE, encoder)}
     if not given:
         raise DataError("eval_dataset is an empty mapping; give at least one set, or leave it out")
