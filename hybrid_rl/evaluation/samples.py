@@ -100,17 +100,18 @@ class EvalSamples:
             curve[budget] = share(numbers, self.num_samples)
         return curve
 
-    def against(self, other: EvalSamples) -> PairedTest:
-        """Compare `other` (B) with these samples (A), prompt by prompt. Raises DataError if the prompts differ."""
-        mine, theirs = self._right(), other._right()
-        if list(self.prompts) != list(other.prompts):
-            common = len(set(self.prompts) & set(other.prompts))
+    def against(self, baseline: EvalSamples) -> PairedTest:
+        """Compare with other samples of the same prompts: the difference is that of these samples to the baseline.
+        Raises DataError if the prompts differ."""
+        mine, theirs = self._right(), baseline._right()
+        if list(self.prompts) != list(baseline.prompts):
+            common = len(set(self.prompts) & set(baseline.prompts))
             raise DataError(
-                f"the two evaluations are of different prompts: {len(self.prompts)} and {len(other.prompts)}, of which "
-                f"{common} are in both; a paired test needs the same rows in the same order"
+                f"the two evaluations are of different prompts: {len(self.prompts)} and {len(baseline.prompts)}, of "
+                f"which {common} are in both; a paired test needs the same rows in the same order"
             )
-        means = ([sum(row) / len(row) for row in rows] for rows in (mine, theirs))
-        return paired_test(*means, num_samples=(self.num_samples, other.num_samples))
+        means = ([sum(row) / len(row) for row in rows] for rows in (theirs, mine))
+        return paired_test(*means, num_samples=(baseline.num_samples, self.num_samples))
 
     def to_json(self) -> dict[str, Any]:
         """Return what a file keeps of it, as mappings and lists."""

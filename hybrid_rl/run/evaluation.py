@@ -33,13 +33,18 @@ def load_sets(given: Any, encoder: PromptEncoder) -> dict[str, SizedSource]:
 
     Raises DataError for a dataset that is empty or cannot be used, and ConfigError for a stream and for a bad name.
     """
-    if not isinstance(given, Mapping) or PROMPT_COLUMN in given or is_gym(given):
+    if not are_sets(given):
         return {SINGLE: _sized(given, SINGLE, encoder)}
     if not given:
         raise DataError("eval_dataset is an empty mapping; give at least one set, or leave it out")
     for name in given:
         _check_name(name)
     return {name: _sized(dataset, name, encoder) for name, dataset in given.items()}
+
+
+def are_sets(given: Any) -> bool:
+    """Whether what was given as evaluation data are datasets by name, and not a single one."""
+    return isinstance(given, Mapping) and PROMPT_COLUMN not in given and not is_gym(given)
 
 
 def _sized(dataset: Any, name: str, encoder: PromptEncoder) -> SizedSource:

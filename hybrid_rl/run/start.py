@@ -37,11 +37,12 @@ from hybrid_rl.workers.reference import ReferenceWorker
 from hybrid_rl.workers.setup import WorkerSetup
 
 
-def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
+def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack, *, is_trained: bool = True) -> PolicyGroup:
     """Start the ranks of a run.
 
     log_folder: where ranks in other processes write their logs.
     closing: ends them when it is closed.
+    is_trained: False for ranks that only generate, which have no optimizer.
 
     Raises ConfigError if they cannot run here, and whatever a rank raised while it made its worker.
     """
@@ -58,6 +59,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         teacher=_recipe(run.teacher_path, run.config),
         expected=None if run.plan is None else run.plan.expected(),
         agents=run.agents,
+        is_trained=is_trained,
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
     if isinstance(run.config.controller, RayControllerConfig):

@@ -89,6 +89,7 @@ class HybridWorker(WorkerBase):
             context,
             num_optimizer_steps=setup.num_optimizer_steps,
             reference=self._roles.reference_model,
+            is_trained=setup.is_trained,
         )
         self.hold(memory.optimizer(self._actor.optimizer))
         self.hold(memory.models(ACTOR, [model]))

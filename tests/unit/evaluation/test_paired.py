@@ -104,8 +104,8 @@ def samples(right, prompts=None, answers=None, lengths=None, finished=None, budg
 
 def test_other_prompts_are_refused():
     one = samples([[1.0], [0.0]])
-    assert one.against(samples([[1.0], [1.0]])).num_better == 1
-    with pytest.raises(DataError, match="different prompts: 2 and 2, of which 1 are in both"):
+    assert one.against(samples([[1.0], [1.0]])).num_worse == 1  # this one is worse than that baseline
+    with pytest.raises(DataError, match="different prompts: 2 and 2, of which 1 are"):
         one.against(samples([[1.0], [1.0]], ["0", "7"]))
 
 
