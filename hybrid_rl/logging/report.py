@@ -127,7 +127,7 @@ class RunFolder:
         """Move records of later steps, which a resumed run makes again, and unreadable lines from each log to the file
         `<log>.dropped` next to it. If it is killed in between, the next call completes it."""
         num_steps, unreadable = 0, {}
-        for path in (self.metrics.path, *sorted(self.path.glob("samples*.jsonl"))):
+        for path in (self.metrics.path, *sorted(self.path.glob("*samples*.jsonl"))):
             if not path.exists():
                 continue
             steps = [(_step_of(line), line) for line in _lines(path)]

@@ -7,12 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.trajectories import sample_keys
+from hybrid_rl.rollout.successes import ANSWER
 
 
-def sample_records(step: int, batch: Batch, names: Sequence[str], first: tuple[int, int]) -> list[dict[str, Any]]:
-    """Write down key, prompt, completion and rewards of every sample of a batch.
+def sample_records(
+    step: int, batch: Batch, names: Sequence[str], first: tuple[int, int], eval_set: str | None = None
+) -> list[dict[str, Any]]:
+    """Write down key, prompt, completion and rewards of every sample of a batch. eval_set: the name of the evaluation
+    set that they belong to, which is written too; None for samples of training.
 
     names: of the reward functions. first: the smallest group and trajectory of the step, over all ranks. Records count
     from there, so that a resumed run writes the same ones, whatever it generated besides. Samples of agents have also
@@ -39,10 +43,22 @@ def sample_records(step: int, batch: Batch, names: Sequence[str], first: tuple[i
         }
         if "conversation" in batch:
             record |= {name: value for name, value in batch["conversation"][index].items() if value is not None}
+        if eval_set is not None:
+            record = {"step": step, "set": eval_set} | record
         if columns:
             record["extra"] = {column: batch["extra"][index].get(column) for column in columns}
         records.append(record)
     return records
+
+
+def extracted_answers(batch: Batch) -> list[tuple[SampleKey, str | None]]:
+    """Return what a reward function read in each sample and left in `log_extra("extracted_answer", ...)`, as text; of
+    samples for which it left nothing, nothing."""
+    return [
+        (key, None if extra[ANSWER] is None else str(extra[ANSWER]))
+        for key, extra in zip(sample_keys(batch), batch["extra"], strict=True)
+        if ANSWER in extra
+    ]
 
 
 def shown_completions(batch: Batch) -> list[str]:

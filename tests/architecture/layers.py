@@ -17,11 +17,20 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"vllm", "rollout", "training", "logging"}),
     frozenset({"workers", "planning", "report"}),
     frozenset({"run"}),
-    frozenset({"trainer", ROOT, "cli", "__main__"}),
+    frozenset({"trainer", ROOT, "cli", "quickstart", "__main__"}),
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room).
-SIBLINGS_ALLOWED = frozenset({(ROOT, "trainer"), ("cli", ROOT), ("__main__", "cli"), ("tensors", "compat")})
+SIBLINGS_ALLOWED = frozenset(
+    {
+        (ROOT, "trainer"),
+        ("cli", ROOT),
+        ("cli", "quickstart"),
+        ("quickstart", ROOT),
+        ("__main__", "cli"),
+        ("tensors", "compat"),
+    }
+)
 
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}
@@ -35,7 +44,7 @@ LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
 
 # Private names of other libraries stand here only. Python's own, and operators (torch.ops.aten._x), are found by name.
 COMPAT = "hybrid_rl/compat/"
-PRIVATE_NAMES_ALLOWED = frozenset({"_current_frames", "_make", "_replace"})
+PRIVATE_NAMES_ALLOWED = frozenset({"_asdict", "_current_frames", "_fields", "_make", "_replace"})
 # Of flash-attn, which has no others: the package is optional, and its names are looked up in one place.
 PRIVATE_NAMES_LEFT = frozenset({"_flash_attn_varlen_backward", "_flash_attn_varlen_forward"})
 
