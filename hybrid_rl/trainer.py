@@ -45,6 +45,7 @@ from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
+from hybrid_rl.run.signature import KeySignature
 from hybrid_rl.run.start import make_collector, make_sampler, start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
@@ -87,6 +88,8 @@ class Trainer(Evaluating):
 
     Raises ConfigError, DataError, ModelError or RewardError before any work starts if something cannot be used.
     """
+
+    __signature__ = KeySignature()
 
     def __init__(
         self,
