@@ -24,9 +24,9 @@ from hybrid_rl.config import RayControllerConfig, TrainerConfig, load_config, re
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.controller import Backend, LocalBackend
-from hybrid_rl.controller.processes import own_cores
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.planning.rates import GPUS
+from hybrid_rl.process.cores import own_cores
 from hybrid_rl.workers.preflight import RankProbe, check, probe_ranks, versions
 
 USAGE = """usage: hybrid-rl keys [WORD]         every configuration key with its default, or those that contain WORD
@@ -208,7 +208,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     # Imported here, so that no other command waits for it.
-    from hybrid_rl.agents.python_tool import sandbox_strength
+    from hybrid_rl.sandbox import sandbox_strength
 
     found = {
         "accelerators": ", ".join(f"{gpu.name} with {_gib(gpu.total_memory)}" for gpu in gpus) or "none",
