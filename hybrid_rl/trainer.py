@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
@@ -40,24 +40,11 @@ from hybrid_rl.run.others import Tenant, bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
+from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.start import make_collector, start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
-
-
-class StepResult(NamedTuple):
-    """The result of one training step: its batch (a `BatchRef` with several ranks; `load()` brings it to the driver)
-    and its metrics."""
-
-    batch: AnyBatch
-    metrics: dict[str, float]
-
-    def __getitem__(self, place: Any) -> Any:
-        """Index as in any tuple; the error for a name says where to find it."""
-        if isinstance(place, str):
-            raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
-        return tuple.__getitem__(self, place)
 
 
 class Trainer(Tenant):
@@ -138,7 +125,7 @@ class Trainer(Tenant):
         self._callbacks = tuple(callbacks)
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._signal_watch = SignalWatch(run.config)
-        self._last_metrics: dict[str, float] = {}
+        self._last_metrics = Metrics()
         self._save_due = False
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
@@ -161,7 +148,7 @@ class Trainer(Tenant):
 
     # --------------------------------------------------------------------------------------------- the loop
 
-    def fit(self) -> dict[str, float]:
+    def fit(self) -> Metrics:
         """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
         Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
@@ -207,6 +194,7 @@ class Trainer(Tenant):
                 self._commit()
                 with timings.measure("update"):
                     update = joined(self.policy.update(batch, step))
+                batch = self.policy.with_trained_logprobs(batch)
                 self._handoff = largest(self.policy.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
@@ -265,7 +253,7 @@ class Trainer(Tenant):
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
         metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
-        result = StepResult(batch, with_logged(metrics, collected.logged))
+        result = StepResult(readable(batch, self._run), Metrics(with_logged(metrics, collected.logged)))
         diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
         self._signal_watch.look(step, result.metrics)
         self._after_step(result)
@@ -291,7 +279,7 @@ class Trainer(Tenant):
 
     # ------------------------------------------------------------------------------ evaluation and generation
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
 
         eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
@@ -307,8 +295,8 @@ class Trainer(Tenant):
         with self._working("evaluate()"):
             with self._computing(), broken_model_explained(doing, self.run_folder):
                 state = self._state(self.global_step)
-                metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
-            metrics["timing/evaluate"] = now() - start
+                found = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
+            metrics = Metrics(found, **{"timing/evaluate": now() - start})
             self._notify("on_evaluate", self.global_step, metrics)
         return metrics
 

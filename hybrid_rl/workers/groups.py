@@ -87,6 +87,14 @@ class PolicyGroup(RankGroup):
         """Take all optimizer steps of a training step. Returns each rank's part of their metrics."""
         return self._ranks.call(HybridWorker.update, batch, step)
 
+    def with_trained_logprobs(self, batch: AnyBatch) -> AnyBatch:
+        """Add the trainer's logprobs of a batch that was just trained on, if the update found them in passing."""
+        columns = batch.columns if isinstance(batch, BatchRef) else batch
+        found: AnyBatch = batch
+        if "old_logprobs" not in columns:
+            found = self._ranks.call(HybridWorker.with_trained_logprobs, batch)
+        return found
+
     def update_weights(self, version: int) -> list[dict[str, float]]:
         """Give the engines the weights as this policy version, and prove it. Returns metrics of each rank."""
         return self._ranks.call(HybridWorker.update_weights, version)

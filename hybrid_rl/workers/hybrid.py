@@ -162,6 +162,12 @@ class HybridWorker(WorkerBase):
         # Ranks that have the same samples report them once.
         return sums if self._context.is_data_leader else MetricSums()
 
+    @dispatch(split="groups", collect="concat")
+    def with_trained_logprobs(self, batch: Batch) -> Batch:
+        """Add old_logprobs as the last update of this batch found them in passing, if all its samples had one optimizer
+        step. People compare them with those of the engine; nothing is computed from them."""
+        return batch.with_columns(**self._actor.trained_logprobs)
+
     @dispatch(collect="leader")
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
         """Return the last update that policy and critic each skipped."""
