@@ -63,6 +63,15 @@ class Actor(TrainedModel):
         # What the last update found out in passing, of all its samples: columns that they do not have.
         self.trained_logprobs: dict[str, Jagged] = {}
 
+    def reconfigure(self, config: TrainerConfig, num_optimizer_steps: int) -> None:
+        """Go on with other numbers in the loss and the optimizer. What follows a measured number (KL, entropy) starts
+        again only if it was given anew."""
+        before, self._spec = self._spec, LossSpec.of(config)
+        self.kl_weight.reconfigure(self._spec.kl)
+        if self._spec.entropy_coef != before.entropy_coef:
+            self.entropy_weight.reconfigure(self._spec.entropy_coef)
+        self.optimizer.reconfigure(config.optimizer, num_optimizer_steps)
+
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
         """Compute old_logprobs under the present weights, or take the engine's, as configured, with what the algorithm
         needs of their distribution; nothing if the update needs none."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import StorageError, WorkerError
 from hybrid_rl.memory.history import StepMemory
@@ -17,6 +18,7 @@ from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import RankProbe
 from hybrid_rl.workers.reference import ReferenceWorker
+from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -52,6 +54,12 @@ class PolicyGroup(RankGroup):
     def __init__(self, backend: Backend, reference: ReferenceGroup | None = None, *, has_scores: bool = True) -> None:
         super().__init__(backend)
         self._reference, self._has_scores = reference, has_scores
+
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps.
+
+        num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
+        self._ranks.call(HybridWorker.reconfigure, config, num_steps, rewards)
 
     # ---------------------------------------------------------------------------------------------- a training step
 
