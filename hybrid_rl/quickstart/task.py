@@ -1,4 +1,4 @@
-"""The quickstart task: sums of two numbers below 100 from reasoning-gym's `basic_arithmetic`, asked as `37+48=`.
+"""The quickstart task: sums of two numbers below 100 asked as `37+48=`.
 
 A row is `{"prompt": "37+48=", "answer": "85", "slip": "75"}`. `slip` is the answer of a careless worker who forgets the
 carry of the ones. The supervised warm start imitates such a worker (`demonstrations`); GRPO then sees only whether a
@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import reasoning_gym
 
 from hybrid_rl.errors import ConfigError, DataError
 
@@ -92,8 +90,8 @@ def check_disjoint(task: Task) -> None:
 def exact_answer(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """Return TRL-style rewards: 1.0 if the completion (without special tokens) equals the answer, else 0.0.
 
-    Stricter than reasoning-gym's own scorer, which gives part marks and accepts `085` for `85`: those would reward the
-    policy for leaving the format that it knows.
+    Strict: a scorer that accepts `085` for `85`, or gives part marks, would reward the policy for leaving the format
+    that it knows.
     """
     return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
 
@@ -111,26 +109,15 @@ def _choose_operands(rng: random.Random) -> frozenset[int]:
 
 def _draw(seed: int) -> list[Row]:
     """Draw `NUM_DRAWS` problems, with repetitions."""
-    # reasoning-gym seeds item i with seed + i: neighbouring seeds would share nearly all items, hence the stride.
-    dataset = reasoning_gym.create_dataset(
-        "basic_arithmetic",
-        seed=seed * NUM_DRAWS,
-        size=NUM_DRAWS,
-        min_terms=2,
-        max_terms=2,
-        min_digits=2,
-        max_digits=2,
-        operators=("+",),
-        allow_parentheses=False,
-        allow_negation=False,
-    )
     rows = []
-    for index in range(NUM_DRAWS):
-        item = dataset[index]
-        # Spaces would be a third of the tokens and mean nothing.
-        prompt = item["metadata"]["expression"].replace(" ", "") + "="
-        if _SUM.fullmatch(prompt):  # operands of 100 are drawn too
-            rows.append({"prompt": prompt, "answer": item["answer"], "slip": slip(prompt)})
+    for number in range(seed * NUM_DRAWS, (seed + 1) * NUM_DRAWS):
+        # Each problem has a generator of its own, whose first two numbers are not used: these are the sums that
+        # reasoning-gym's basic_arithmetic draws for these seeds, with which all curves were recorded.
+        rng = random.Random(number)
+        _, _, left, right = (rng.randint(*bounds) for bounds in ((2, 2), (2, 2), (0, 100), (0, 100)))
+        if max(left, right) < 100:
+            prompt = f"{left}+{right}="
+            rows.append({"prompt": prompt, "answer": str(left + right), "slip": slip(prompt)})
     return rows
 
 
