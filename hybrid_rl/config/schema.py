@@ -18,6 +18,7 @@ from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -417,8 +418,8 @@ class RayControllerConfig(ControllerConfig):
     watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
 
 
-@dataclass(frozen=True)
-class TrainerConfig:
+@dataclass(frozen=True, repr=False)
+class TrainerConfig(Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
