@@ -12,14 +12,14 @@ from hybrid_rl import Trainer
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.quickstart.command import console, warming
+from hybrid_rl.quickstart.kept import KeepStart, take_up
+from hybrid_rl.quickstart.model import build_model
+from hybrid_rl.quickstart.run import Outcome, train
+from hybrid_rl.quickstart.warm_start import SupervisedTrainer
 from hybrid_rl.run.callbacks import Callback
 from recipes.agents.chat import encode_conversations
 from recipes.agents.task import AgentTask
-from recipes.quickstart.kept import KeepStart, take_up
-from recipes.quickstart.model import build_model
-from recipes.quickstart.run import Outcome, train
-from recipes.quickstart.warm_start import SupervisedTrainer
-from recipes.runner import console, warming
 
 WARM_START_LR = 3e-3
 BATCH_SIZE = 64

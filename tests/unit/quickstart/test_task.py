@@ -1,12 +1,9 @@
 import re
 
 import pytest
-import reasoning_gym
 
 from hybrid_rl.errors import ConfigError, DataError
-from recipes.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
-
-pytestmark = pytest.mark.slow  # the file as a whole
+from hybrid_rl.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
 
 
 @pytest.fixture(scope="module", params=[0, 1, 7])
@@ -31,12 +28,10 @@ def test_problems_are_distinct_and_as_many_as_asked_for(task: Task) -> None:
     assert len({row["prompt"] for row in task.heldout}) == 200
 
 
-def test_answers_are_right_by_arithmetic_and_by_the_scorer_of_reasoning_gym(task: Task) -> None:
-    scorer = reasoning_gym.create_dataset("basic_arithmetic", seed=0, size=1)
-    for row in task.heldout:
+def test_answers_are_right(task: Task) -> None:
+    for row in task.heldout + task.train:
         left, right = row["prompt"].removesuffix("=").split("+")
         assert int(row["answer"]) == int(left) + int(right)
-        assert scorer.score_answer(row["answer"], row) == 1.0
 
 
 def test_the_slip_is_right_on_35_percent(task: Task) -> None:

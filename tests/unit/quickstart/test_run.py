@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.config import load_config
-from recipes.quickstart import run as module
-from recipes.quickstart.model import build_model, build_tokenizer
-from recipes.quickstart.run import improve, teacher, training_rows
-from recipes.quickstart.task import Task, build_task
+from hybrid_rl.quickstart import run as module
+from hybrid_rl.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.quickstart.run import improve, teacher, training_rows
+from hybrid_rl.quickstart.task import Task, build_task
 
 
 @pytest.fixture(scope="module")

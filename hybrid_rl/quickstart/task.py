@@ -1,24 +1,22 @@
-"""The quickstart task: sums of two numbers below 100 from reasoning-gym's `basic_arithmetic`, asked as `37+48=`.
+"""The quickstart task: sums of two numbers below 100, asked as `37+48=`.
 
 A row is `{"prompt": "37+48=", "answer": "85", "slip": "75"}`. `slip` is the answer of a careless worker who forgets the
 carry of the ones. The supervised warm start imitates such a worker (`demonstrations`); GRPO then sees only whether a
 completion equals `answer`.
 """
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import reasoning_gym
-
 from hybrid_rl.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 
 MAX_COMPLETION_TOKENS = 6  # "198" takes four with <eos>; two more, so that overlong answers are seen
-NUM_DRAWS = 30_000  # of 10,000 possible problems, so that nearly all of them are drawn
 HELD_OUT_ROUNDS = 2  # each holds out ten operands that have every tens and every ones digit once
 EASY_SHARE = 0.35  # problems without a carry, on which the careless worker is right; decides where the warm start ends
 COPIES = ("answer", "answer", "slip", "slip", "slip")  # of each problem in the demonstrations
@@ -41,18 +39,11 @@ def build_task(seed: int, num_train: int = 4000, num_heldout: int = 200) -> Task
     """
     rng = random.Random(seed)
     heldout_operands = _choose_operands(rng)
-    train: dict[str, Row] = {}
-    heldout: dict[str, Row] = {}
-    for row in _draw(seed):
-        num_held_operands = sum(operand in heldout_operands for operand in operands(row["prompt"]))
-        if num_held_operands == 0:
-            train[row["prompt"]] = row
-        elif num_held_operands == 2:
-            heldout[row["prompt"]] = row
-        # A problem that mixes both kinds would leak a held-out operand into training, so it is dropped.
+    rest = [number for number in range(100) if number not in heldout_operands]
+    # Problems with an operand of either kind are left out: they would leak a held-out one into training.
     task = Task(
-        train=_choose(list(train.values()), num_train, "num_train", rng),
-        heldout=_choose(list(heldout.values()), num_heldout, "num_heldout", rng),
+        train=_choose(_sums(rest), num_train, "num_train", rng),
+        heldout=_choose(_sums(sorted(heldout_operands)), num_heldout, "num_heldout", rng),
     )
     check_disjoint(task)
     return task
@@ -92,8 +83,8 @@ def check_disjoint(task: Task) -> None:
 def exact_answer(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """Return TRL-style rewards: 1.0 if the completion (without special tokens) equals the answer, else 0.0.
 
-    Stricter than reasoning-gym's own scorer, which gives part marks and accepts `085` for `85`: those would reward the
-    policy for leaving the format that it knows.
+    Strict: a scorer that accepts `085` for `85`, or gives part marks, would reward the policy for leaving the format
+    that it knows.
     """
     return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
 
@@ -109,29 +100,10 @@ def _choose_operands(rng: random.Random) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def _draw(seed: int) -> list[Row]:
-    """Draw `NUM_DRAWS` problems, with repetitions."""
-    # reasoning-gym seeds item i with seed + i: neighbouring seeds would share nearly all items, hence the stride.
-    dataset = reasoning_gym.create_dataset(
-        "basic_arithmetic",
-        seed=seed * NUM_DRAWS,
-        size=NUM_DRAWS,
-        min_terms=2,
-        max_terms=2,
-        min_digits=2,
-        max_digits=2,
-        operators=("+",),
-        allow_parentheses=False,
-        allow_negation=False,
-    )
-    rows = []
-    for index in range(NUM_DRAWS):
-        item = dataset[index]
-        # Spaces would be a third of the tokens and mean nothing.
-        prompt = item["metadata"]["expression"].replace(" ", "") + "="
-        if _SUM.fullmatch(prompt):  # operands of 100 are drawn too
-            rows.append({"prompt": prompt, "answer": item["answer"], "slip": slip(prompt)})
-    return rows
+def _sums(numbers: Sequence[int]) -> list[Row]:
+    """Return the sum of each pair of these numbers as a row."""
+    pairs = itertools.product(numbers, repeat=2)
+    return [{"prompt": (prompt := f"{a}+{b}="), "answer": str(a + b), "slip": slip(prompt)} for a, b in pairs]
 
 
 def _choose(rows: list[Row], count: int, name: str, rng: random.Random) -> list[Row]:
@@ -143,7 +115,7 @@ def _choose(rows: list[Row], count: int, name: str, rng: random.Random) -> list[
     num_easy = round(EASY_SHARE * count)
     if num_easy > len(easy) or count - num_easy > len(hard):
         possible = min(int(len(easy) / EASY_SHARE), int(len(hard) / (1 - EASY_SHARE)))
-        raise ConfigError(f"{name}={count} is more than the distinct problems drawn; use at most {possible}")
+        raise ConfigError(f"{name}={count} is more than there are distinct problems; use at most {possible}")
     chosen = rng.sample(easy, num_easy) + rng.sample(hard, count - num_easy)
     rng.shuffle(chosen)
     return chosen
