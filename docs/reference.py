@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md from the schema: `python docs/reference.py`."""
+"""Writes what other pages than docs/algorithms.md have from the code: `python -m docs.reference`.
+
+The whole of docs/configuration.md, the columns of a batch in docs/api.md.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from docs.tables import filled
+from hybrid_rl.batch import FIELDS
 from hybrid_rl.config import visible_leaves
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.habits import HABITS
 from hybrid_rl.config.load import Leaf
 
-PAGE = Path(__file__).with_name("configuration.md")
+FOLDER = Path(__file__).parent
 # Section -> what its keys are about, in the order of the page. Keys without a section come first.
 SECTIONS = {
     "": "The run",
@@ -38,7 +43,7 @@ SECTIONS = {
 }
 INTRODUCTION = """# Configuration reference
 
-Every key, written from the code by `python docs/reference.py`; `hybrid-rl keys WORD` searches them in a terminal. A key
+Every key, written from the code by `python -m docs.reference`; `hybrid-rl keys WORD` searches them in a terminal. A key
 is given by its leaf name (`learning_rate`) or its path (`optimizer.learning_rate`), as a keyword of `Trainer`, in a YAML
 file, or as `key=value` on a command line. Keys that exist only with a certain choice say so in bold. *Elsewhere* lists
 names of TRL, verl and other libraries that mean the same or come close; keys without it have TRL's name if TRL has such a
@@ -108,8 +113,8 @@ def rows(section: str) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def page() -> str:
-    """The whole page."""
+def configuration() -> str:
+    """The page of all keys."""
     parts = [INTRODUCTION]
     for section, title in SECTIONS.items():
         head = "| key and values | default | meaning |\n|---|---|---|"
@@ -117,5 +122,26 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def columns() -> str:
+    """The table of a batch's columns."""
+    shapes = {"sample": "[N]", "object": "list of N", "prompt": "tokens of the prompt"}
+    lines = ["| column | one entry per | meaning |", "|---|---|---|"]
+    for name, field in FIELDS.items():
+        shape = shapes.get(field.align, "tokens of the completion")
+        kind = f", {str(field.dtype).removeprefix('torch.')}" if field.dtype else ""
+        lines.append(f"| `{name}` | {shape}{kind} | {field.doc} |")
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """The pages as they should be."""
+    api = FOLDER / "api.md"
+    return {
+        FOLDER / "configuration.md": configuration(),
+        api: filled(api.read_text(), {"columns": columns()}, api.name),
+    }
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for place, text in pages().items():
+        place.write_text(text)
