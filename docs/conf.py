@@ -1,4 +1,4 @@
-"""The documentation as a site: `make docs` writes it to build/docs. Pages are Markdown and need no network to be read."""
+"""The documentation as a site, written to build/docs by `make docs`. Pages are Markdown and can be read offline."""
 
 from __future__ import annotations
 
@@ -51,23 +51,21 @@ def as_rst(lines: list[str]) -> list[str]:
         named = _NAMED.fullmatch(line.strip())
         if named and (in_list or not shaped or not shaped[-1].strip()):
             in_list = True
-            shaped.append(f"* `{'`, `'.join(named[1].split(', '))}`: {named[2]}")
+            shaped.append(f"- `{'`, `'.join(named[1].split(', '))}`: {named[2]}")
         elif in_list and line.strip():
             shaped.append("  " + line.strip())
         else:
             in_list = False
             shaped.append(line)
-    return [_escaped(line) for line in shaped]
+    return _escaped("\n".join(shaped)).split("\n")
 
 
-def _escaped(line: str) -> str:
-    """Code keeps its backticks, doubled; outside of it nothing but a bullet is markup."""
-    parts = line.split("`")
-    bullet = "* " if parts[0].startswith("* ") else ""
-    parts[0] = parts[0].removeprefix(bullet)
+def _escaped(text: str) -> str:
+    """Code keeps its backticks, doubled, on one line; nothing outside of it is markup."""
+    parts = text.split("`")
     for number in range(0, len(parts), 2):
         parts[number] = re.sub(r"([*|])|(_)(?=\W|$)", r"\\\1\2", parts[number])
-    return bullet + "``".join(parts)
+    return "``".join(" ".join(part.split()) if number % 2 else part for number, part in enumerate(parts))
 
 
 def _in_our_style(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:

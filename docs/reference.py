@@ -44,10 +44,10 @@ SECTIONS = {
 INTRODUCTION = """# Configuration reference
 
 Every key, written from the code by `python -m docs.reference`; `hybrid-rl keys WORD` searches them in a terminal. A key
-is given by its leaf name (`learning_rate`) or its path (`optimizer.learning_rate`), as a keyword of `Trainer`, in a YAML
-file, or as `key=value` on a command line. Keys that exist only with a certain choice say so in bold. *Elsewhere* lists
-names of TRL, verl and other libraries that mean the same or come close; keys without it have TRL's name if TRL has such a
-key.
+is given by its leaf name (`learning_rate`) or its path (`optimizer.learning_rate`), as a keyword of `Trainer`, in a
+YAML file, or as `key=value` on a command line. Keys that exist only with a certain choice say so in bold. *Elsewhere*
+lists names of TRL, verl and other libraries that mean the same or come close; keys without it have TRL's name if TRL
+has such a key.
 """
 
 
@@ -86,7 +86,9 @@ def type_words(kind: Any) -> str:
 def range_words(metadata: Mapping[str, Any]) -> str:
     """The bounds of a key, empty if it has none."""
     signs = (("minimum", "≥"), ("above", ">"), ("maximum", "≤"), ("below", "<"))
-    return ", ".join(f"{sign} {metadata[name]:,}" for name, sign in signs if metadata.get(name) is not None)
+    return ", ".join(
+        f"{sign} {metadata[name]:,}" for name, sign in signs if metadata.get(name) is not None and metadata[name] < 1e6
+    )
 
 
 def names_elsewhere() -> dict[str, list[str]]:
