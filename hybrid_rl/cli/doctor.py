@@ -66,7 +66,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     import psutil
     import torch
 
-    from hybrid_rl.agents.python_tool import sandbox_strength
+    from hybrid_rl.sandbox import sandbox_strength
     from hybrid_rl.controller.processes import own_cores
 
     memory = psutil.virtual_memory()
