@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.config import TrainerConfig, resolve
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.quickstart.kept import KeepStart, take_up
 from hybrid_rl.quickstart.model import build_model, build_tokenizer
-from hybrid_rl.quickstart.run import check, improve
+from hybrid_rl.quickstart.run import check, improve, settings_of
 from hybrid_rl.quickstart.task import Task, build_task
 from hybrid_rl.quickstart.warm_start import (
     WARM_START_STEPS,
@@ -51,7 +51,7 @@ class Row:
 
 def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> None:
     """Build the model, warm-start it, improve it, and compare on request."""
-    config, given = load_config(settings, arguments=arguments)
+    config, given = settings_of(settings, arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
     # What cannot run is refused before the warm start; that keys do nothing, while it is known which ones were given.

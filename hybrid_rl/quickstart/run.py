@@ -18,10 +18,12 @@ from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.quickstart.task import Row, Task, exact_answer
 from hybrid_rl.quickstart.warm_start import train_on_answers
+from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.prepare import find_hardware, prepare
 
+ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset")  # of the Trainer; all others say what makes trajectories
 TEACHER_STEPS = 50  # on right answers, after which the teacher has nearly all held-out sums right
 
 
@@ -56,20 +58,42 @@ class Curve(Callback):
         self.accuracy[step] = metrics["eval/accuracy"]
 
 
+def settings_of(file: Path, arguments: Sequence[str]) -> tuple[TrainerConfig, frozenset[str]]:
+    """Read the settings of a recipe under `key=value` arguments, as `load_config` does. A run made shorter than the
+    recipe's warm-up of the learning rate has a shorter warm-up too, unless one is given."""
+    config, given = load_config(file, arguments=arguments)
+    _, own = load_config(arguments=arguments)
+    steps, warmup = config.max_steps, config.optimizer.warmup_steps
+    if steps is not None and 0 < steps <= warmup and "optimizer.warmup_steps" not in own:
+        return load_config(file, {"warmup_steps": steps // 10}, arguments)
+    return config, given
+
+
 def check(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig) -> None:
     """Refuse what `improve` would refuse before it starts, for a model of the same shape that may still be untrained,
-    and is moved as `improve` would. Logs nothing: `improve` will.
+    and is moved as `improve` would.
 
     Raises what the Trainer raises.
     """
+    with teacher(model, tokenizer, task, config, is_taught=False) as settings:
+        rows = {"train_dataset": training_rows(task, config), "eval_dataset": task.heldout}
+        check_run(model, tokenizer, settings, reward_funcs=exact_answer, **rows)
+
+
+def check_run(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: TrainerConfig, **arguments: Any
+) -> None:
+    """Refuse what `train` would refuse before it starts, given the same arguments, but for a model that need not be
+    trained yet. Logs nothing: `train` will. Raises what the Trainer raises."""
     logger = logging.getLogger("hybrid_rl")
     level = logger.level
-    with teacher(model, tokenizer, task, config, is_taught=False) as settings, contextlib.ExitStack() as closing:
+    rewards, train, evaluation = (arguments.pop(name, None) for name in ARGUMENTS)
+    with contextlib.ExitStack() as closing:
         closing.callback(logger.setLevel, level)
         logger.setLevel(logging.ERROR)
-        place(model, settings)
-        rows = (training_rows(task, config), task.heldout)
-        planned(prepare(model, tokenizer, exact_answer, *rows, settings, {}, closing=closing))
+        place(model, config)
+        agents = AgentArguments(**arguments)
+        planned(prepare(model, tokenizer, rewards, train, evaluation, config, {}, agents=agents, closing=closing))
 
 
 def improve(

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.config import load_config
 from hybrid_rl.quickstart import run as module
+from hybrid_rl.quickstart.command import SETTINGS
 from hybrid_rl.quickstart.model import build_model, build_tokenizer
-from hybrid_rl.quickstart.run import improve, teacher, training_rows
+from hybrid_rl.quickstart.run import improve, settings_of, teacher, training_rows
 from hybrid_rl.quickstart.task import Task, build_task
 
 
@@ -57,3 +58,9 @@ def test_improve_reports_the_curve(task: Task, tmp_path: Path) -> None:
     assert sorted(outcome.curve) == [0, 1, 2]
     assert outcome.accuracy == outcome.curve[2]
     assert outcome.steps == 2 and outcome.run.parent == tmp_path
+
+
+def test_a_run_of_a_few_steps_has_a_shorter_warm_up_unless_one_is_given() -> None:
+    for arguments, expected in (([], 10), (["max_steps=5"], 0), (["max_steps=11"], 10), (["max_steps=10"], 1)):
+        assert settings_of(SETTINGS, arguments)[0].optimizer.warmup_steps == expected
+    assert settings_of(SETTINGS, ["max_steps=5", "warmup_steps=7"])[0].optimizer.warmup_steps == 7
