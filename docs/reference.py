@@ -1,6 +1,6 @@
 """Writes what other pages than docs/algorithms.md have from the code: `python -m docs.reference`.
 
-The whole of docs/configuration.md, the columns of a batch in docs/api.md.
+The whole of docs/configuration.md, the columns of a batch in docs/api.md, what can be set in docs/trainer.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hybrid_rl.config import visible_leaves
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.habits import HABITS
 from hybrid_rl.config.load import Leaf
+from hybrid_rl.run.live import LIVE
 
 FOLDER = Path(__file__).parent
 # Section -> what its keys are about, in the order of the page. Keys without a section come first.
@@ -135,13 +136,17 @@ def columns() -> str:
     return "\n".join(lines)
 
 
+def live() -> str:
+    """The table of what can be set on a live Trainer."""
+    return "\n".join(["| setting | meaning |", "|---|---|", *(f"| `{name}` | {doc} |" for name, doc in LIVE.items())])
+
+
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
-    api = FOLDER / "api.md"
-    return {
-        FOLDER / "configuration.md": configuration(),
-        api: filled(api.read_text(), {"columns": columns()}, api.name),
-    }
+    found = {FOLDER / "configuration.md": configuration()}
+    for name, parts in {"api.md": {"columns": columns()}, "trainer.md": {"live": live()}}.items():
+        found[FOLDER / name] = filled((FOLDER / name).read_text(), parts, name)
+    return found
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ NOT_RUN = {
 }
 LANGUAGES = {"python", "sh", "text", "yaml", "json", "{toctree}", "{eval-rst}", "{include}"}
 CALLS = [("multiply", {"a": 12, "b": 34}), *(("guess", {"number": number}) for number in (4, 8, 12))]
-MOST = {"max_steps": 1, "num_generations": 4, "prompts_per_step": 1, "log_completions": 0}
+MOST = {"max_steps": 2, "num_generations": 4, "prompts_per_step": 1, "log_completions": 0}
 ELSEWHERE = ("num_ranks", "tensor_parallel_size", "device")
 MAKEFILE = (ROOT / "Makefile").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
