@@ -286,7 +286,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 
     library: ClassVar[tuple[str, str] | None] = (
         "vllm",
-        "make vllm (CPU), or pip install vllm (CUDA; README, Two commands)",
+        "make vllm (CPU), or pip install vllm (CUDA; docs/vllm.md, Installing)",
     )
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
