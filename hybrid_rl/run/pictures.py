@@ -20,8 +20,8 @@ FIRST_STEP = 2  # of a run: the first step also has the start, and makes what la
 
 
 class MemoryPictures:
-    """Draws memory.png of a run: after its second step, whenever other residents are awake between two steps than in
-    the picture, and at the end.
+    """Draws memory.png of a run, with its numbers in memory.json: after its second step, whenever other residents are
+    awake between two steps than in the picture, and at the end.
 
     folder: of the run. plan: of its memory, None if there is none.
     """
@@ -51,6 +51,8 @@ class MemoryPictures:
             if steps:
                 title = f"residents in memory of rank 0 (its process takes more), training step {step}"
                 memory_picture.draw_memory(steps[-1], path, title=title, expected=self._expected)
+                record = {"step": step} | memory_picture.memory_record(steps[-1], self._expected)
+                path.with_suffix(".json").write_text(json.dumps(record))
             self._drawn = step
         except Exception as error:
             logger.warning("cannot draw %s: %s: %s", path, type(error).__name__, error)
