@@ -27,7 +27,9 @@ from hybrid_rl.config import (
     num_training_steps,
     optimizer_steps_per_training_step,
     resolve,
+    to_dict,
 )
+from hybrid_rl.config.changes import changed_keys
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
 from hybrid_rl.config.validate import notices
@@ -258,14 +260,17 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What environment.json says of the run itself: the keys that were set, the model, the reward functions."""
+        """What environment.json says of the run itself: the keys that were set to something else than their default,
+        the model, the reward functions."""
         num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
         model = {
             "path": self.config.model.path,
             "class": type(self.skeleton).__name__,
             "num_parameters": num_parameters,
         }
-        return {"given": sorted(self.given), "model": model, "reward_functions": list(self.reward_names)}
+        default, _ = load_config(None, {"algorithm": {"name": self.config.algorithm.name}})
+        changed = self.given & {*changed_keys(to_dict(default), to_dict(self.config))}
+        return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
 
     @property
     def eval_rows(self) -> list[PromptRow]:
