@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.batch import Batch, SampleKey
-from hybrid_rl.batch.token_texts import token_texts
+from hybrid_rl.batch.texts import token_texts
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.training.said import FirstWords
 
@@ -40,7 +40,7 @@ def token_records(
         key = keys[index]
         ids = batch["completion_ids"][index][:MAX_TOKENS].tolist()
         mask = batch["completion_mask"][index][:MAX_TOKENS]
-        values: dict[str, Any] = {"text": token_texts(ids, lambda ids: _decoded(tokenizer, ids))}
+        values: dict[str, Any] = {"text": token_texts(tokenizer, ids)}
         values["logprob"] = _numbers(batch["rollout_logprobs"][index], mask)
         first = None if said is None else said.about(key)
         if first is not None:
@@ -73,11 +73,6 @@ def _spread(indices: Sequence[int], number: int) -> list[int]:
     """Return at most `number` of the indices, evenly spread, from the first."""
     number = min(number, len(indices))
     return [indices[place * len(indices) // number] for place in range(number)]
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
 
 
 def _numbers(column: Tensor, mask: Tensor) -> list[float | None]:

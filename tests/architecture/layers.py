@@ -11,17 +11,26 @@ PACKAGE = "hybrid_rl"
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat", "errors", "options", "files", "metrics", "process", "tensors"}),
-    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data", "evaluation"}),
+    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data", "evaluation", "sandbox"}),
     frozenset({"config", "controller", "models", "resharding"}),
     frozenset({"agents", "engines", "sharding", "checkpoint", "rewards"}),
     frozenset({"vllm", "rollout", "training", "logging"}),
     frozenset({"workers", "planning", "report"}),
     frozenset({"run"}),
-    frozenset({"trainer", ROOT, "cli", "__main__"}),
+    frozenset({"trainer", ROOT, "cli", "quickstart", "__main__"}),
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room).
-SIBLINGS_ALLOWED = frozenset({(ROOT, "trainer"), ("cli", ROOT), ("__main__", "cli"), ("tensors", "compat")})
+SIBLINGS_ALLOWED = frozenset(
+    {
+        (ROOT, "trainer"),
+        ("cli", ROOT),
+        ("cli", "quickstart"),
+        ("quickstart", ROOT),
+        ("__main__", "cli"),
+        ("tensors", "compat"),
+    }
+)
 
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}
