@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hybrid_rl.report.series import stretches
 MAX_SAMPLES = 3000  # of a page
 MAX_BYTES = 12_000_000  # of a page's samples, before they are compressed
 MAX_TEXT = 6000  # characters of a text
+MAX_SAMPLE = 48_000  # characters of all texts of a sample
 MAX_TOKENS = 1024  # of a sample, in the coloured view
 MAX_ITEMS = 60  # messages of a conversation, columns of a row
 
@@ -40,31 +42,21 @@ def chosen(lines: Sequence[Line], max_samples: int) -> list[Line]:
     return sorted(found, key=lambda line: (line.step, line.path, line.start))
 
 
-def read(lines: Iterable[Line], max_bytes: int) -> list[dict[str, Any]]:
-    """Read chosen samples, their texts cut; every n-th only, if all would take more than max_bytes."""
-    lines = list(lines)
-    total = sum(min(line.size, MAX_TEXT * 8) for line in lines)
-    kept = lines if total <= max_bytes else _within(lines, max_bytes)
+def read(lines: Sequence[Line], max_bytes: int) -> list[dict[str, Any]]:
+    """Read chosen samples, each cut to MAX_SAMPLE characters of text; if all would take more than max_bytes, evenly
+    spread ones only."""
+    sizes = [min(line.size, MAX_SAMPLE) for line in lines]
+    kept = list(lines)
+    if sum(sizes) > max_bytes:
+        kept = [lines[start] for start, _ in stretches(len(lines), max(max_bytes * len(lines) // sum(sizes), 1))]
     return [bounded(record) for line in kept if (record := at(line)) is not None]
 
 
-def _within(lines: Sequence[Line], max_bytes: int) -> list[Line]:
-    """Return evenly spread samples of at most so many bytes; samples of huge prompts count as what is kept of them."""
-    sizes = [min(line.size, MAX_TEXT * 8) for line in lines]
-    number = max(max_bytes * len(lines) // sum(sizes), 1)
-    found, taken = [], 0
-    for start, _ in stretches(len(lines), number):
-        taken += sizes[start]
-        if taken > max_bytes and found:
-            break
-        found.append(lines[start])
-    return found
-
-
-def bounded(record: dict[str, Any]) -> dict[str, Any]:
+def bounded(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample with nothing in it that is too long for a page."""
-    found = {}
-    for name, value in record.items():
+    found: dict[str, Any] = {}
+    room = Room(MAX_SAMPLE)
+    for name, value in sorted(record.items(), key=lambda item: item[0] != "completion"):  # before a huge prompt
         if name == "token_values" and isinstance(value, dict):
             found[name] = {
                 key: values[:MAX_TOKENS] if isinstance(values, list) else values for key, values in value.items()
@@ -73,21 +65,29 @@ def bounded(record: dict[str, Any]) -> dict[str, Any]:
             if length > MAX_TOKENS:
                 found[name].setdefault("num_tokens", length)
         else:
-            found[str(name)] = cut(value)
+            found[str(name)] = cut(value, room)
     return found
 
 
-def cut(value: Any, depth: int = 6) -> Any:
+@dataclass
+class Room:
+    """The number of characters that may still be kept."""
+
+    left: int
+
+
+def cut(value: Any, room: Room | None = None, depth: int = 6) -> Any:
     """Return a value of a record with its texts, lists and mappings cut to what a page shows."""
+    room = Room(MAX_SAMPLE) if room is None else room
     if isinstance(value, str):
-        return (
-            value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}\n[... {len(value) - MAX_TEXT:,} characters more]"
-        )
+        kept = value[: max(min(MAX_TEXT, room.left), 0)]
+        room.left -= len(kept)
+        return value if kept == value else f"{kept}\n[... {len(value) - len(kept):,} characters more]"
     if isinstance(value, dict | list) and depth == 0:
         return "[...]"
     if isinstance(value, dict):
-        return {str(name)[:MAX_TEXT]: cut(one, depth - 1) for name, one in list(value.items())[:MAX_ITEMS]}
+        return {str(name)[:MAX_TEXT]: cut(one, room, depth - 1) for name, one in list(value.items())[:MAX_ITEMS]}
     if isinstance(value, list):
         more = [f"[... {len(value) - MAX_ITEMS:,} more]"] if len(value) > MAX_ITEMS else []
-        return [cut(one, depth - 1) for one in value[:MAX_ITEMS]] + more
+        return [cut(one, room, depth - 1) for one in value[:MAX_ITEMS]] + more
     return value
