@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
+    from hybrid_rl.run.preview import preview
     from hybrid_rl.trainer import StepResult, Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__"]
+__all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__", "preview"]
 
 _HOMES = {
     "Callback": "hybrid_rl.run.callbacks",
@@ -20,6 +21,7 @@ _HOMES = {
     "StepResult": "hybrid_rl.trainer",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",
+    "preview": "hybrid_rl.run.preview",
 }
 
 
