@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
@@ -19,6 +19,7 @@ from hybrid_rl.errors import (
     ConfigError,
     DataError,
     DivergedError,
+    HybridRLError,
     NoSignalError,
     NotYetSupportedError,
     do_all,
@@ -35,32 +36,20 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.live import Live, checked_callbacks
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.others import Tenant, bring_back, make_way, warn_of_training
+from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
+from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.start import make_collector, make_sampler, start_workers
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
 
 
-class StepResult(NamedTuple):
-    """The result of one training step: its batch (a `BatchRef` with several ranks; `load()` brings it to the driver)
-    and its metrics."""
-
-    batch: AnyBatch
-    metrics: dict[str, float]
-
-    def __getitem__(self, place: Any) -> Any:
-        """Index as in any tuple; the error for a name says where to find it."""
-        if isinstance(place, str):
-            raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
-        return tuple.__getitem__(self, place)
-
-
-class Trainer(Tenant):
+class Trainer(Live):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
@@ -106,11 +95,7 @@ class Trainer(Tenant):
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(
-                    f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
-                )
+        self._callbacks = checked_callbacks(callbacks)
         data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)
         with contextlib.ExitStack() as closing:
@@ -125,20 +110,20 @@ class Trainer(Tenant):
                 agents,
                 closing=closing,
             )
-            self._start(planned(run), callbacks, closing)
+            self._start(planned(run), closing)
             self._closing = closing.pop_all()
 
-    def _start(self, run: Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
+    def _start(self, run: Run, closing: contextlib.ExitStack) -> None:
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         make_way(run.config, folder)
         warn_of_training(run.module, is_resumed=run.resume is not None)
         self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
         self._sampler = make_sampler(run)
-        self._callbacks = tuple(callbacks)
+        self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._signal_watch = SignalWatch(run.config)
-        self._last_metrics: dict[str, float] = {}
+        self._last_metrics = Metrics()
         self._save_due = False
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
@@ -168,21 +153,28 @@ class Trainer(Tenant):
 
     # --------------------------------------------------------------------------------------------- the loop
 
-    def fit(self) -> dict[str, float]:
+    def fit(self, steps: int | None = None) -> Metrics:
         """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
+        steps: how many more to train; max_steps rises if it must, so `fit(steps=20)` goes on with a run that ended.
+
         Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
-        trainer.max_steps = trainer.global_step in a callback's on_step_end.
+        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, call
+        trainer.stop() in a callback.
         """
         self._require_idle("call fit()")
+        begun, last, self._is_stopping = self.global_step, self._length_for(steps), False
         with self._working("fit()"), self._run_shown():
             self._evaluate_at_start()
-            while self.global_step < self.max_steps:
+            while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
                 self.step()
             if self._save_due:
                 self._save_now(final=True)
+            elif steps is None and self.global_step > begun:
+                self._keep_last_step()
         return self._last_metrics
+
+    train = fit  # its name in TRL and transformers
 
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
@@ -198,7 +190,8 @@ class Trainer(Tenant):
         self._require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
-            raise ConfigError(f"{self._nothing_to_do()}; make a Trainer with a larger max_steps")
+            raise ConfigError(self._nothing_to_do())
+        self._follow_length()
         start, step = now(), self.global_step + 1
         self.policy.label = f"training step {step}"
         with self._working("step()"), self._guard.step():
@@ -214,6 +207,7 @@ class Trainer(Tenant):
                 self._commit()
                 with timings.measure("update"):
                     update = joined(self.policy.update(batch, step))
+                batch = self.policy.with_trained_logprobs(batch)
                 self._handoff = largest(self.policy.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
@@ -247,7 +241,8 @@ class Trainer(Tenant):
         raise failure
 
     def _nothing_to_do(self) -> str:
-        return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
+        done = f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
+        return f"{done}; trainer.fit(steps=20) trains 20 more steps ({self.run_folder})"
 
     def _keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
@@ -271,8 +266,8 @@ class Trainer(Tenant):
         self._guard.complete()
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
-        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
-        result = StepResult(batch, with_logged(metrics, collected.logged))
+        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch, **self._set_metrics}
+        result = StepResult(readable(batch, self._run), Metrics(with_logged(metrics, collected.logged)))
         diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
         self._signal_watch.look(step, result.metrics)
         self._after_step(result)
@@ -298,7 +293,7 @@ class Trainer(Tenant):
 
     # ------------------------------------------------------------------------------ evaluation and generation
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> Metrics:
         """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
 
         eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
@@ -314,8 +309,8 @@ class Trainer(Tenant):
         with self._working("evaluate()"):
             with self._computing(), broken_model_explained(doing, self.run_folder):
                 state = self._state(self.global_step)
-                metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
-            metrics["timing/evaluate"] = now() - start
+                found = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
+            metrics = Metrics(found, **{"timing/evaluate": now() - start})
             self._notify("on_evaluate", self.global_step, metrics)
         return metrics
 
@@ -378,7 +373,7 @@ class Trainer(Tenant):
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state["config"] = to_dict(self.config)
+        state |= {"config": to_dict(self.config), "changed": self._changes_state()}
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
@@ -428,13 +423,19 @@ class Trainer(Tenant):
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
-            getattr(callback, hook)(self, *arguments)
+            try:
+                getattr(callback, hook)(self, *arguments)
+            except StopIteration as error:
+                raise HybridRLError(
+                    f"{hook} of {type(callback).__name__} raised StopIteration; to end a run early call trainer.stop()"
+                ) from error
 
     def _state(self, step: int) -> TrainerState:
         return TrainerState(step, self.max_steps, self._sampler.epoch)
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
+        self._carry_on(state)
         self._log.announce_resume(state)
         self.policy.load(checkpoint.resolve())
         try:

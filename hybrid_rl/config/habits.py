@@ -137,9 +137,9 @@ _ADVICE = {
     "val_batch_size eval_batch_size per_device_eval_batch_size": (
         "evaluation is batched by the engine; nothing need be set"
     ),
-    "prompt_key input_key": "prompts are the column named prompt",
+    "prompt_key input_key": "set prompt_column",
+    "prompt_data_probs": "name the datasets in train_path, and set dataset_weights",
     "label_key": "all other columns of the data reach the reward functions by their names",
-    "apply_chat_template": "prompts that are lists of messages go through the chat template",
     "filter_overlong_prompts truncation": "set overlong_prompts",
     "reward_pretrain reward_model_path reward_manager remote_rm_url": _REWARDS,
     "default_local_dir save_path ckpt_path": "set output_dir",

@@ -81,6 +81,12 @@ class ProgressDisplay:
         self._task = self._bar.add_task("training", total=self._max_steps, completed=step, line="")
         self._bar.start()
 
+    def retotal(self, max_steps: int) -> None:
+        """Count up to another last step."""
+        self._max_steps, self._every = max_steps, max(1, max_steps // NUM_LINES)
+        if self._bar is not None:
+            self._bar.update(self._task, total=max_steps)
+
     def stop(self) -> None:
         """Clear the live line."""
         if self._bar is not None:

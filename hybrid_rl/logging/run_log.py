@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,17 @@ class RunLog:
         if problem is not None and not self._has_warned:
             logger.warning("%s, or a file in it, was deleted and cannot be written again: %s", self.path, problem)
             self._has_warned = True
+
+    def change(self, config: TrainerConfig, notes: Sequence[str]) -> None:
+        """Record another configuration, with a comment for each change that led to it."""
+        self._config = config
+        self._yaml = "".join(f"# {note}\n" for note in notes) + to_yaml(config)
+        if not self._is_taken_up:
+            return
+        try:
+            self._write_config()
+        except (ConfigError, OSError) as error:
+            logger.warning("config.yaml keeps the old settings: %s", error)
 
     def _write_config(self) -> None:
         versions = (

@@ -110,6 +110,11 @@ class Collector:
         self._next_id = 0
         self._told: set[object] = set()
 
+    def after(self, other: Collector) -> Collector:
+        """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one."""
+        self._next_id, self._told = other._next_id, other._told
+        return self
+
     def collect(self, version: int, state: TrainerState) -> Collected:
         """Collect the batch of the training step in `state`, for a learner at this policy version.
 

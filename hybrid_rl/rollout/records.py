@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.batch import Batch
+from hybrid_rl.batch.messages import message_text
 from hybrid_rl.batch.trajectories import sample_keys
 
 
@@ -55,23 +55,7 @@ def shown_completions(batch: Batch) -> list[str]:
 def _conversation_text(shown: Mapping[str, Any]) -> str:
     """Write down a conversation: its messages with their roles, or, if it has none, its tokens with who made them."""
     if messages := shown.get("messages"):
-        return "\n".join(_message_text(message) for message in messages)
+        return "\n".join(message_text(message) for message in messages)
     if len(shown["tokens"]) == 1:
         return str(shown["tokens"][0]["text"])
     return "\n".join(f"{span['origin']}: {span['text']}" for span in shown["tokens"])
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    """Write down a message: its role, its text, and each tool call as a call of a function."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(str(block.get("text", "")) for block in content)
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    made = [f"{call.get('name')}({_arguments_text(call.get('arguments'))})" for call in calls]
-    return f"{message['role']}: " + " -> ".join(part for part in (content.strip(), *made) if part)
-
-
-def _arguments_text(arguments: Any) -> str:
-    if not isinstance(arguments, Mapping):
-        return str(arguments or "")
-    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())

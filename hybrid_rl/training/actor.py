@@ -60,6 +60,17 @@ class Actor(TrainedModel):
         self.entropy_weight = EntropyWeight(config.entropy, spec.entropy_coef, is_subset=spec.has_entropy_threshold)
         self._numbers = LearnedNumbers(spec.policy_loss, model.device)
         self._has_told = False
+        # What the last update found out in passing, of all its samples: columns that they do not have.
+        self.trained_logprobs: dict[str, Jagged] = {}
+
+    def reconfigure(self, config: TrainerConfig, num_optimizer_steps: int) -> None:
+        """Go on with other numbers in the loss and the optimizer. What follows a measured number (KL, entropy) starts
+        again only if it was given anew."""
+        before, self._spec = self._spec, LossSpec.of(config)
+        self.kl_weight.reconfigure(self._spec.kl)
+        if self._spec.entropy_coef != before.entropy_coef:
+            self.entropy_weight.reconfigure(self._spec.entropy_coef)
+        self.optimizer.reconfigure(config.optimizer, num_optimizer_steps)
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
         """Compute old_logprobs under the present weights, or take the engine's, as configured, with what the algorithm
@@ -84,6 +95,7 @@ class Actor(TrainedModel):
         """Take all optimizer steps of a training step; returns this rank's part of the metrics over all of them.
         version: of the weights before the first of them. Collective."""
         spec, sums = self._spec, MetricSums()
+        self.trained_logprobs = {}
         changed = start_download(self.optimizer.take_over())
         recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
@@ -115,7 +127,10 @@ class Actor(TrainedModel):
         self._read(sums)
         self._tell_changed(changed)
         if first is not None:
-            sums.merge(rollout_gap(batch.select(sample_rows(plan[0])), first, spec.correction, self._context, version))
+            rows = sample_rows(plan[0])
+            sums.merge(rollout_gap(batch.select(rows), first, spec.correction, self._context, version))
+            if len(plan) == 1 and "old_logprobs" not in batch:
+                self.trained_logprobs["old_logprobs"] = _in_order(batch["completion_ids"], rows, first)
         if "teacher_logprobs" in batch:
             on = batch["completion_mask"].values
             gap = (batch["old_logprobs"].values - batch["teacher_logprobs"].values)[on]
@@ -169,3 +184,11 @@ def _joined(logprobs: Sequence[torch.Tensor], micro_batches: MicroBatches, devic
     """Return the logprobs of the micro-batches that hold samples, float32 [M] in their order."""
     parts = [part for part, rows in zip(logprobs, micro_batches, strict=True) if rows]
     return torch.cat([torch.zeros(0, device=device), *parts])
+
+
+def _in_order(completions: Jagged, rows: torch.Tensor, values: torch.Tensor) -> Jagged:
+    """Return a float32 column from the values of the tokens of samples in the order `rows`, int64 [N]."""
+    place = completions.with_values(torch.arange(len(completions.values))).select(rows).values
+    column = torch.zeros(len(completions.values))
+    column[place] = values.float().cpu()
+    return completions.with_values(column)

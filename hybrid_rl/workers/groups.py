@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import StorageError, WorkerError
 from hybrid_rl.memory.history import StepMemory
@@ -17,6 +18,7 @@ from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import RankProbe
 from hybrid_rl.workers.reference import ReferenceWorker
+from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -53,6 +55,12 @@ class PolicyGroup(RankGroup):
         super().__init__(backend)
         self._reference, self._has_scores = reference, has_scores
 
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps.
+
+        num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
+        self._ranks.call(HybridWorker.reconfigure, config, num_steps, rewards)
+
     # ---------------------------------------------------------------------------------------------- a training step
 
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
@@ -86,6 +94,14 @@ class PolicyGroup(RankGroup):
     def update(self, batch: AnyBatch, step: int) -> list[MetricSums]:
         """Take all optimizer steps of a training step. Returns each rank's part of their metrics."""
         return self._ranks.call(HybridWorker.update, batch, step)
+
+    def with_trained_logprobs(self, batch: AnyBatch) -> AnyBatch:
+        """Add the trainer's logprobs of a batch that was just trained on, if the update found them in passing."""
+        columns = batch.columns if isinstance(batch, BatchRef) else batch
+        found: AnyBatch = batch
+        if "old_logprobs" not in columns:
+            found = self._ranks.call(HybridWorker.with_trained_logprobs, batch)
+        return found
 
     def update_weights(self, version: int) -> list[dict[str, float]]:
         """Give the engines the weights as this policy version, and prove it. Returns metrics of each rank."""

@@ -17,6 +17,7 @@ from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.batch.origins import check_origins
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.checkpoint.writing import write_checkpoint
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import JsonLines
@@ -44,7 +45,7 @@ from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
-from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
+from hybrid_rl.workers.setup import RewardSetup, WorkerSetup, demonstration_encoder
 
 FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
 
@@ -124,6 +125,22 @@ class HybridWorker(WorkerBase):
         scorers.sort(key=lambda scorer: list(self._cycle).index(scorer[0]))
         self._scorers = joined([(phase, (phase, scorer)) for phase, scorer in scorers], self.movable)
 
+    @dispatch(collect="leader")
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps.
+
+        num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
+        if rewards is not None:
+            runner, old = rewards.runner(config), self._rewards
+            self._rollout.score_with(runner)
+            self._rewards = runner
+            old.close()
+        self._config, self._advantages = config, AdvantageSpec.of(config)
+        self._actor.reconfigure(config, num_steps[0])
+        self._roles.reconfigure(config, num_steps[1])
+        if isinstance(self._rollout, AgentRollout):
+            self._rollout.sample_at(config.rollout.temperature)
+
     # ------------------------------------------------------------------------------------------------ training
 
     def _plan(self, batch: Batch, step: int) -> Plan:
@@ -161,6 +178,12 @@ class HybridWorker(WorkerBase):
                 self._roles.after_update(self._actor, step)
         # Ranks that have the same samples report them once.
         return sums if self._context.is_data_leader else MetricSums()
+
+    @dispatch(split="groups", collect="concat")
+    def with_trained_logprobs(self, batch: Batch) -> Batch:
+        """Add old_logprobs as the last update of this batch found them in passing, if all its samples had one optimizer
+        step. People compare them with those of the engine; nothing is computed from them."""
+        return batch.with_columns(**self._actor.trained_logprobs)
 
     @dispatch(collect="leader")
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:

@@ -88,7 +88,7 @@ def test_steps_and_fit_continue_each_other(make_trainer, records) -> None:
     last = trainer.fit()
     assert last["handoff/version"] == 4 and trainer.fit() == last  # a cell that is run twice
     assert [line["step"] for line in records(trainer)] == [1, 2, 3, 4]
-    with pytest.raises(ConfigError, match="nothing to do: step 4, max_steps=4; make"):
+    with pytest.raises(ConfigError, match="nothing to do: step 4, max_steps=4; trainer.fit"):
         trainer.step()
 
 

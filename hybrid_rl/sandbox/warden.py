@@ -1,6 +1,6 @@
 """The warden: a small process that starts programs in the sandbox, watches them, and ends them.
 
-It is started by `python_tool.py` with an empty environment and neither torch nor site packages, enters what the kernel
+It is started by `connection.py` with an empty environment and neither torch nor site packages, enters what the kernel
 offers once, and then forks itself for each program, which takes milliseconds. It ends when the process that started it
 does. Messages are JSON with a length before them.
 """
@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hybrid_rl.agents.sandbox import kernel
-from hybrid_rl.agents.sandbox.program import Limits, Walls, run_program
+from hybrid_rl.sandbox import kernel
+from hybrid_rl.sandbox.program import Limits, Walls, run_program
 
 LENGTH_BYTES = 8
 READ_BYTES = 1 << 16
@@ -85,7 +85,7 @@ class Warden:
         self._half = int(asked["max_output_bytes"]) // 2
         self._most_bytes = int(asked["most_bytes"])
         self._slots = list(range(int(asked["max_running"])))
-        self._waiting: deque[tuple[int, str, float]] = deque()
+        self._waiting: deque[tuple[int, str, str, float]] = deque()
         self._running: dict[int, Running] = {}
         self._selector = selectors.DefaultSelector()
         self._wake, wakes = os.pipe()
@@ -127,7 +127,7 @@ class Warden:
     def _take(self, message: dict[str, Any]) -> None:
         if "code" in message:
             seconds = float(message.get("seconds", self._limits.timeout_seconds))
-            self._waiting.append((int(message["number"]), str(message["code"]), seconds))
+            self._waiting.append((int(message["number"]), str(message["code"]), str(message["stdin"]), seconds))
             return
         number = message["cancel"]
         self._waiting = deque(one for one in self._waiting if one[0] != number)
@@ -135,14 +135,14 @@ class Warden:
             if running.number == number:
                 self._stop(running, "cancelled")
 
-    def _start(self, number: int, code: str, seconds: float) -> None:
+    def _start(self, number: int, code: str, stdin: str, seconds: float) -> None:
         slot = self._slots.pop()
         pipe, output = os.pipe()
         warden = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            run_program(code, self._limits, self._walls, slot, output, warden)
+            run_program(code, stdin, self._limits, self._walls, slot, output, warden)
         os.close(output)
         os.set_blocking(pipe, False)
         now = time.monotonic()

@@ -11,12 +11,13 @@ import random
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import types
 from dataclasses import dataclass
 
-from hybrid_rl.agents.sandbox import kernel
+from hybrid_rl.sandbox import kernel
 
 NAME = "<program>"
 MAX_OPEN_FILES = 64
@@ -49,12 +50,12 @@ class Walls:
     missing: tuple[str, ...] = ()
 
 
-def run_program(code: str, limits: Limits, walls: Walls, slot: int, output: int, warden: int) -> None:
-    """Become the program, and end this process with it. slot: number among programs that run at once. output: file
-    descriptor of what it prints. warden: the process that this one must not outlive."""
+def run_program(code: str, stdin: str, limits: Limits, walls: Walls, slot: int, output: int, warden: int) -> None:
+    """Become the program, and end this process with it. stdin: what it can read. slot: number among programs that run
+    at once. output: file descriptor of what it prints. warden: the process that this one must not outlive."""
     status = 1
     try:
-        _confine(limits, walls, slot, output, warden)
+        _confine(stdin, limits, walls, slot, output, warden)
         status = _run(code)
     except BaseException:
         # Not the program's own error: those are printed by _run.
@@ -63,10 +64,9 @@ def run_program(code: str, limits: Limits, walls: Walls, slot: int, output: int,
         os._exit(status)
 
 
-def _confine(limits: Limits, walls: Walls, slot: int, output: int, warden: int) -> None:
+def _confine(stdin: str, limits: Limits, walls: Walls, slot: int, output: int, warden: int) -> None:
     os.setsid()
-    nothing = os.open("/dev/null", os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.dup2(_input(stdin), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.closerange(3, 1 << 16)
@@ -89,6 +89,23 @@ def _confine(limits: Limits, walls: Walls, slot: int, output: int, warden: int) 
         os._exit(1)
     if walls.has_filter:
         kernel.filter_system_calls(may_write=bool(walls.scratch))
+
+
+def _input(stdin: str) -> int:
+    """Return a descriptor of a file, in memory or deleted, that holds the text."""
+    if not stdin:
+        return os.open("/dev/null", os.O_RDONLY)
+    descriptor = os.memfd_create("stdin") if hasattr(os, "memfd_create") else _deleted_file()
+    text = memoryview(stdin.encode(errors="replace"))
+    while text:
+        text = text[os.write(descriptor, text) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _deleted_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _limit(limits: Limits, walls: Walls) -> None:

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from hybrid_rl.agents.python_tool import PythonTool, sandbox_strength
-from hybrid_rl.agents.sandbox.filter import seccomp_filter
+from hybrid_rl.agents.python_tool import PythonTool
 from hybrid_rl.agents.schemas import tool_schema
-from hybrid_rl.errors import AgentError, ConfigError
+from hybrid_rl.errors import ConfigError, SandboxError
+from hybrid_rl.sandbox import sandbox_strength
+from hybrid_rl.sandbox.filter import seccomp_filter
 
 STRENGTH = sandbox_strength()
 pytestmark = pytest.mark.skipif(
@@ -227,7 +228,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def _is_strict(tool: PythonTool) -> bool:
     try:
         return tool.strength().is_strict
-    except AgentError:
+    except SandboxError:
         return False
 
 
@@ -307,9 +308,9 @@ def test_a_cancelled_call_ends_its_program_and_no_other(tool: PythonTool) -> Non
 
 
 def test_a_sandbox_that_died_fails_the_call_and_is_made_again(tool: PythonTool) -> None:
-    future = tool._start("import time\ntime.sleep(60)")
+    future = tool.start("import time\ntime.sleep(60)")
     tool._ready()._process.kill()
-    with pytest.raises(AgentError, match="the sandbox died"):
+    with pytest.raises(SandboxError, match="the sandbox died"):
         future.result(10)
     assert tool.run("print(1)").output == "1\n"
 
@@ -320,7 +321,7 @@ def test_nothing_outlives_a_process_that_was_killed(namespaces: bool) -> None:
     script = (
         "from hybrid_rl.agents.python_tool import PythonTool\ntool = PythonTool(60)\n"
         f"tool._layers['namespaces'] = {namespaces}\n"
-        "tool._start('while True: pass')\nprint(tool._ready()._process.pid, flush=True)\ninput()"
+        "tool.start('while True: pass')\nprint(tool._ready()._process.pid, flush=True)\ninput()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
@@ -370,7 +371,7 @@ def test_strict_tools_refuse_a_weak_machine_and_others_warn(caplog: pytest.LogCa
     without = {"namespaces": False, "filter": False, "landlock": False}
     weak = PythonTool()
     weak._layers = dict(without)
-    with pytest.raises(AgentError, match="open: network, files, processes"):
+    with pytest.raises(SandboxError, match="open: network, files, processes"):
         weak.run("1")
     with contextlib.closing(PythonTool(strict=False)) as tool:
         tool._layers = dict(without)
