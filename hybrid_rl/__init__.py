@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
+    from hybrid_rl.run.preview import preview
     from hybrid_rl.run.results import StepResult
     from hybrid_rl.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__"]
+__all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__", "preview"]
 
 _HOMES = {
     "Callback": "hybrid_rl.run.callbacks",
@@ -21,6 +22,7 @@ _HOMES = {
     "StepResult": "hybrid_rl.run.results",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",
+    "preview": "hybrid_rl.run.preview",
 }
 
 

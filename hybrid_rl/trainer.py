@@ -43,7 +43,7 @@ from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
-from hybrid_rl.run.start import make_collector, start_workers
+from hybrid_rl.run.start import make_collector, make_sampler, start_workers
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.views import ShownTrainer
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
@@ -121,7 +121,7 @@ class Trainer(ShownTrainer):
         warn_of_training(run.module, is_resumed=run.resume is not None)
         self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
-        self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
+        self._sampler = make_sampler(run)
         self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._signal_watch = SignalWatch(run.config)
@@ -130,6 +130,8 @@ class Trainer(ShownTrainer):
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
+        for note in run.data.notes:
+            self._log.display.message(note)
         if run.memory.offload:
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
         hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
@@ -146,6 +148,11 @@ class Trainer(ShownTrainer):
         self._policy_version = self.global_step
         self._has_begun = self._log.begin(self.global_step)
         self._enter()
+
+    @property
+    def train_dataset(self) -> PromptSampler:
+        """Where training prompts come from; of several datasets by name, `weights` can be assigned between steps."""
+        return self._sampler
 
     # --------------------------------------------------------------------------------------------- the loop
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.habits import RECORDS
 from hybrid_rl.config.load import Leaf, visible_leaves
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.options import field_types
@@ -36,8 +36,6 @@ TITLES = {
     "controller": "The processes in which the workers run.",
 }
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-# What advice about a foreign name begins with, if the key means the same.
-SAME = re.compile(r"set (?:\w+\.)*(\w+)(?:=\S+)?(?=[,;: ]|$)(?! and )")
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,9 @@ def _words(kind: Any) -> str:
 def _foreign_names() -> dict[str, list[str]]:
     """Return the names that other libraries have for a key, by its leaf name."""
     found: dict[str, list[str]] = {}
-    for name, advice in HABITS.items():
-        same = SAME.match(advice)
-        if same is not None:
-            found.setdefault(same[1], []).append(name)
+    for habit in RECORDS:
+        leaf = habit.here.partition("=")[0].rpartition(".")[2]
+        name = habit.name.rpartition(".")[2]
+        if habit.kind == "other name" and leaf.isidentifier() and name not in (leaf, *found.get(leaf, [])):
+            found.setdefault(leaf, []).append(name)
     return found

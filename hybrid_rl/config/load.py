@@ -275,6 +275,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
         if isinstance(value, str) and value in words:
             return value
+        if isinstance(value, Mapping) and any(typing.get_origin(option) is dict for option in options):
+            return dict(value)
         first = next(option for option in options if option is not type(None))
         try:
             return _typed(path, first, value)

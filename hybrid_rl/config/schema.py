@@ -18,6 +18,7 @@ from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
+from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -66,21 +67,6 @@ class BFloat16ModelConfig(ModelConfig):
         "logits are float32 products of hidden states and head, not rounded to bfloat16, in training, scoring and the "
         "embedded engines; the values of the head stay bfloat16 (its masters float32)",
     )
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The sources of prompts."""
-
-    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None if train_dataset is passed to Trainer")
-    eval_path: str | None = key(None, "the same for evaluation")
-    prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)
-    shuffle: bool | None = key(None, "shuffle every epoch; None = yes for sized data, no for streams")
-    max_prompt_length: int | None = key(None, "longest prompt in tokens; None = the model's limit", minimum=1)
-    overlong_prompts: Literal["error", "drop", "truncate"] = key(
-        "error", "prompts over the limit: stop before work starts, drop and count, or keep their last tokens"
-    )
-    chat_template_kwargs: dict[str, Any] = key({}, "passed to the tokenizer's chat template")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from hybrid_rl.rewards.code import code_reward
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import GivenReward, RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
+from hybrid_rl.rewards.gym import reasoning_gym_reward
 from hybrid_rl.rewards.judge import LLMJudge
 from hybrid_rl.rewards.judging import JudgeStyle
 from hybrid_rl.rewards.marks import dense_reward, group_reward
@@ -58,6 +59,7 @@ __all__ = [
     "lcpo_max",
     "math_reward",
     "overlong_penalty",
+    "reasoning_gym_reward",
     "tag_count_reward",
     "with_model_entries",
 ]

@@ -24,6 +24,7 @@ from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.observed import dataset_metrics, success_rates
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport
 
@@ -143,10 +144,11 @@ class Collector:
             batch = self._counted(make(tasks, call), call, tally)
             if plan.demonstrates:
                 return tally.collected(batch, {})
+            self._observe(plan.sampler, rows, batch)
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
             metrics |= baseline_metrics(batch)
-        metrics |= reward_metrics(batch, self._names)
+        metrics |= reward_metrics(batch, self._names) | dataset_metrics(rows, batch) | plan.sampler.metrics()
         if not plan.max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
         collected = tally.collected(batch, metrics)
@@ -241,6 +243,7 @@ class Collector:
         while refill.num_missing:
             rows = sampler.take(refill.num_wanted)
             made = self._roll_out(rows, replace(call, purpose=purpose), tally)
+            self._observe(sampler, rows, made)
             places, samples = refill.keep(made)
             kept_rows += [rows[place] for place in places]
             if places:
@@ -249,6 +252,11 @@ class Collector:
             refill.check(call.state.global_step)
             purpose = f"{call.purpose}/refill/{refill.num_rollouts}"
         return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
+
+    def _observe(self, sampler: PromptSampler, rows: Sequence[PromptRow], batch: AnyBatch) -> None:
+        """Tell the sampler how often these prompts were solved, by the first of the user's reward functions."""
+        if self._tells_success:
+            sampler.observe(rows, success_rates(batch, self._success_reward))
 
     def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
         """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""

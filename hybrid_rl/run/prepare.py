@@ -55,7 +55,7 @@ from hybrid_rl.run.checks import (
     check_teacher,
     load_settings,
 )
-from hybrid_rl.run.inputs import Data, load_data
+from hybrid_rl.run.inputs import Data, load_data, paths_of, with_template
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
@@ -105,7 +105,7 @@ def record_arguments(
     Raises ConfigError if argument and key disagree, and ModelError for a module whose dtype cannot be trained.
     """
     named = {"model.path": model, "data.train_path": train, "data.eval_path": evaluation}
-    found = {key: str(value) for key, value in named.items() if isinstance(value, (str, os.PathLike))}
+    found: dict[str, Any] = {key: paths_of(value) for key, value in named.items() if paths_of(value) is not None}
     configured = {"model.path": config.model.path, "data.train_path": config.data.train_path}
     configured["data.eval_path"] = config.data.eval_path
     for key, value in named.items():
@@ -184,13 +184,13 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
         check_tokenizer(tokenizer, model)
-        return ModelChoice(model, None, tokenizer, model.config)
+        return ModelChoice(model, None, with_template(tokenizer, config), model.config)
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    return ModelChoice(None, path, tokenizer, load_settings(path, config))
+    return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config))
 
 
 def check_stop_strings(
@@ -350,13 +350,14 @@ def prepare(
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None
+    sources = reward_sources(made_by)
     rewards, names = check_rewards(
-        reward_funcs,
+        data.own_reward if reward_funcs is None and not sources else reward_funcs,
         resolved,
         columns,
         has_eval=data.eval is not None,
         processing_classes=processing_classes,
-        sources=reward_sources(made_by),
+        sources=sources,
         has_environments=made_by is not None and bool(made_by.kinds),
     )
     phases = memory_phases(resolved, has_reward_models=rewards.has_models)

@@ -19,6 +19,7 @@ from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
+from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import load_model
@@ -113,6 +114,18 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         if group is not None and group.num_ranks > 1:
             preflight(group)
     return policy
+
+
+def make_sampler(run: Run) -> PromptSampler:
+    """Make the sampler of the training data. Raises ConfigError or DataError for options that the data cannot use."""
+    data = run.config.data
+    return sampler_of(
+        run.data.train,
+        shuffle=data.shuffle,
+        seed=run.config.seed,
+        weights=data.dataset_weights,
+        floor=data.curriculum_floor,
+    )
 
 
 def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
