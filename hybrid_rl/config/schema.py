@@ -17,6 +17,7 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -285,7 +286,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 
     library: ClassVar[tuple[str, str] | None] = (
         "vllm",
-        "make vllm (CPU), or pip install vllm (CUDA; README, Two commands)",
+        "make vllm (CPU), or pip install vllm (CUDA; docs/vllm.md, Installing)",
     )
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
@@ -463,5 +464,6 @@ class TrainerConfig(Shown):
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
