@@ -94,7 +94,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
 .PHONY: help run test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e browser pins \
-    check-tests pins-part vllm gpu lint style types install clean
+    check-tests pins-part vllm gpu docs lint style types install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -160,6 +160,10 @@ pins-part: $(PINS_STAMP) ## the names of torch and vLLM in both environments; of
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
+
+docs: $(STAMP) ## build the documentation as a site, into build/docs
+	@$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: style types ## ruff and mypy
 

@@ -36,7 +36,7 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
-from hybrid_rl.run.live import Live, checked_callbacks
+from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
@@ -45,12 +45,13 @@ from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.start import make_collector, start_workers
 from hybrid_rl.run.timeline import Timeline
+from hybrid_rl.run.views import ShownTrainer
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
 
 
-class Trainer(Live):
+class Trainer(ShownTrainer):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
