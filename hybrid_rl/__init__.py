@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
-    from hybrid_rl.trainer import StepResult, Trainer
+    from hybrid_rl.run.results import StepResult
+    from hybrid_rl.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__"]
@@ -17,7 +18,7 @@ __all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "
 _HOMES = {
     "Callback": "hybrid_rl.run.callbacks",
     "Generation": "hybrid_rl.rollout.generations",
-    "StepResult": "hybrid_rl.trainer",
+    "StepResult": "hybrid_rl.run.results",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",
 }
@@ -28,3 +29,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'hybrid_rl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)  # what completion offers

@@ -66,8 +66,8 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     import psutil
     import torch
 
-    from hybrid_rl.agents.python_tool import sandbox_strength
-    from hybrid_rl.controller.processes import own_cores
+    from hybrid_rl.process.cores import own_cores
+    from hybrid_rl.sandbox import sandbox_strength
 
     memory = psutil.virtual_memory()
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
@@ -81,7 +81,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         found["shared memory, where ranks keep batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
-    found["sandbox of PythonTool"] = str(sandbox_strength())
+    found["sandbox of programs"] = str(sandbox_strength())
     return found
 
 
