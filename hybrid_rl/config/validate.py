@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
+from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.sizes import memory_bytes
@@ -217,8 +218,18 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
     if config.model.device == "cpu":
         yield "fsdp.cpu_offload", "on CPUs everything is in host memory anyway"
     if not has_eval:
-        for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward"):
-            yield f"eval.{name}", "there is no eval_dataset (or eval_path)"
+        for item in fields(EvalConfig):
+            yield f"eval.{item.name}", "there is no eval_dataset (or eval_path)"
+    if config.eval.metric_for_best_model is None:
+        for name in ("greater_is_better", "load_best_model_at_end", "early_stopping_patience"):
+            yield f"eval.{name}", "set metric_for_best_model, for example to eval/accuracy"
+    elif config.eval.eval_steps is None:
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
+            yield f"eval.{name}", "the only evaluation after a step is that of the last; set eval_steps"
+    if config.eval.early_stopping_patience is None:
+        yield "eval.early_stopping_threshold", "set early_stopping_patience"
+    if config.save_steps is None:
+        yield "eval.load_best_model_at_end", "no checkpoint is written; set save_steps"
 
 
 def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
