@@ -12,6 +12,7 @@ from typing import Any
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
+from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
@@ -125,7 +126,7 @@ class Trainer(Evaluating):
         self._sampler = make_sampler(run)
         self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
-        self._signal_watch = SignalWatch(run.config)
+        self._signal_watch = SignalWatch(run.config, is_chat=run.is_chat)
         self._last_metrics = Metrics()
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
@@ -370,6 +371,7 @@ class Trainer(Evaluating):
             if self.policy.has_ended:  # no rank is left to delete its unfinished files
                 clear_up(target.resolve().parent, is_ours=folder is None)
             raise
+        self._log.display.message(f"saved {target}")
         self._notify("on_save", self.global_step, target)
         return target
 
@@ -394,7 +396,8 @@ class Trainer(Evaluating):
             logger.warning("%s; trying again after the next step", error)
             return
         self._save_due = False
-        self._log.display.message(f"saved {target}")
+        kept = (target, self._run.resume, self._best.checkpoint)
+        delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, kept)
 
     def _keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints were asked for and it has none yet."""

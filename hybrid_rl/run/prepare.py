@@ -286,6 +286,11 @@ class Run:
         return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
 
     @property
+    def is_chat(self) -> bool:
+        """Whether prompts, and so completions, are lists of messages."""
+        return not isinstance(self.data.first.prompt, str)
+
+    @property
     def max_length(self) -> int:
         """The longest sequence, prompt and completion, in tokens."""
         prompt = self.data.longest_prompt or self.data.encoder.max_prompt_length or 0
