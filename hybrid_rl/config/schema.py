@@ -17,7 +17,9 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -417,8 +419,8 @@ class RayControllerConfig(ControllerConfig):
     watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
 
 
-@dataclass(frozen=True)
-class TrainerConfig:
+@dataclass(frozen=True, repr=False)
+class TrainerConfig(Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
@@ -462,5 +464,6 @@ class TrainerConfig:
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
