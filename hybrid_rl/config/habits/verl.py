@@ -53,7 +53,6 @@ VERL = tuple(
             "data.filter_overlong_prompts": "overlong_prompts=drop",
             "data.truncation": ("overlong_prompts", "error, drop or truncate (which keeps the last tokens)"),
             "data.apply_chat_template_kwargs": "chat_template_kwargs",
-            "data.prompt_key": "prompt_column",
             f"{_MODEL}.path": "model.path",
             f"{_MODEL}.custom_chat_template": ("chat_template_path", "a Jinja file"),
             f"{_MODEL}.enable_gradient_checkpointing": "gradient_checkpointing",
