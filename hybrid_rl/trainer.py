@@ -7,12 +7,11 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
-from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
@@ -45,25 +44,12 @@ from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.signature import KeySignature
+from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.start import make_collector, make_sampler, start_workers
+from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
-
-
-class StepResult(NamedTuple):
-    """The result of one training step: its batch (a `BatchRef` with several ranks; `load()` brings it to the driver)
-    and its metrics."""
-
-    batch: AnyBatch
-    metrics: dict[str, float]
-
-    def __getitem__(self, place: Any) -> Any:
-        """Index as in any tuple; the error for a name says where to find it."""
-        if isinstance(place, str):
-            raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
-        return tuple.__getitem__(self, place)
 
 
 class Trainer(Evaluating):
@@ -88,8 +74,6 @@ class Trainer(Evaluating):
 
     Raises ConfigError, DataError, ModelError or RewardError before any work starts if something cannot be used.
     """
-
-    __signature__ = KeySignature()
 
     def __init__(
         self,
@@ -142,8 +126,8 @@ class Trainer(Evaluating):
         self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._signal_watch = SignalWatch(run.config, is_chat=run.is_chat)
-        self._last_metrics: dict[str, float] = {}
-        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
+        self._last_metrics = Metrics()
+        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
         for note in run.data.notes:
@@ -155,6 +139,7 @@ class Trainer(Evaluating):
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = make_collector(run, self.policy, self._sampler)
+        self._timeline = Timeline(self.policy, self.run_folder)
         self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
         self._best = BestStep(run.config.eval, self.run_folder)
         if run.resume is not None:
@@ -172,7 +157,7 @@ class Trainer(Evaluating):
 
     # --------------------------------------------------------------------------------------------- the loop
 
-    def fit(self, steps: int | None = None) -> dict[str, float]:
+    def fit(self, steps: int | None = None) -> Metrics:
         """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
         steps: how many more to train; max_steps rises if it must, so `fit(steps=20)` goes on with a run that ended.
@@ -214,22 +199,25 @@ class Trainer(Evaluating):
         if self.global_step >= self.max_steps:
             raise ConfigError(self._nothing_to_do())
         self._follow_length()
-        start, step = now(), self.global_step + 1
+        start, step, phase = now(), self.global_step + 1, self._timeline.phase
         self.policy.label = f"training step {step}"
-        with self._working("step()"), self._guard.step():
-            with broken_model_explained(self.policy.label, self.run_folder):
+        with self._working("step()"), self._guard.step(), self._timeline.step(step):
+            with broken_model_explained(self.policy.label, self.run_folder), phase("rollout"):
                 collected = self.collector.collect(self.policy_version, self._state(step))
             batch, timings, update = collected.batch, collected.timings, dict[str, float]()
             self._keep(batch, step)
             if self.config.mode != "rollout":
                 batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
-                with timings.measure("logprobs"):
+                with timings.measure("logprobs"), phase("logprobs"):
                     batch = self.policy.score(batch, step)
-                batch = self.policy.advantages(batch)
+                with phase("advantages"):
+                    batch = self.policy.advantages(batch)
                 self._commit()
-                with timings.measure("update"):
+                with timings.measure("update"), phase("update"):
                     update = joined(self.policy.update(batch, step))
-                self._handoff = largest(self.policy.update_weights(step))
+                with phase("handoff"):
+                    batch = self.policy.with_trained_logprobs(batch)
+                    self._handoff = largest(self.policy.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
     @contextlib.contextmanager
@@ -288,7 +276,7 @@ class Trainer(Evaluating):
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
         metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch, **self._set_metrics}
-        result = StepResult(batch, with_logged(metrics, collected.logged))
+        result = StepResult(readable(batch, self._run), Metrics(with_logged(metrics, collected.logged)))
         diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
         self._signal_watch.look(step, result.metrics)
         self._after_step(result)
@@ -399,15 +387,15 @@ class Trainer(Evaluating):
             logger.warning("step %d is not saved: its weights are not finite", self.global_step)
             return
         try:
-            target = self.save()
+            with self._timeline.phase("checkpoint"):
+                target = self.save()
         except CheckpointError as error:
             if final or self.policy.has_ended:
                 raise
             logger.warning("%s; trying again after the next step", error)
             return
         self._save_due = False
-        kept = (target, self._run.resume, self._best.checkpoint)
-        delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, kept)
+        self._forget_old(target, self._best.checkpoint)
 
     def _keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints were asked for and it has none yet."""
@@ -456,7 +444,8 @@ class Trainer(Evaluating):
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
             self._log.display.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
         first = (int(batch["group"].min()), int(batch["trajectory"].min()))
-        self.policy.log_samples(batch, step, self._log.path, first)
+        with self._timeline.phase("samples written"):
+            self.policy.log_samples(batch, step, self._log.path, first)
 
     def _update_weights_again(self) -> None:
         self._handoff = largest(self.policy.update_weights_again(self.policy_version))

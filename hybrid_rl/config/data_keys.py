@@ -18,7 +18,7 @@ class DataConfig:
         "train_dataset is passed to Trainer",
     )
     eval_path: str | dict[str, Any] | None = key(None, "the same for evaluation")
-    dataset_weights: dict[str, float] = key(
+    dataset_weights: dict[str, Any] = key(
         {}, "shares of several training datasets in the draws, by name; empty = by their sizes"
     )
     prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)

@@ -21,6 +21,7 @@ from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -272,7 +273,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 
     library: ClassVar[tuple[str, str] | None] = (
         "vllm",
-        "make vllm (CPU), or pip install vllm (CUDA; README, Two commands)",
+        "make vllm (CPU), or pip install vllm (CUDA; docs/vllm.md, Installing)",
     )
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
@@ -363,8 +364,8 @@ class RayControllerConfig(ControllerConfig):
     watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
 
 
-@dataclass(frozen=True)
-class TrainerConfig:
+@dataclass(frozen=True, repr=False)
+class TrainerConfig(Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(

@@ -15,7 +15,7 @@ from hybrid_rl.data.gym import is_gym
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource, StreamSource, digest, load_source
-from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.errors import ConfigError, DataError, counted
 
 DATASET_COLUMN = "dataset"  # the name of the dataset that a row comes from
 _STATE_VERSION = 1
@@ -48,7 +48,7 @@ class MixedSource(SizedSource):
         if any(PROMPT_COLUMN not in source.column_names for source in sources):
             self.column_names = tuple(name for name in self.column_names if name != PROMPT_COLUMN)
         self.note = "\n".join(
-            f"dataset {name}: {len(source):,} prompts" + (f", {source.note}" if source.note else "")
+            f"dataset {name}: {counted(len(source), 'prompt')}" + (f", {source.note}" if source.note else "")
             for name, source in self.parts.items()
         )
         self.fingerprint = digest(*(f"{name}={source.fingerprint};".encode() for name, source in self.parts.items()))

@@ -250,34 +250,47 @@ def load_source(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSou
         DataError: the dataset cannot be read, is empty or has a bad row.
     """
     if isinstance(dataset, str | Mapping) and is_gym(dataset):
-        rows, form = gym_rows(dataset)
-        source = _sized(SequenceRows(rows), encoder, "row 0", form)
+        problems, form = gym_rows(dataset)
+        source = _sized(SequenceRows(problems), encoder, "row 0", form)
         source.is_gym = True
         return source
     if isinstance(dataset, str | os.PathLike):
         dataset = read_path(Path(dataset))
-    if isinstance(dataset, Mapping):
-        raise _mapping_error(dataset)
-    if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
-        # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
-        return _sized(HubRows(dataset), encoder, "the dataset")
-    if is_instance(dataset, "pandas", "DataFrame"):
-        dataset = frame_table(dataset)
-    if is_instance(dataset, "pyarrow", "Table"):
-        return _sized(ArrowRows(dataset), encoder, "the table")
-    if isinstance(dataset, bytes) or not (hasattr(dataset, "__iter__") or callable(dataset) or _is_indexed(dataset)):
-        raise DataError(
-            f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
-            "datasets.Dataset, a path, or a function that returns an iterator of dicts"
-        )
-    if _is_indexed(dataset):
-        return _sized(SequenceRows(dataset), encoder, "row 0")
+    if is_stream(dataset):
+        return StreamSource(_opener(dataset), encoder)
+    rows = rows_of(dataset)
+    return _sized(rows, encoder, {HubRows: "the dataset", ArrowRows: "the table"}.get(type(rows), "row 0"))
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether the rows of a dataset arrive one by one: it has no length, but can be iterated or called."""
+    if isinstance(dataset, bytes | Mapping) or _is_indexed(dataset) or is_instance(dataset, "pyarrow", "Table"):
+        return False
     if hasattr(dataset, "__next__"):
         raise DataError(
             f"the dataset is a one-shot {type(dataset).__name__}, which cannot start again for another epoch or after "
             "a resume; pass the function that makes it (without calling it), or a datasets.IterableDataset"
         )
-    return StreamSource(_opener(dataset), encoder)
+    return hasattr(dataset, "__iter__") or callable(dataset)
+
+
+def rows_of(dataset: Any) -> Rows:
+    """Return the rows of a dataset of known length, as they are. Raises DataError if it is none."""
+    if isinstance(dataset, Mapping):
+        raise _mapping_error(dataset)
+    if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
+        # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
+        return HubRows(dataset)
+    if is_instance(dataset, "pandas", "DataFrame"):
+        dataset = frame_table(dataset)
+    if is_instance(dataset, "pyarrow", "Table"):
+        return ArrowRows(dataset)
+    if isinstance(dataset, bytes) or not _is_indexed(dataset):
+        raise DataError(
+            f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
+            "datasets.Dataset, a path, or a function that returns an iterator of dicts"
+        )
+    return SequenceRows(dataset)
 
 
 def _sized(rows: Rows, encoder: PromptEncoder, where: str, form: Format | None = None) -> SizedSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Evaluation:
 
     model: its name or folder. sets: samples by the name of the set, "" for a single one. settings: what the samples
     depend on besides model and prompts. metrics: by name, as in a run. step: training steps of a checkpoint, None for
-    other models.
+    other models. folder: where it is kept.
     """
 
     model: str
@@ -31,6 +31,7 @@ class Evaluation:
     settings: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
+    folder: Path | None = None
 
     def estimates(self) -> dict[str, dict[str, Estimate]]:
         """Return accuracy, pass@k and maj@k of each set, with intervals."""
@@ -58,11 +59,10 @@ class Evaluation:
             "step": self.step,
             "settings": dict(self.settings),
             "estimates": {
-                name: {metric: one._asdict() for metric, one in found.items()}
-                for name, found in self.estimates().items()
+                name: {metric: asdict(one) for metric, one in found.items()} for name, found in self.estimates().items()
             },
             "by_budget": {
-                name: {str(budget): one._asdict() for budget, one in samples.within().items()}
+                name: {str(budget): asdict(one) for budget, one in samples.within().items()}
                 for name, samples in self.sets.items()
                 if samples.right
             },
@@ -77,7 +77,7 @@ class Evaluation:
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
             sets = {str(name): EvalSamples.of_json(samples) for name, samples in kept["samples"].items()}
-            return cls(kept["model"], sets, kept["settings"], kept["metrics"], kept["step"])
+            return cls(kept["model"], sets, kept["settings"], kept["metrics"], kept["step"], file.parent)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{file} is not an evaluation: {type(error).__name__}: {error}") from error
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,7 +14,8 @@ from hybrid_rl.errors import DataError
 LEVEL = 0.95
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True)
+class Estimate:
     """A share with its confidence interval, all from 0 to 1. num_prompts: those that it was computed from."""
 
     value: float

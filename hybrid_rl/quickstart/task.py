@@ -1,11 +1,10 @@
-"""The quickstart task: sums of two numbers below 100, asked as `37+48=`.
+"""The quickstart task: sums of two numbers below 100 asked as `37+48=`.
 
 A row is `{"prompt": "37+48=", "answer": "85", "slip": "75"}`. `slip` is the answer of a careless worker who forgets the
 carry of the ones. The supervised warm start imitates such a worker (`demonstrations`); GRPO then sees only whether a
 completion equals `answer`.
 """
 
-import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from hybrid_rl.errors import ConfigError, DataError
 Row = dict[str, Any]
 
 MAX_COMPLETION_TOKENS = 6  # "198" takes four with <eos>; two more, so that overlong answers are seen
+NUM_DRAWS = 30_000  # of 10,000 possible problems, so that nearly all of them are drawn
 HELD_OUT_ROUNDS = 2  # each holds out ten operands that have every tens and every ones digit once
 EASY_SHARE = 0.35  # problems without a carry, on which the careless worker is right; decides where the warm start ends
 COPIES = ("answer", "answer", "slip", "slip", "slip")  # of each problem in the demonstrations
@@ -39,11 +39,18 @@ def build_task(seed: int, num_train: int = 4000, num_heldout: int = 200) -> Task
     """
     rng = random.Random(seed)
     heldout_operands = _choose_operands(rng)
-    rest = [number for number in range(100) if number not in heldout_operands]
-    # Problems with an operand of either kind are left out: they would leak a held-out one into training.
+    train: dict[str, Row] = {}
+    heldout: dict[str, Row] = {}
+    for row in _draw(seed):
+        num_held_operands = sum(operand in heldout_operands for operand in operands(row["prompt"]))
+        if num_held_operands == 0:
+            train[row["prompt"]] = row
+        elif num_held_operands == 2:
+            heldout[row["prompt"]] = row
+        # A problem that mixes both kinds would leak a held-out operand into training, so it is dropped.
     task = Task(
-        train=_choose(_sums(rest), num_train, "num_train", rng),
-        heldout=_choose(_sums(sorted(heldout_operands)), num_heldout, "num_heldout", rng),
+        train=_choose(list(train.values()), num_train, "num_train", rng),
+        heldout=_choose(list(heldout.values()), num_heldout, "num_heldout", rng),
     )
     check_disjoint(task)
     return task
@@ -100,10 +107,18 @@ def _choose_operands(rng: random.Random) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def _sums(numbers: Sequence[int]) -> list[Row]:
-    """Return the sum of each pair of these numbers as a row."""
-    pairs = itertools.product(numbers, repeat=2)
-    return [{"prompt": (prompt := f"{a}+{b}="), "answer": str(a + b), "slip": slip(prompt)} for a, b in pairs]
+def _draw(seed: int) -> list[Row]:
+    """Draw `NUM_DRAWS` problems, with repetitions."""
+    rows = []
+    for number in range(seed * NUM_DRAWS, (seed + 1) * NUM_DRAWS):
+        # Each problem has a generator of its own, whose first two numbers are not used: these are the sums that
+        # reasoning-gym's basic_arithmetic draws for these seeds, with which all curves were recorded.
+        rng = random.Random(number)
+        _, _, left, right = (rng.randint(*bounds) for bounds in ((2, 2), (2, 2), (0, 100), (0, 100)))
+        if max(left, right) < 100:
+            prompt = f"{left}+{right}="
+            rows.append({"prompt": prompt, "answer": str(left + right), "slip": slip(prompt)})
+    return rows
 
 
 def _choose(rows: list[Row], count: int, name: str, rng: random.Random) -> list[Row]:
@@ -115,7 +130,7 @@ def _choose(rows: list[Row], count: int, name: str, rng: random.Random) -> list[
     num_easy = round(EASY_SHARE * count)
     if num_easy > len(easy) or count - num_easy > len(hard):
         possible = min(int(len(easy) / EASY_SHARE), int(len(hard) / (1 - EASY_SHARE)))
-        raise ConfigError(f"{name}={count} is more than there are distinct problems; use at most {possible}")
+        raise ConfigError(f"{name}={count} is more than the distinct problems drawn; use at most {possible}")
     chosen = rng.sample(easy, num_easy) + rng.sample(hard, count - num_easy)
     rng.shuffle(chosen)
     return chosen

@@ -70,11 +70,13 @@ def evaluate_checkpoint(
     """
     if wrong := sorted({name.rpartition(".")[2] for name in overrides} & OF_STEPS):
         raise ConfigError(f"{', '.join(wrong)} cannot be set: an evaluation has no training steps")
+    if folder is not None and Path(folder).exists() and (not Path(folder).is_dir() or any(Path(folder).iterdir())):
+        raise ConfigError(f"{folder} exists; an evaluation is written to a new folder: choose another name")
     step, kept = _of_checkpoint(Path(model), overrides, config)
     settings = {**kept, **overrides, **NO_STEPS}
     if data is None:
         data = load_config(config, overrides)[0].data.eval_path
-    if data is None:
+    if data is None or (are_sets(data) and not data):
         raise ConfigError("there is no data to evaluate on: give a dataset, or several by name, or set data.eval_path")
     first = next(iter(data.values()), None) if are_sets(data) else data
     with contextlib.ExitStack() as closing:
@@ -105,8 +107,6 @@ def _make_folder(config: TrainerConfig, folder: str | Path | None, name: str) ->
     if folder is None:
         return RunFolder(config.output_dir, config.run_name, f"eval-{name}").path
     path = Path(folder)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} exists; an evaluation is written to a new folder: choose another name")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,8 +116,8 @@ def _make_folder(config: TrainerConfig, folder: str | Path | None, name: str) ->
 
 def _evaluated(run: Run, model: str, step: int | None, folder: Path, closing: contextlib.ExitStack) -> Evaluation:
     """Evaluate a prepared run, and write down what came of it."""
-    (folder / "config.yaml").write_text(to_yaml(run.config))
     policy = start_workers(run, folder, closing, is_trained=False)
+    (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
     sampler = PromptSampler(run.data.train, shuffle=False, seed=run.config.seed)
     evaluator = make_evaluator(run, policy, make_collector(run, policy, sampler))
     policy.update_weights(0)
@@ -126,6 +126,6 @@ def _evaluated(run: Run, model: str, step: int | None, folder: Path, closing: co
     leaves = {path.rpartition(".")[2]: value for path, value in leaves_of(run.config)}
     settings = {name: leaves[name] for name in SETTINGS if name in leaves}
     settings["rewards"] = run.reward_names
-    made = Evaluation(model, sets, settings, finite(metrics), step)
+    made = Evaluation(model, sets, settings, finite(metrics), step, folder)
     (folder / EVAL_FILE).write_text(json.dumps(made.to_json()) + "\n", encoding="utf-8")
     return made

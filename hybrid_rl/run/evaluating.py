@@ -14,12 +14,14 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.evaluation import load_sets, rows_of
-from hybrid_rl.run.live import Live
+from hybrid_rl.run.results import Metrics
 from hybrid_rl.run.start import make_evaluator
+from hybrid_rl.run.timeline import Timeline
+from hybrid_rl.run.views import ShownTrainer
 from hybrid_rl.run.watch import broken_model_explained
 
 
-class Evaluating(Live):
+class Evaluating(ShownTrainer):
     """The base of Trainer that evaluates.
 
     evaluations: the samples of the last evaluation by set, "" for a single one: with estimates() of accuracy, pass@k
@@ -29,9 +31,10 @@ class Evaluating(Live):
     evaluations: Mapping[str, EvalSamples] = {}
     _best: BestStep
     _handoff: dict[str, float]
+    _timeline: Timeline
     _save_due = False
 
-    def evaluate(self, dataset: Any = None) -> dict[str, float]:
+    def evaluate(self, dataset: Any = None) -> Metrics:
         """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`, or
         with `eval/<set>/` if there are several sets.
 
@@ -50,11 +53,11 @@ class Evaluating(Live):
         start, doing = now(), f"evaluation after step {step}"
         evaluator = make_evaluator(run, self.policy, self.collector)
         with self._working("evaluate()"):
-            with self._computing(), broken_model_explained(doing, self.run_folder):
+            with self._computing(), broken_model_explained(doing, self.run_folder), self._timeline.phase("evaluation"):
                 call = (self.policy_version, self._state(step), self._log.samples_folder)
-                metrics, found = evaluator.evaluate(rows, *call)
+                numbers, found = evaluator.evaluate(rows, *call)
             object.__setattr__(self, "evaluations", found)
-            metrics["timing/evaluate"] = now() - start
+            metrics = Metrics(numbers, **{"timing/evaluate": now() - start})
             self._notify("on_evaluate", step, metrics)
         return metrics
 

@@ -14,7 +14,6 @@ from hybrid_rl.data.source import SizedSource, load_source
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.evaluation.samples import ACCURACY, EvalSamples
-from hybrid_rl.metrics import now
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.successes import SuccessRule, eval_samples
@@ -124,15 +123,12 @@ class Evaluator:
         metrics: dict[str, float] = {}
         latest: dict[str, EvalSamples] = {}
         for name, rows in sets.items():
-            start = now()
             batch, found = self._roll_out(name, rows, version, state)
             answers = [pair for part in self._policy.answers(batch) for pair in part]
             samples = eval_samples(batch, rows, self._rule, answers, self._params.max_tokens)
             found |= _share_metrics(samples)
             if folder is not None:
                 self._keep(batch, name, state.global_step, folder, kept)
-            if name:
-                found[f"timing/{name}"] = now() - start
             prefix = f"eval/{name}/" if name else "eval/"
             metrics |= {prefix + metric: value for metric, value in found.items()}
             latest[name] = samples

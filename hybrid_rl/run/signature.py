@@ -13,8 +13,8 @@ TAG = "name"  # of the algorithm; as a keyword it would not say of what
 
 
 class KeySignature:
-    """A class attribute: the signature of `__init__`, with a keyword for every key in the place of `**overrides`. It is
-    made when it is first asked for. A subclass with arguments of its own has no such attribute.
+    """A class attribute: the signature of `__init__`, with a keyword for every key before `**overrides`. It is made
+    when it is first asked for. A subclass with arguments of its own has no such attribute.
 
     Keys are leaf names, of all choices together, and the names of the choices themselves (`algorithm="grpo"`).
     """
@@ -29,6 +29,7 @@ class KeySignature:
             raise AttributeError("__signature__")
         if self._made is None:
             own = [parameter for parameter in given if parameter.kind is not kinds.VAR_KEYWORD]
+            rest = [parameter for parameter in given if parameter not in own]  # keys by their paths
             taken = {parameter.name for parameter in own} | {TAG}
             keys = {section: (choice.default, str) for section, choice in CHOICES.items() if choice.tag}
             keys |= {leaf.path.rpartition(".")[2]: (leaf.default, leaf.type) for leaf in all_leaves()}
@@ -37,5 +38,5 @@ class KeySignature:
                 for name, (default, kind) in sorted(keys.items())
                 if name not in taken
             ]
-            self._made = inspect.Signature([*own, *more])
+            self._made = inspect.Signature([*own, *more, *rest])
         return self._made

@@ -46,6 +46,7 @@ from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup, demonstration_encoder
+from hybrid_rl.workers.token_records import NUM_SHOWN, token_records
 
 FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
 
@@ -180,6 +181,12 @@ class HybridWorker(WorkerBase):
         # Ranks that have the same samples report them once.
         return sums if self._context.is_data_leader else MetricSums()
 
+    @dispatch(split="groups", collect="concat")
+    def with_trained_logprobs(self, batch: Batch) -> Batch:
+        """Add old_logprobs as the last update of this batch found them in passing, if all its samples had one optimizer
+        step. People compare them with those of the engine; nothing is computed from them."""
+        return batch.with_columns(**self._actor.trained_logprobs)
+
     @dispatch(collect="leader")
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
         """Return the last update that policy and critic each skipped."""
@@ -309,9 +316,12 @@ class HybridWorker(WorkerBase):
         name = "samples" if eval_set is None else "eval-samples"
         name += ".jsonl" if context.num_data_ranks == 1 else f"-rank{context.data_rank}.jsonl"
         file = self._samples.setdefault(folder / name, JsonLines(folder / name))
-        is_shown = Needs.DEMONSTRATIONS in self._config.advantage.needs and eval_set is None
-        names = [DEMONSTRATION] if is_shown else self._rewards.names
-        file.write(sample_records(step, batch, names, first, eval_set))
+        if eval_set is not None:
+            file.write(sample_records(step, batch, self._rewards.names, first, eval_set=eval_set))
+            return
+        names = [DEMONSTRATION] if Needs.DEMONSTRATIONS in self._config.advantage.needs else self._rewards.names
+        values = token_records(batch, self._tokenizer, self._actor.said, NUM_SHOWN // context.num_data_ranks)
+        file.write(sample_records(step, batch, names, first, values))
 
     @dispatch(split="groups", collect="all", objects=True)
     def answers(self, batch: Batch) -> list[tuple[SampleKey, str | None]]:

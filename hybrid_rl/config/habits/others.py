@@ -65,6 +65,7 @@ OTHERS = tuple(
             "use_wandb use_tensorboard": "report_to",
             "flash_attn": "attention",
             "adam_offload": "cpu_offload",
+            "prompt_data_probs": ("dataset_weights", "with the datasets named in train_path"),
             "max_ckpt_num": "save_total_limit",
             "input_key": "prompt_column",
         },

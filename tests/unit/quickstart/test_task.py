@@ -1,9 +1,13 @@
+import hashlib
+import json
 import re
 
 import pytest
 
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
+
+pytestmark = pytest.mark.slow  # the file as a whole
 
 
 @pytest.fixture(scope="module", params=[0, 1, 7])
@@ -32,6 +36,13 @@ def test_answers_are_right(task: Task) -> None:
     for row in task.heldout + task.train:
         left, right = row["prompt"].removesuffix("=").split("+")
         assert int(row["answer"]) == int(left) + int(right)
+
+
+@pytest.mark.parametrize(("seed", "digest"), [(42, "68ffa6b62c7a9973"), (7, "91e9ed7f65a36ce9")])
+def test_the_rows_are_those_with_which_curves_were_recorded(seed: int, digest: str) -> None:
+    """The digests are of the rows that reasoning-gym 0.1.25 drew."""
+    task = build_task(seed)
+    assert hashlib.sha256(json.dumps([task.train, task.heldout]).encode()).hexdigest()[:16] == digest
 
 
 def test_the_slip_is_right_on_35_percent(task: Task) -> None:

@@ -14,15 +14,17 @@ from hybrid_rl import Callback
 from hybrid_rl.errors import HybridRLError, RewardError
 from tests.tiny import sums
 
+PACKAGE = Path(hybrid_rl.__file__).parent
 HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith("on_")}
 
 
 def notified() -> dict[str, int]:
     """Hook to number of arguments, as `_notify("on_...", ...)` calls in the trainer have them; + the trainer."""
-    tree = ast.parse((Path(hybrid_rl.__file__).parent / "trainer.py").read_text())
+    files = ("trainer.py", "run/evaluating.py")
+    nodes = [node for name in files for node in ast.walk(ast.parse((PACKAGE / name).read_text()))]
     return {
         node.args[0].value: len(node.args)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "_notify"
