@@ -17,6 +17,7 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
@@ -418,7 +419,7 @@ class RayControllerConfig(ControllerConfig):
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(LoggingKeys):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
@@ -441,8 +442,6 @@ class TrainerConfig:
     num_train_epochs: float = key(1.0, "passes over the training data", above=0, maximum=1e9)
     output_dir: str = key("runs", "folder for run folders")
     run_name: str | None = key(None, "name of the run folder; None = algorithm and time")
-    report_to: list[Literal["none", "tensorboard", "wandb"]] = key([], "trackers in addition to metrics.jsonl")
-    log_completions: int = key(0, "completions shown in the console after every training step", minimum=0)
     save_steps: int | None = key(
         None, "write a checkpoint every n training steps, at the end and at Ctrl-C; None = never", minimum=1
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.metrics import finite
 
 logger = logging.getLogger("hybrid_rl")
@@ -70,11 +71,12 @@ class JsonLines:
         except OSError as error:
             self._take_back(size)
             if not self._warned:
-                logger.warning("cannot write %s (%s): keeping its records in memory and trying again", self.path, error)
+                text = "cannot write %s (%s): keeping its records in memory and trying again"
+                logger.warning(text, self.path, error, extra=AGAIN)
             self._warned = True
             return False
         if self._warned:
-            logger.warning("%s is writable again; nothing was lost", self.path)
+            logger.warning("%s is writable again; nothing was lost", self.path, extra=AGAIN)
         self._warned = False
         self._pending.clear()
         return True

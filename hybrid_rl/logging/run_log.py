@@ -47,7 +47,8 @@ class RunLog:
         self._run = _open_folder(config)
         self._lock = lock or FolderLock(self._run.path)
         self._trackers: Trackers | None = None
-        self.display = ProgressDisplay(max_steps)
+        self.display = ProgressDisplay(max_steps, config.log_level)
+        self._shown: list[dict[str, Any]] = []
         self._has_warned = False
         self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
@@ -165,8 +166,13 @@ class RunLog:
         self.check()
         self._run.log_metrics(step, metrics)
         self._trackers.log(step, metrics)
-        if step:
-            self.display.step(step, metrics)
+        self.display.step(step, metrics)
+        self.display.completions(step, self._shown)
+        self._shown = []
+
+    def samples(self, samples: Iterable[dict[str, Any]]) -> None:
+        """Show these samples after the line of the step that is recorded next. samples: records as in samples.jsonl."""
+        self._shown = list(samples)
 
     def stop(self, lost: Iterable[Path] = ()) -> None:
         """Stop showing progress, write pending records and draw the curves. lost: sample files that ranks cannot
@@ -174,10 +180,12 @@ class RunLog:
         self.display.stop()
         if self._is_taken_up:
             self._run.finish(lost)
+            self.display.summary(self.path)
 
     def close(self) -> None:
         """Close the trackers; idempotent. The folder of a run that never began is removed if nothing else is in it."""
         self._lock.release()
+        self.display.close()
         if self._trackers is not None:
             self._trackers.close()
             return

@@ -21,6 +21,7 @@ from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import AgentError, DataError, counted
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
+from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
@@ -153,7 +154,8 @@ class Collector:
     ) -> dict[str, float]:
         """Return metrics of num_generations samples for each of these prompts; their names begin with `eval/`."""
         purpose = f"evaluation/{state.global_step}"
-        collected = self.rollout(rows, num_generations, params, version, state, purpose=purpose)
+        with progress.doing("evaluation"):
+            collected = self.rollout(rows, num_generations, params, version, state, purpose=purpose)
         metrics = {f"eval/{n}": value for n, value in collected.metrics.items() if "std" not in n.split("/")[-1]}
         accuracy = metrics.pop("eval/pass@1", None)
         return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}

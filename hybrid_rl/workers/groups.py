@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
+from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import StorageError, WorkerError
 from hybrid_rl.memory.history import StepMemory
@@ -115,9 +115,10 @@ class PolicyGroup(RankGroup):
             return []
         return [path for path in files if path is not None]
 
-    def texts(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str, str, float]]]:
-        """Read key, prompt, completion and reward of each rank's samples."""
-        return self._ranks.call(HybridWorker.texts, batch)
+    def records(self, batch: AnyBatch, step: int, first: tuple[int, int]) -> list[dict[str, Any]]:
+        """Read the records of samples, as `log_samples` would write them, in their order."""
+        parts: list[list[dict[str, Any]]] = self._ranks.call(HybridWorker.records, batch, step, first)
+        return sorted((record for part in parts for record in part), key=lambda one: (one["trajectory"], one["turn"]))
 
     def save_rollout(self, batch: AnyBatch, step: int, folder: Path, *, must: bool) -> None:
         """Save the samples of a step for replay. A full disk is an error only if it `must` be done."""

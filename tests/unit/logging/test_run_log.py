@@ -355,13 +355,20 @@ def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch
 
 def test_samples_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path), 5, None)
+    record = {"step": 1, "group": 0, "turn": 0, "rewards": {}}
+    first = {**record, "trajectory": 0, "prompt": "1+1=", "completion": "two", "reward": 0.5}
+    second = {**record, "trajectory": 1, "prompt": "2+1=", "completion": "three", "reward": None}
+    log.begin(0)
     log.display.start(0)
-    log.display.completions(1, [(0, "1+1=", "two", 0.5), (1, "2+1=", "three", float("nan"))])
+    log.samples([first, second])
+    assert capsys.readouterr().err == ""
+    log.metrics(1, {"reward": 0.5})
     log.stop()
-    shown = capsys.readouterr().err
-    for part in ("1+1=", "two", "three", "0.5"):
-        assert part in shown
-    assert "nan" not in shown
+    log.close()
+    shown = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert shown[0].startswith("step 1/5") and shown[1].startswith("-- step 1, prompt 0, sample 0  reward 0.5")
+    assert shown[2].split() == ["prompt", "1+1="] and shown[3].split() == ["completion", "two"]
+    assert shown[4].endswith("sample 1  reward masked")
 
 
 # -------------------------------------------------------------------------------------------------------------- costs
