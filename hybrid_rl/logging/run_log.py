@@ -21,7 +21,8 @@ from hybrid_rl.config.load import as_mapping
 from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.files import set_aside
 from hybrid_rl.logging.progress import ProgressDisplay
-from hybrid_rl.logging.report import RunFolder, Trackers
+from hybrid_rl.logging.report import RunFolder
+from hybrid_rl.logging.trackers import Trackers
 from hybrid_rl.metrics import Timings
 from hybrid_rl.owners import FolderLock
 
@@ -68,7 +69,7 @@ class RunLog:
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step
-        self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config))
+        self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config), step)
         if not self._run.is_continued:
             self._write_config()
             return False
@@ -165,7 +166,8 @@ class RunLog:
         self.take_up()
         self.check()
         self._run.log_metrics(step, metrics)
-        self._trackers.log(step, metrics)
+        self._trackers.table(step, self._shown)
+        self._trackers.log(step)
         self.display.step(step, metrics)
         self.display.completions(step, self._shown)
         self._shown = []
@@ -185,9 +187,10 @@ class RunLog:
     def close(self) -> None:
         """Close the trackers; idempotent. The folder of a run that never began is removed if nothing else is in it."""
         self._lock.release()
-        self.display.close()
         if self._trackers is not None:
             self._trackers.close()
+        self.display.close()
+        if self._trackers is not None:
             return
         with contextlib.suppress(OSError):
             if not self._run.is_continued:
