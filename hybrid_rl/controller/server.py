@@ -134,7 +134,9 @@ class RankServer:
             )
             seat.driver.adopt()
             context = RankContext(seat.role, seat.rank, seat.mesh, device, gather, self.get)
-            self._worker = unpack(data, handles)(context)
+            with progress.doing("importing libraries"):
+                make_worker = unpack(data, handles)
+            self._worker = make_worker(context)
 
         return self._run(call_id, start)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.completions import ANSWERS, message_parts
@@ -32,6 +32,14 @@ class TrackedRun:
     first_step: int
 
 
+class Measured(NamedTuple):
+    """The metrics of a step. at: when they were sent first, in seconds since the epoch."""
+
+    step: int
+    metrics: Mapping[str, float]
+    at: float
+
+
 class Tracker(Protocol):
     """A connection to a tracker, made from a `TrackedRun`. A call may be slow or raise anything; it is then repeated.
 
@@ -40,8 +48,8 @@ class Tracker(Protocol):
 
     identity: str
 
-    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Send metrics. at: when they were measured, in seconds since the epoch."""
+    def log(self, steps: Sequence[Measured]) -> None:
+        """Send the metrics of steps in a row."""
         ...
 
     def table(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -69,9 +77,10 @@ class TensorBoardTracker:
             rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in flat(run.config).items())
             self._writer.add_text("config", f"| key | value |\n|---|---|\n{rows}")
 
-    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step, walltime=at)
+    def log(self, steps: Sequence[Measured]) -> None:
+        for step, metrics, at in steps:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step, walltime=at)
         self._writer.flush()
 
     def table(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -103,8 +112,9 @@ class WandbTracker:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        self._run.log({**metrics, "step": step})
+    def log(self, steps: Sequence[Measured]) -> None:
+        for step, metrics, _ in steps:
+            self._run.log({**metrics, "step": step})
 
     def table(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         columns, rows = table_of(step, samples)
@@ -127,8 +137,9 @@ class TrackioTracker:
         self._table, self.identity = trackio.Table, str(given["name"])
         self._run = trackio.init(config=flat(run.config), resume="allow", **given)
 
-    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        self._run.log(dict(metrics), step=step)
+    def log(self, steps: Sequence[Measured]) -> None:
+        for step, metrics, _ in steps:
+            self._run.log(dict(metrics), step=step)
 
     def table(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         columns, rows = table_of(step, samples)
@@ -146,6 +157,7 @@ class MlflowTracker:
         from mlflow.entities import Metric, Param
 
         self._metric, given = Metric, dict(run.arguments)
+        self._tries = (-1, 0)  # of the last table: its step, and how often it was sent
         self._client = MlflowClient(tracking_uri=given.get("tracking_uri"))
         if run.identity is not None:
             self.identity = run.identity
@@ -162,17 +174,23 @@ class MlflowTracker:
         for begin in range(0, len(params), MLFLOW_PARAMS):
             self._client.log_batch(self.identity, params=params[begin : begin + MLFLOW_PARAMS])
 
-    def log(self, step: int, metrics: Mapping[str, float], at: float) -> None:
+    def log(self, steps: Sequence[Measured]) -> None:
         # The same time again if it is sent again: MLflow then stores it once.
-        made = [self._metric(_mlflow_name(name), value, int(at * 1000), step) for name, value in metrics.items()]
+        made = [
+            self._metric(_mlflow_name(name), value, int(at * 1000), step)
+            for step, metrics, at in steps
+            for name, value in metrics.items()
+        ]
         for begin in range(0, len(made), MLFLOW_METRICS):
             self._client.log_batch(self.identity, metrics=made[begin : begin + MLFLOW_METRICS])
 
     def table(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        # A file for each step: to add to a table MLflow reads and writes all of it again.
+        # A file for each step, and each try: MLflow adds to a file that is there, which may be broken.
+        self._tries = (step, self._tries[1] + 1 if self._tries[0] == step else 1)
+        suffix = f"-{self._tries[1]}" if self._tries[1] > 1 else ""
         columns, rows = table_of(step, samples)
         data = {name: list(map(_scalar, column)) for name, column in zip(columns, zip(*rows, strict=True), strict=True)}
-        self._client.log_table(self.identity, data, f"{TABLE}/step-{step:06d}.json")
+        self._client.log_table(self.identity, data, f"{TABLE}/step-{step:06d}{suffix}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self.identity)

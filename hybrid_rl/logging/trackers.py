@@ -14,7 +14,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,19 @@ import yaml
 
 from hybrid_rl.controller.session import at_end
 from hybrid_rl.errors import ConfigError, HybridRLError, counted
-from hybrid_rl.logging.tracker_kinds import KINDS, TrackedRun, Tracker, check_wandb, known_arguments
+from hybrid_rl.logging.tracker_kinds import KINDS, Measured, TrackedRun, Tracker, check_wandb, known_arguments
 
 logger = logging.getLogger("hybrid_rl")
 
 STATE = "trackers.json"  # in the run folder: by tracker, its name of the run, and the last step that it has
 METRICS = "metrics.jsonl"
-CLOSE_SECONDS = 10.0  # that the end of a run waits for all trackers together
+CLOSE_SECONDS = 10.0  # that the end of a run waits for a tracker that takes nothing
+LONGEST_CLOSE = 120.0  # and for all that are still taking steps
+BATCH_STEPS = 10  # that are sent in one call, if so many wait
 FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0  # seconds between two tries
 SLOW_SECONDS = 30.0  # after which a call to a tracker is reported
 MAX_TABLES = 32  # steps whose samples wait in memory for a tracker; those of earlier ones are in samples.jsonl
+TABLE_TRIES = 4  # after which a table of samples is left out
 STATE_SECONDS = 10.0  # between two writes of the state
 _state_lock = threading.Lock()
 
@@ -96,6 +100,22 @@ def _records(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
                 yield record, offset
 
 
+def _batches(records: Iterable[tuple[dict[str, Any], int]], first_step: int) -> Iterator[tuple[list[Measured], int]]:
+    """Yield the metrics of the steps after `first_step`, several at a time if there are, with the byte after them."""
+    found: list[Measured] = []
+    end = None
+    for record, end in records:
+        step = int(record["step"])
+        if step > first_step:
+            metrics = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+            found.append(Measured(step, metrics, time.time()))
+        if len(found) == BATCH_STEPS:
+            yield found, end
+            found = []
+    if end is not None:
+        yield found, end
+
+
 # ------------------------------------------------------------------------------------------------------- delivery
 
 
@@ -116,6 +136,8 @@ class Delivery:
         self._news, self._is_ending = threading.Event(), threading.Event()
         self._busy_since: float | None = None
         self._saved_at = 0.0
+        self._moves = 0  # calls that the tracker has answered
+        self._table_tries = 0
         self._trying = (-1, 0.0)  # a step, and when it was sent first
         self._tracker: Tracker | None = None
         self._thread = threading.Thread(target=self._run, name=f"tracker-{self.name}", daemon=True)
@@ -144,14 +166,21 @@ class Delivery:
         self._is_ending.set()
         self._news.set()
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for that. Returns whether everything is delivered."""
-        self._thread.join(max(0.0, seconds))
+    def wait(self, end: float) -> bool:
+        """Wait for that, until a moment of the monotonic clock, or until nothing has moved for CLOSE_SECONDS. Returns
+        whether everything is delivered."""
+        begun = time.monotonic()
+        stalled_at, known = begun + CLOSE_SECONDS, self._moves
+        while self._thread.is_alive() and (now := time.monotonic()) < min(end, stalled_at):
+            self._thread.join(0.05)
+            if self._moves != known:
+                stalled_at, known = now + CLOSE_SECONDS, self._moves
         return not self._thread.is_alive() and self.last_step >= self.newest
 
     def give_up(self) -> None:
-        """Have the thread end after what it does now."""
+        """Have the thread end after what it does now, and note what the tracker has."""
         self._is_given_up = True
+        self._save(force=True)
 
     def _warn(self) -> None:
         logger.warning(
@@ -168,7 +197,7 @@ class Delivery:
             self._news.clear()
             try:
                 self._deliver()
-                if self._is_ending.is_set() and self.last_step >= self.newest:
+                if self._is_ending.is_set() and self.last_step >= self.newest and not self._tables:
                     self._end()
                     return
                 if self.failure:
@@ -192,27 +221,34 @@ class Delivery:
         if self._tracker is None:
             self._tracker = KINDS[self.name](self.run)
             self._save(force=True)
-        for record, end in _records(self.run.folder / METRICS, self._offset):
-            step = int(record["step"])
-            if step > self.run.first_step:
-                metrics = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+        for steps, end in _batches(_records(self.run.folder / METRICS, self._offset), self.run.first_step):
+            if steps:
                 self._busy_since = time.monotonic()
-                if self._trying[0] != step:
-                    self._trying = (step, time.time())
-                self._tracker.log(step, metrics, self._trying[1])
-                self._send_tables(step)
-                self.last_step = step
+                if self._trying[0] != steps[0].step:
+                    self._trying = (steps[0].step, time.time())
+                self._tracker.log([one._replace(at=self._trying[1]) for one in steps])
+                self.last_step = steps[-1].step
+                self._moves += 1
             self._offset = end
+            self._send_tables(self.last_step)
             self._save()
+            if self._is_given_up:
+                return
+        self._send_tables(self.last_step)
 
     def _send_tables(self, step: int) -> None:
         while self._tables and self._tables[0][0] <= step:
             at, samples = self._tables[0]
             assert self._tracker is not None
-            self._tracker.table(at, samples)
-            with contextlib.suppress(IndexError):  # the training loop may have dropped it meanwhile
-                if self._tables[0][0] == at:
-                    self._tables.popleft()
+            self._table_tries += 1
+            if self._table_tries <= TABLE_TRIES:
+                self._tracker.table(at, samples)
+            else:  # it is this table: what follows must not wait for it
+                self.tables_lost += 1
+            self._table_tries = 0
+            self._moves += 1
+            if self._tables and self._tables[0][0] == at:  # else the training loop has dropped it meanwhile
+                self._tables.popleft()
 
     def _save(self, *, force: bool = False) -> None:
         if self._tracker is not None and (force or time.monotonic() - self._saved_at > STATE_SECONDS):
@@ -278,9 +314,12 @@ def _close(deliveries: Sequence[Delivery], folder: Path) -> None:
     """End the delivery, waiting a bounded time for what is under way, and say what has not arrived."""
     for delivery in deliveries:
         delivery.begin_end()
-    end = time.monotonic() + CLOSE_SECONDS
-    for delivery in deliveries:
-        is_done, lost = delivery.wait(end - time.monotonic()), delivery.tables_lost
+    end = time.monotonic() + LONGEST_CLOSE
+    # All at a time: trackers that hang must not be waited for one after the other.
+    with ThreadPoolExecutor(max(1, len(deliveries))) as pool:
+        done = list(pool.map(lambda delivery: delivery.wait(end), deliveries))
+    for delivery, is_done in zip(deliveries, done, strict=True):
+        lost = delivery.tables_lost
         if is_done and not lost:
             continue
         what = f"samples of {counted(lost, 'step')}" if is_done else f"what came after step {delivery.last_step}"
@@ -323,18 +362,16 @@ def upload(folder: str | Path, name: str, *, again: bool = False) -> int:
         tracker: Tracker = KINDS[name](run)
         samples = _samples(folder, num_samples) if num_samples else iter(())
         waiting = next(samples, None)
-        for record, _ in _records(folder / METRICS, 0):
-            step = int(record["step"])
-            while waiting is not None and waiting[0] < step:
-                waiting = next(samples, None)
-            if step <= run.first_step:
-                continue
-            metrics = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
-            tracker.log(step, metrics, time.time())
-            if waiting is not None and waiting[0] == step:
-                tracker.table(*waiting)
-            sent += 1
-            _write_state(folder, name, tracker.identity, step)
+        for steps, _ in _batches(_records(folder / METRICS, 0), run.first_step):
+            tracker.log(steps)
+            for step in (one.step for one in steps):
+                while waiting is not None and waiting[0] < step:
+                    waiting = next(samples, None)
+                if waiting is not None and waiting[0] == step:
+                    tracker.table(*waiting)
+            if steps:
+                sent += len(steps)
+                _write_state(folder, name, tracker.identity, steps[-1].step)
         tracker.close()
     except Exception as error:
         raise HybridRLError(
