@@ -101,8 +101,6 @@ class ProgressDisplay:
     def retotal(self, max_steps: int) -> None:
         """Count up to another last step."""
         self._max_steps, self._every = max_steps, max(1, max_steps // NUM_LINES)
-        if self._bar is not None:
-            self._bar.update(self._task, total=max_steps)
 
     def stop(self) -> None:
         """Remove the live lines."""
