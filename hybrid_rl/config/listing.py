@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.habits import RECORDS
 from hybrid_rl.config.load import Leaf, visible_leaves
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.options import field_types
@@ -36,14 +36,16 @@ TITLES = {
     "controller": "The processes in which the workers run.",
 }
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-# What advice about a foreign name begins with, if the key means the same.
-SAME = re.compile(r"set (?:\w+\.)*(\w+)(?:=\S+)?(?=[,;: ]|$)(?! and )")
+# What is to be set instead of a foreign key, if that is one key.
+INSTEAD = re.compile(r"(?:\w+\.)*(\w+)(?!.*(?:, | and ))")
+SAME_NAME = "the same"
 
 
 @dataclass(frozen=True)
 class Key:
     """A key of the configuration. section: "" for those of the run; values: what it takes, in words; when: the choice
-    on which it depends, empty if it always exists; elsewhere: its names in other libraries."""
+    on which it depends, empty if it always exists; elsewhere: its names in other libraries,
+    a text such as "verl: actor.optim.lr" for each."""
 
     path: str
     section: str
@@ -154,10 +156,14 @@ def _words(kind: Any) -> str:
 
 
 def _foreign_names() -> dict[str, list[str]]:
-    """Return the names that other libraries have for a key, by its leaf name."""
-    found: dict[str, list[str]] = {}
-    for name, advice in HABITS.items():
-        same = SAME.match(advice)
-        if same is not None:
-            found.setdefault(same[1], []).append(name)
-    return found
+    """Return a key's names in other libraries, a text for each library, by the leaf name that it has here."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for habit in RECORDS:
+        instead = INSTEAD.match(habit.here)
+        if instead is not None:
+            shown = SAME_NAME if habit.name == instead[1] else habit.name
+            found.setdefault(instead[1], {}).setdefault(habit.library, []).append(shown)
+    return {
+        name: [f"{library}: {', '.join(names)}" for library, names in libraries.items()]
+        for name, libraries in found.items()
+    }
