@@ -15,6 +15,7 @@ from hybrid_rl.logging.completions import ANSWERS, message_parts
 
 PROJECT = "hybrid_rl"  # where runs go unless the user names a project
 TABLE = "completions"
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 MLFLOW_ARGUMENTS = ("tracking_uri", "experiment_name", "run_name", "tags")
 # Limits of MLflow's log_batch: docs, "Logging in batches".
 MLFLOW_METRICS, MLFLOW_PARAMS, MLFLOW_CHARACTERS = 1000, 100, 6000
@@ -153,6 +154,9 @@ class MlflowTracker:
     """MLflow. Its environment variables hold (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, credentials)."""
 
     def __init__(self, run: TrackedRun) -> None:
+        # Whoever calls tries again; MLflow itself would for four minutes, and then not see that its server is back.
+        for name, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(name, value)
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
