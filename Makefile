@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | pins | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | browser | pins | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -93,8 +93,8 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e pins \
-    check-tests pins-part vllm gpu lint style types install clean
+.PHONY: help run test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e browser pins \
+    check-tests pins-part vllm gpu docs lint style types install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -112,7 +112,7 @@ test-ranks:
 	@$(BIN)/python -m pytest -ra -m "not sweep" tests/distributed
 
 test-engines:
-	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed pins)
+	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed pins browser)
 
 kernels: $(STAMP) ## compile the kernels for sm_80 and sm_90, and run them in an interpreter and as C++: no GPU needed
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" $(SIMULATED)
@@ -148,6 +148,9 @@ durations: $(STAMP) ## measure the unit tests on an idle machine and write tests
 e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
 
+browser: $(STAMP) ## test the report of runs in headless Chromium (Debian: apt-get install chromium); not part of `make test`
+	@$(BIN)/python -m pytest -ra tests/browser
+
 pins: $(PINS_NATIVE) $(PINS)/triton ## distributed, vLLM and kernel tests with the torch and vLLM of constraints-cuda.txt
 	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra $(PINNED) $(ARGS)
 
@@ -157,6 +160,10 @@ pins-part: $(PINS_STAMP) ## the names of torch and vLLM in both environments; of
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
+
+docs: $(STAMP) ## build the documentation as a site, into build/docs
+	@$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: style types ## ruff and mypy
 

@@ -36,7 +36,7 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
-from hybrid_rl.run.live import Live, checked_callbacks
+from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
@@ -44,12 +44,14 @@ from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.start import make_collector, make_sampler, start_workers
+from hybrid_rl.run.timeline import Timeline
+from hybrid_rl.run.views import ShownTrainer
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
 
 
-class Trainer(Live):
+class Trainer(ShownTrainer):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
@@ -125,7 +127,7 @@ class Trainer(Live):
         self._signal_watch = SignalWatch(run.config)
         self._last_metrics = Metrics()
         self._save_due = False
-        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
+        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
         for note in run.data.notes:
@@ -137,6 +139,7 @@ class Trainer(Live):
         with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = make_collector(run, self.policy, self._sampler)
+        self._timeline = Timeline(self.policy, self.run_folder)
         self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
         if run.resume is not None:
             self._restore(run.resume)
@@ -192,23 +195,25 @@ class Trainer(Live):
         if self.global_step >= self.max_steps:
             raise ConfigError(self._nothing_to_do())
         self._follow_length()
-        start, step = now(), self.global_step + 1
+        start, step, phase = now(), self.global_step + 1, self._timeline.phase
         self.policy.label = f"training step {step}"
-        with self._working("step()"), self._guard.step():
-            with broken_model_explained(self.policy.label, self.run_folder):
+        with self._working("step()"), self._guard.step(), self._timeline.step(step):
+            with broken_model_explained(self.policy.label, self.run_folder), phase("rollout"):
                 collected = self.collector.collect(self.policy_version, self._state(step))
             batch, timings, update = collected.batch, collected.timings, dict[str, float]()
             self._keep(batch, step)
             if self.config.mode != "rollout":
                 batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
-                with timings.measure("logprobs"):
+                with timings.measure("logprobs"), phase("logprobs"):
                     batch = self.policy.score(batch, step)
-                batch = self.policy.advantages(batch)
+                with phase("advantages"):
+                    batch = self.policy.advantages(batch)
                 self._commit()
-                with timings.measure("update"):
+                with timings.measure("update"), phase("update"):
                     update = joined(self.policy.update(batch, step))
-                batch = self.policy.with_trained_logprobs(batch)
-                self._handoff = largest(self.policy.update_weights(step))
+                with phase("handoff"):
+                    batch = self.policy.with_trained_logprobs(batch)
+                    self._handoff = largest(self.policy.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
     @contextlib.contextmanager
@@ -307,7 +312,7 @@ class Trainer(Live):
         doing = f"evaluation after step {self.global_step}"
         each, params = self.config.eval.num_generations_eval, self._run.eval_params
         with self._working("evaluate()"):
-            with self._computing(), broken_model_explained(doing, self.run_folder):
+            with self._computing(), broken_model_explained(doing, self.run_folder), self._timeline.phase("evaluation"):
                 state = self._state(self.global_step)
                 found = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
             metrics = Metrics(found, **{"timing/evaluate": now() - start})
@@ -396,7 +401,8 @@ class Trainer(Live):
             logger.warning("step %d is not saved: its weights are not finite", self.global_step)
             return
         try:
-            target = self.save()
+            with self._timeline.phase("checkpoint"):
+                target = self.save()
         except CheckpointError as error:
             if final or self.policy.has_ended:
                 raise
@@ -450,7 +456,8 @@ class Trainer(Live):
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
             self._log.display.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
         first = (int(batch["group"].min()), int(batch["trajectory"].min()))
-        self.policy.log_samples(batch, step, self._log.path, first)
+        with self._timeline.phase("samples written"):
+            self.policy.log_samples(batch, step, self._log.path, first)
 
     def _update_weights_again(self) -> None:
         self._handoff = largest(self.policy.update_weights_again(self.policy_version))

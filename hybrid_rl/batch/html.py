@@ -121,6 +121,11 @@ def tokens_html(
     return "".join(spans) + (more_note(f"{rest:,} more tokens") if rest > 0 else "")
 
 
+def code(name: str) -> str:
+    """Return a name as it is written in programs, in one line."""
+    return f'<code style="white-space:nowrap">{escaped(name)}</code>'
+
+
 def messages_html(messages: Sequence[tuple[str, str]]) -> str:
     """Return chat messages, (role, text) each, with their roles in bold."""
     lines = (f"<div><b>{escaped(role, 40)}</b> {escaped(text)}</div>" for role, text in messages)

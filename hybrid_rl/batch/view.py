@@ -158,7 +158,9 @@ class BatchView:
 
 def number(value: float | None) -> str:
     """Format a number for a table; a dash if there is none."""
-    return "–" if value is None else f"{value:.3g}"
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def _group_of(sample: ShownSample) -> Any:

@@ -8,13 +8,16 @@ from typing import Annotated
 
 import typer
 
+from hybrid_rl.cli.settings import complete_setting
 from hybrid_rl.cli.tables import show, wide_console
 
 
 def show_plan(
     run: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="A recipe, a YAML file or a preset, and KEY=VALUE."),
+        typer.Argument(
+            metavar="RUN", help="A recipe, a YAML file or a preset, and KEY=VALUE.", autocompletion=complete_setting
+        ),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(metavar="N", help="GPUs of all hosts; none for a run with device=cpu.")

@@ -21,6 +21,18 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return ", ".join(found[:MAX_SHOWN]) + more
 
 
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the paths of the keys of `after` that `before` lacks or has with another value."""
+    found: list[str] = []
+    for name, new in after.items():
+        old = before.get(name)
+        if isinstance(new, Mapping) and new:
+            found += changed_keys(old if isinstance(old, Mapping) else {}, new, f"{prefix}{name}.")
+        elif name not in before or old != new:
+            found.append(f"{prefix}{name}")
+    return found
+
+
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield path, old and new value of the keys that differ, of those that both have."""
     for name, new in after.items():

@@ -17,8 +17,10 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -270,7 +272,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 
     library: ClassVar[tuple[str, str] | None] = (
         "vllm",
-        "make vllm (CPU), or pip install vllm (CUDA; README, Two commands)",
+        "make vllm (CPU), or pip install vllm (CUDA; docs/vllm.md, Installing)",
     )
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
@@ -403,8 +405,8 @@ class RayControllerConfig(ControllerConfig):
     watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
 
 
-@dataclass(frozen=True)
-class TrainerConfig:
+@dataclass(frozen=True, repr=False)
+class TrainerConfig(Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
@@ -448,5 +450,6 @@ class TrainerConfig:
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)

@@ -32,7 +32,7 @@ def resolve(
     """Check a config and replace what is derived. given: the paths that the user set (for inert keys). hardware: the
     GPUs that are available. module_device: "cpu" or "cuda", the device of a module that was passed.
 
-    Raises ConfigError for sizes that cannot work together, GPUs that are missing, and keys that would do nothing;
+    Raises ConfigError for sizes that cannot work together, GPUs that are missing, and keys that would have no effect;
     CheckpointError if `resume` names no checkpoint.
     """
     config = settled(config, given, hardware, module_device)

@@ -86,6 +86,7 @@ MEANINGS: dict[str, str] = {
     "perf/samples_per_second": "samples per second of the step",
     "num_tokens": "tokens of all samples so far, prompts included",
     "epoch": "passes over the training data so far",
+    "set/*": "what was set on the live Trainer",
     "agents/turns_mean": "answers of the policy per trajectory",
     "agents/tool_calls_mean": "tool calls per trajectory",
     "agents/ended_*": "share of trajectories that ended this way",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from hybrid_rl.config.changes import changes
 from hybrid_rl.config.load import as_mapping
 from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.files import set_aside
+from hybrid_rl.logging.environment import environment
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.logging.report import RunFolder, Trackers
 from hybrid_rl.metrics import Timings
@@ -27,12 +29,15 @@ from hybrid_rl.owners import FolderLock
 
 logger = logging.getLogger("hybrid_rl")
 
+ENVIRONMENT = "environment.json"
+
 
 class RunLog:
     """The log of training steps.
 
     checkpoint: the one that the run resumes from, None for a new run.
     lock: of the resumed run's folder; None if a new folder is made, or locked here.
+    about: what environment.json says of the run, besides the machine.
     display: the console.
 
     Existing files stay unchanged until `take_up`, before the first write: a run that cannot start leaves no trace.
@@ -40,7 +45,12 @@ class RunLog:
     """
 
     def __init__(
-        self, config: TrainerConfig, max_steps: int, checkpoint: Path | None, lock: FolderLock | None = None
+        self,
+        config: TrainerConfig,
+        max_steps: int,
+        checkpoint: Path | None,
+        lock: FolderLock | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._yaml = to_yaml(config)
@@ -48,7 +58,8 @@ class RunLog:
         self._lock = lock or FolderLock(self._run.path)
         self._trackers: Trackers | None = None
         self.display = ProgressDisplay(max_steps)
-        self._has_warned = False
+        self._has_warned = self._has_environment = False
+        self._about = dict(about or {})
         self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
         if not self._run.is_continued:
@@ -164,6 +175,14 @@ class RunLog:
         )
         self._run.write_text("config.yaml", f"# {versions}\n{self._yaml}")
 
+    def _write_environment(self) -> None:
+        """Write what is run, and where. A folder is complete without that, so that a failure is a warning."""
+        try:
+            self._run.write_text(ENVIRONMENT, json.dumps(self._about | environment(), indent=2) + "\n")
+        except ConfigError as error:
+            logger.warning("%s", error)
+        self._has_environment = True
+
     @property
     def path(self) -> Path:
         """The run folder."""
@@ -174,6 +193,8 @@ class RunLog:
         assert self._trackers is not None
         self.take_up()
         self.check()
+        if not self._has_environment:
+            self._write_environment()
         self._run.log_metrics(step, metrics)
         self._trackers.log(step, metrics)
         if step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid_rl.rewards.code import code_reward
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import GivenReward, RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
@@ -44,6 +45,7 @@ __all__ = [
     "TrainerState",
     "check_failure_share",
     "check_not_ended",
+    "code_reward",
     "completion_text",
     "cosine_reward",
     "dense_reward",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.config.changes import differing
-from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.habits import habit_of
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
@@ -317,7 +317,8 @@ class Live(Tenant):
         if hasattr(self, name) or type(self).__module__ != "hybrid_rl.trainer":
             return ""
         near = difflib.get_close_matches(name, LIVE, n=1)
-        advice = HABITS.get(name) or (f"did you mean trainer.{near[0]}?" if near else "")
+        habit = habit_of(name)
+        advice = habit.advice if habit else f"did you mean trainer.{near[0]}?" if near else ""
         return f"{what}: a Trainer has no such attribute" + (f"; {advice}" if advice else "")
 
 

@@ -17,6 +17,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.schema import RayControllerConfig
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, counted
 from hybrid_rl.memory.cycle import ACTOR
+from hybrid_rl.process.interrupts import show_shortly
 from hybrid_rl.run.guard import StepGuard
 
 logger = logging.getLogger("hybrid_rl")
@@ -99,6 +100,10 @@ class Tenant:
         self._work = [*self._work, what]
         try:
             yield
+        except KeyboardInterrupt as interrupt:
+            advice = "step() or fit() goes on" if not self._guard.is_torn else "make a new Trainer, with resume="
+            show_shortly(interrupt, f"interrupted after training step {self.global_step} of {self.max_steps}; {advice}")
+            raise
         finally:
             self._work = self._work[:-1]
 

@@ -27,7 +27,9 @@ from hybrid_rl.config import (
     num_training_steps,
     optimizer_steps_per_training_step,
     resolve,
+    to_dict,
 )
+from hybrid_rl.config.changes import changed_keys
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
 from hybrid_rl.config.validate import notices
@@ -249,11 +251,26 @@ class Run:
     hardware: Hardware = NO_GPU
     plan: MemoryPlan | None = None  # of memory, if one was made
     agents: AgentSetup | None = None  # what makes trajectories of many turns
+    given: frozenset[str] = frozenset()  # paths of the keys that were set
 
     @property
     def module(self) -> PreTrainedModel | None:
         """The user's own module if it is trained in place."""
         return None if isinstance(self.config.controller, RayControllerConfig) else self.choice.module
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What environment.json says of the run itself: the keys that were set to something else than their default,
+        the model, the reward functions."""
+        num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
+        model = {
+            "path": self.config.model.path,
+            "class": type(self.skeleton).__name__,
+            "num_parameters": num_parameters,
+        }
+        default, _ = load_config(None, {"algorithm": {"name": self.config.algorithm.name}})
+        changed = self.given & {*changed_keys(to_dict(default), to_dict(self.config))}
+        return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
 
     @property
     def eval_rows(self) -> list[PromptRow]:
@@ -353,7 +370,8 @@ def prepare(
         check_resumed(resume, is_auto=resolved.resume == "auto")
     models = (choice, skeleton, teacher_path, critic_path)
     scoring, params = (rewards, names), (training, evaluating)
-    return Run(resolved, *models, data, *scoring, *params, max_steps, resume, phases, lock, hardware, agents=made_by)
+    rest: Any = {"agents": made_by, "given": given}
+    return Run(resolved, *models, data, *scoring, *params, max_steps, resume, phases, lock, hardware, **rest)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

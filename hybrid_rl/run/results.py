@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch
-from hybrid_rl.batch.html import cell, escaped, folded, page_part, table
+from hybrid_rl.batch.html import cell, code, escaped, folded, page_part, table
 from hybrid_rl.batch.view import number
 from hybrid_rl.logging.meanings import meaning_of
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION
@@ -64,7 +64,7 @@ class Metrics(dict[str, float]):
     def _html_parts(self) -> Iterator[str]:
         for prefix, metrics in self.groups().items():
             rows = (
-                cell(f"<code>{escaped(name)}</code>")
+                cell(code(name))
                 + cell(f'<span title="{value!r}">{number(value)}</span>', is_number=True)
                 + cell(escaped(meaning_of(name)))
                 for name, value in metrics.items()

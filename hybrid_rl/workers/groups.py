@@ -10,7 +10,7 @@ from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import StorageError, WorkerError
-from hybrid_rl.memory.history import StepMemory
+from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.training.skipped import SkippedUpdate
@@ -33,6 +33,10 @@ class RankGroup(WorkerGroup):
     def memory_history(self) -> list[list[StepMemory]]:
         """Read what was in memory over the last steps of each rank."""
         return self._ranks.call(WorkerBase.memory_history)
+
+    def last_phases(self) -> list[list[Span]]:
+        """Read in which phase each rank was when, over the last step."""
+        return self._ranks.call(WorkerBase.last_phases)
 
     def probe_rank(self) -> list[RankProbe]:
         """Read the versions of each rank, and measure its speed."""

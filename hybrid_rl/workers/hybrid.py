@@ -46,6 +46,7 @@ from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup, demonstration_encoder
+from hybrid_rl.workers.token_records import NUM_SHOWN, token_records
 
 FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
 
@@ -313,7 +314,8 @@ class HybridWorker(WorkerBase):
         if self._samples is None:
             self._samples = JsonLines(folder / name)
         names = [DEMONSTRATION] if Needs.DEMONSTRATIONS in self._config.advantage.needs else self._rewards.names
-        self._samples.write(sample_records(step, batch, names, first))
+        values = token_records(batch, self._tokenizer, self._actor.said, NUM_SHOWN // context.num_data_ranks)
+        self._samples.write(sample_records(step, batch, names, first, values))
 
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:

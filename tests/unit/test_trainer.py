@@ -217,7 +217,8 @@ def test_run_folder(make_trainer, records) -> None:
     trainer.fit()
     trainer.close()
     names = {path.name for path in trainer.run_folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "samples.jsonl"}
+    written = {"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "memory.json"}
+    assert names == written
     reloaded, _ = load_config(trainer.run_folder / "config.yaml")
     assert reloaded == trainer.config
     samples = records(trainer, name="samples.jsonl")

@@ -15,7 +15,6 @@ import pytest
 import hybrid_rl
 from hybrid_rl.config import TrainerConfig, load_config, visible_leaves
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.errors import ConfigError
 
@@ -189,29 +188,6 @@ def test_config_is_frozen() -> None:
         TrainerConfig().optimizer.learning_rate = 1.0  # type: ignore[misc]
 
 
-def test_habits_are_refused_with_a_key_that_exists() -> None:
-    names = set(LEAVES) | set(map(leaf_name, LEAVES)) | set(SECTIONS)
-    names |= {member for section in SECTIONS for member in CHOICES[section].members}
-    assert not set(HABITS) & set(map(leaf_name, visible_leaves()))
-    for habit, advice in HABITS.items():
-        assert set(re.findall(r"[a-z]+(?:[_.][a-z_]+)+|(?<=set )[a-z_.]+", advice)) <= names, habit
-        with pytest.raises(ConfigError) as caught:
-            load_config({habit: 1})
-        assert advice in str(caught.value), habit
-
-
-def test_switches_that_are_off_anyway_are_known_from_elsewhere() -> None:
-    assert set(HABITS) >= OFF_ANYWAY
-
-
-@pytest.mark.parametrize("habit", PATH_HABITS)
-@pytest.mark.parametrize("prefix", ["", "elsewhere."])
-def test_habits_of_a_section_hold_wherever_the_section_lies(habit: str, prefix: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown key '{re.escape(prefix + habit)}': ") as caught:
-        load_config({prefix + habit: 1})
-    assert str(caught.value).endswith(PATH_HABITS[habit])
-
-
 @pytest.mark.parametrize(
     ("key", "advice"),
     [
@@ -223,7 +199,7 @@ def test_habits_of_a_section_hold_wherever_the_section_lies(habit: str, prefix: 
         ("actor_rollout_ref.rollout.val_kwargs.n", "set num_generations_eval"),
         ("data.train_files", "set train_path"),
         ("trainer.default_local_dir", "set output_dir"),
-        ("save_total_limit", "every checkpoint is kept"),  # TRL
+        ("max_ckpt_num", "set save_total_limit"),
         ("num_ppo_epochs", "set num_iterations"),
         ("max_tokens", "set max_completion_length"),
         ("init_kl_coef", "set beta"),  # OpenRLHF

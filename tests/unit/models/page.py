@@ -1,5 +1,6 @@
-"""The README's lists of families, from the table that tests are parametrised over: `python -m tests.unit.models.readme`
-writes them again."""
+"""The lists of families in docs/models.md, from the table that tests are parametrised over.
+
+`python -m tests.unit.models.page` writes them again."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.unit.models.families import (
     VISION,
 )
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 
 
@@ -54,10 +55,10 @@ def _refused_over_vllm() -> dict[str, str]:
 
 
 def written(text: str) -> str:
-    """The README with the lists as they should be."""
+    """The page with the lists as they should be."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + block() + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
