@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,17 +12,17 @@ from hybrid_rl.data.mixture import DATASET_COLUMN
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.metrics import mean_and_std
 from hybrid_rl.rollout.refill import GroupRewards
+from hybrid_rl.rollout.successes import SuccessRule
 
 
-def success_rates(batch: AnyBatch, threshold: float | None) -> list[float]:
-    """Return how often each group of a batch was solved, by the first reward function, in the order of the groups.
+def success_rates(batch: AnyBatch, rule: SuccessRule) -> list[float]:
+    """Return how often each group of a batch was solved, in the order of the groups.
 
-    threshold: the smallest value that is a success; None: the mean of the values, which is the same if they are 0 and
-    1. NaN for a group to which the function applies nowhere, or that has no rewards.
+    rule: what counts; without a threshold the mean of the values, which is the same if they are 0 and 1. NaN for a
+    group to which its functions apply nowhere, or that has no rewards.
     """
-    first = Trajectories.of(batch).first
-    given = batch["function_rewards"]
-    values = torch.tensor([one[0] if one else math.nan for one in given], dtype=torch.float64)[first]
+    first, threshold = Trajectories.of(batch).first, rule.threshold
+    values = rule.values(batch)
     group, num_groups = _groups(batch, first)
     known = ~values.isnan()
     won = values if threshold is None else (values >= threshold).double()

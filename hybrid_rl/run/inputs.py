@@ -17,11 +17,12 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.gym import is_gym
 from hybrid_rl.data.mixture import is_named, load_sources
 from hybrid_rl.data.prompts import AUDIO_COLUMNS, IMAGE_COLUMNS, PromptEncoder, PromptRoom, PromptRow
-from hybrid_rl.data.source import SizedSource, StreamSource, load_source
+from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.load import Medium
 from hybrid_rl.rewards import reasoning_gym_reward
 from hybrid_rl.run.agents import check_rows, widest
+from hybrid_rl.run.evaluation import load_sets
 
 Source = SizedSource | StreamSource
 MEDIA_COLUMNS: dict[Medium, tuple[str, ...]] = {"images": IMAGE_COLUMNS, "audio": AUDIO_COLUMNS}
@@ -60,12 +61,13 @@ def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom 
 
 @dataclass(frozen=True)
 class Data:
-    """The prompt sources of a run and the encoder that made them. grows: whether prompts become longer when they are
-    used, by environments or agents. given_length: max_prompt_length as configured."""
+    """The prompt sources of a run and the encoder that made them. eval: sets by name (`load_sets`). grows: whether
+    prompts become longer when they are used, by environments or agents. given_length: max_prompt_length as
+    configured."""
 
     encoder: PromptEncoder
     train: Source
-    eval: SizedSource | None
+    eval: Mapping[str, SizedSource]
     grows: bool = False
     given_length: int | None = None
 
@@ -75,7 +77,7 @@ class Data:
         extend prompts: what those may have."""
         if not isinstance(self.train, SizedSource):
             return None
-        longest = max(source.max_length for source in (self.train, self.eval) if source is not None)
+        longest = max(source.max_length for source in (self.train, *self.eval.values()))
         if not self.grows:
             return longest
         room = self.encoder.room
@@ -95,8 +97,9 @@ class Data:
     @property
     def notes(self) -> list[str]:
         """How the datasets are read, if they are not taken as they are, for people."""
-        named = (("training data", self.train), ("evaluation data", self.eval))
-        return [f"{what}: {source.note}" for what, source in named if source is not None and source.note]
+        named = {"training data": self.train}
+        named |= {f"evaluation data {name}".strip(): source for name, source in self.eval.items()}
+        return [f"{what}: {source.note}" for what, source in named.items() if source.note]
 
     @property
     def probe_ids(self) -> tuple[int, ...]:
@@ -140,13 +143,11 @@ def load_data(
         raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
     source = load_sources(train, encoder)
     evaluation = config.data.eval_path if evaluation is None else evaluation
-    held_out = None if evaluation is None else load_source(evaluation, encoder)
-    if held_out is not None and not isinstance(held_out, SizedSource):
-        raise ConfigError("eval_dataset is a stream; give a dataset of fixed size, so that evaluations can be compared")
+    held_out = {} if evaluation is None else load_sets(evaluation, encoder)
     if agents is not None:
         check_rows(source, agents, "the training data")
-        if held_out is not None:
-            check_rows(held_out, agents, "the evaluation data")
+        for one in held_out.values():
+            check_rows(one, agents, "the evaluation data")
     return Data(encoder, source, held_out, grows, config.data.max_prompt_length)
 
 

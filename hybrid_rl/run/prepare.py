@@ -43,7 +43,9 @@ from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
+from hybrid_rl.rollout.successes import SuccessRule
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
+from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
     check_attention,
     check_critic,
@@ -55,6 +57,7 @@ from hybrid_rl.run.checks import (
     check_teacher,
     load_settings,
 )
+from hybrid_rl.run.evaluation import rows_of, success_rule
 from hybrid_rl.run.inputs import Data, load_data, paths_of, with_template
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
@@ -106,7 +109,7 @@ def record_arguments(
     """
     named = {"model.path": model, "data.train_path": train, "data.eval_path": evaluation}
     found: dict[str, Any] = {key: paths_of(value) for key, value in named.items() if paths_of(value) is not None}
-    configured = {"model.path": config.model.path, "data.train_path": config.data.train_path}
+    configured: dict[str, Any] = {"model.path": config.model.path, "data.train_path": config.data.train_path}
     configured["data.eval_path"] = config.data.eval_path
     for key, value in named.items():
         if value is not None and configured[key] is not None and configured[key] != found.get(key):
@@ -259,6 +262,16 @@ class Run:
         return None if isinstance(self.config.controller, RayControllerConfig) else self.choice.module
 
     @property
+    def eval_rows(self) -> dict[str, list[PromptRow]]:
+        """The prompts of the evaluation data, by set."""
+        return rows_of(self.data.eval)
+
+    @property
+    def success(self) -> SuccessRule | None:
+        """What counts as a success."""
+        return success_rule(self.config, self.reward_names, self.rewards.num_added)
+
+    @property
     def about(self) -> dict[str, Any]:
         """What environment.json says of the run itself: the keys that were set to something else than their default,
         the model, the reward functions."""
@@ -273,10 +286,9 @@ class Run:
         return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
 
     @property
-    def eval_rows(self) -> list[PromptRow]:
-        """The prompts of the evaluation data."""
-        data = self.data.eval
-        return [] if data is None else [data[index] for index in range(len(data))]
+    def is_chat(self) -> bool:
+        """Whether prompts, and so completions, are lists of messages."""
+        return not isinstance(self.data.first.prompt, str)
 
     @property
     def max_length(self) -> int:
@@ -355,11 +367,13 @@ def prepare(
         data.own_reward if reward_funcs is None and not sources else reward_funcs,
         resolved,
         columns,
-        has_eval=data.eval is not None,
+        has_eval=bool(data.eval),
         processing_classes=processing_classes,
         sources=sources,
         has_environments=made_by is not None and bool(made_by.kinds),
     )
+    success_rule(resolved, names, rewards.num_added)  # or an unknown name is refused
+    check_metric(resolved.eval, data.eval, names)
     phases = memory_phases(resolved, has_reward_models=rewards.has_models)
     skeleton = choice.skeleton(resolved)
     check_tokenizer(choice.tokenizer, skeleton)

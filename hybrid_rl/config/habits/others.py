@@ -6,7 +6,7 @@ from hybrid_rl.config.habits.records import records
 
 _MICRO = ("tokens_per_micro_batch", "micro-batches are cut by tokens, always")
 _REWARDS = "pass reward functions, and names or folders of reward models, as reward_funcs="
-_LOWER_CLIP = ("epsilon", "it is the lower bound (1 - epsilon) if epsilon_high is given as well")
+_LOWER_CLIP = "epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given as well"
 _NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
 
 OTHERS = tuple(
@@ -60,14 +60,14 @@ OTHERS = tuple(
             "controller.device": ("device (model.device)", "it holds for all ranks"),
             "model_name_or_path model_name pretrain sft_model_path": "model.path",
             "prompt_data dataset_name": ("train_path", "a file or a saved dataset"),
-            "input_key": "prompt_column",
-            "prompt_data_probs": ("dataset_weights", "shares by name; train_path names the datasets"),
             "save_path ckpt_path": "output_dir",
             "load_checkpoint": "resume",
             "use_wandb use_tensorboard": "report_to",
             "flash_attn": "attention",
             "adam_offload": "cpu_offload",
+            "prompt_data_probs": ("dataset_weights", "with the datasets named in train_path"),
             "max_ckpt_num": "save_total_limit",
+            "input_key": "prompt_column",
         },
         not_needed={
             "eval_batch_size": "evaluation is batched by the engine",

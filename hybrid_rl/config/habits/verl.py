@@ -43,13 +43,10 @@ VERL = tuple(
             ),
             "algorithm.rollout_correction.bypass_mode": "old_logprobs=rollout",
             "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches": "max_refills",
-            "data.train_files": (
-                "train_path",
-                "verl's parquet is read as it is, ground_truth as answer; several by name",
-            ),
-            "data.prompt_key": "prompt_column",
-            "data.val_files": ("eval_path", "a file, or pass eval_dataset="),
+            "data.train_files": ("train_path", "verl's own files will do; or pass train_dataset="),
+            "data.val_files": ("eval_path", "likewise, or pass eval_dataset="),
             "data.train_batch_size data.gen_batch_size": ("prompts_per_step", "prompts, as in verl"),
+            "data.prompt_key": ("prompt_column", "only if it is another one than verl's own"),
             "data.max_response_length": "max_completion_length",
             f"{_ROLLOUT}.prompt_length": "max_prompt_length",
             f"{_ROLLOUT}.response_length": "max_completion_length",
@@ -57,7 +54,7 @@ VERL = tuple(
             "data.truncation": ("overlong_prompts", "error, drop or truncate (which keeps the last tokens)"),
             "data.apply_chat_template_kwargs": "chat_template_kwargs",
             f"{_MODEL}.path": "model.path",
-            f"{_MODEL}.custom_chat_template": ("chat_template_path", "a file of it"),
+            f"{_MODEL}.custom_chat_template": ("chat_template_path", "a Jinja file"),
             f"{_MODEL}.enable_gradient_checkpointing": "gradient_checkpointing",
             f"{_MODEL}.enable_activation_offload": "activation_offload",
             f"{_ACTOR}.optim.lr": "learning_rate",
@@ -81,7 +78,7 @@ VERL = tuple(
             f"{_REF}.log_prob_max_token_len_per_gpu critic.forward_max_token_len_per_gpu": _MICRO,
             "critic.forward_micro_batch_size critic.forward_micro_batch_size_per_gpu": _MICRO,
             f"{_ACTOR}.clip_ratio": "epsilon (and epsilon_high)",
-            f"{_ACTOR}.clip_ratio_low": "epsilon",
+            f"{_ACTOR}.clip_ratio_low": "epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given too",
             f"{_ACTOR}.clip_ratio_high": "epsilon_high",
             f"{_ACTOR}.clip_ratio_c": "dual_clip (of policy_loss=clip)",
             f"{_ACTOR}.policy_loss.loss_mode": (
@@ -257,7 +254,7 @@ VERL = tuple(
             "algorithm.rollout_correction.rollout_is_batch_normalize": "weights of a correction are not normalised",
             "algorithm.use_pf_ppo algorithm.pf_ppo.*": "samples are not drawn again by their rewards",
             "algorithm.filter_groups.metric": "max_refills replaces groups whose rewards are all equal",
-            "data.train_max_samples data.val_max_samples": "cut the file, or pass a dataset that you have cut",
+            "data.train_max_samples data.val_max_samples": "cut the file, or pass train_dataset= with fewer rows",
             "data.custom_cls.* data.sampler.* data.datagen.*": "pass train_dataset=, any list of dicts or Dataset",
             "reward_model.sandbox_fusion.*": "a reward function may call any service itself",
             "profiler.* global_profiler.*": _PROFILE,
@@ -266,7 +263,7 @@ VERL = tuple(
                 "checkpoints are local folders"
             ),
             "trainer.validation_data_dir": "evaluation keeps its metrics only",
-            "ray_kwargs.*": "set the keys of controller",
+            "ray_kwargs.*": "the keys of controller start Ray, or join a cluster",
         },
     )
 )
