@@ -19,9 +19,11 @@ HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith(
 
 def notified() -> dict[str, int]:
     """Hook to number of arguments, as `_notify("on_...", ...)` calls in the trainer have them; + the trainer."""
-    tree = ast.parse((Path(hybrid_rl.__file__).parent / "trainer.py").read_text())
+    folder = Path(hybrid_rl.__file__).parent
+    trees = [ast.parse((folder / name).read_text()) for name in ("trainer.py", "run/evaluating.py")]
     return {
         node.args[0].value: len(node.args)
+        for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
