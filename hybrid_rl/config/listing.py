@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import RECORDS
+from hybrid_rl.config.habits import HABITS, RECORDS
 from hybrid_rl.config.load import Leaf, visible_leaves
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.options import field_types
@@ -36,6 +36,8 @@ TITLES = {
     "controller": "The processes in which the workers run.",
 }
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+# What is to be set for a foreign name, if it is a single key.
+SAME = re.compile(r"(?:\w+\.)*(\w+)(?:=\S+(?: or \S+)*)?(?: \(.*\))?")
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,11 @@ def _foreign_names() -> dict[str, list[str]]:
     """Return the names that other libraries have for a key, by its leaf name."""
     found: dict[str, list[str]] = {}
     for habit in RECORDS:
-        leaf = habit.here.partition("=")[0].rpartition(".")[2]
-        name = habit.name.rpartition(".")[2]
-        if habit.kind == "other name" and leaf.isidentifier() and name not in (leaf, *found.get(leaf, [])):
-            found.setdefault(leaf, []).append(name)
+        same = SAME.fullmatch(habit.here) if habit.kind == "other name" else None
+        # The last word of its path, if that alone is known.
+        leaf = habit.name.rpartition(".")[2]
+        if same is not None:
+            names = found.setdefault(same[1], [])
+            name = leaf if leaf in HABITS else habit.name
+            names.extend([] if name in names else [name])
     return found

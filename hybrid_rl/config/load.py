@@ -217,7 +217,9 @@ def _flatten(
     for name, value in layer.items():
         path = f"{prefix}{name}"
         mapping = next((leaf for leaf in mappings if path.startswith(leaf + ".")), None)
-        if path in leaves:
+        if path in mappings and isinstance(value, Mapping):
+            entries.setdefault(path, {}).update(value)
+        elif path in leaves:
             yield path, value, ""
         elif mapping is not None:
             entries.setdefault(mapping, {})[path.removeprefix(mapping + ".")] = value
@@ -231,13 +233,16 @@ def _flatten(
             entries.setdefault(rests[path.rpartition(".")[0]], {})[name.rpartition(".")[2]] = value
         elif path in sections:
             yield path, value, f"{path} is a section of keys, not a value: {value!r}"
-        elif (
-            isinstance(value, Mapping) and value and path not in NAMES and name not in leaf_names()
-        ):  # of another library
+        elif isinstance(value, Mapping) and _is_foreign(path):
             yield from _flatten(value, leaves, tags, path + ".")
         else:
             yield path, value, unknown(path, value, leaves, tags)
     yield from ((path, value, "") for path, value in entries.items())
+
+
+def _is_foreign(path: str) -> bool:
+    """Return whether the keys of a section that does not exist here are answered one by one."""
+    return path not in NAMES and path.rpartition(".")[2] not in leaf_names()
 
 
 def takes_mapping(expected: Any) -> bool:

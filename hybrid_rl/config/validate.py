@@ -18,6 +18,7 @@ from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
 CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
+LARGE_RATE = 0.1
 # At a ratio of 1 their loss is -A ln p.
 LIKELIHOODS = ("reinforce", "cispo")
 
@@ -277,6 +278,11 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             f"cast_lm_head_to_fp32=True applies only to the trainer's models: {config.rollout.engine} rounds its "
             "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
+        )
+    if config.optimizer.learning_rate > LARGE_RATE:
+        yield (
+            f"learning_rate={config.optimizer.learning_rate:g}: AdamW moves each weight by about this much in an "
+            "update, and most weights are far smaller, so one update may ruin the model; 1e-6 to 1e-4 are usual"
         )
     loss, old = config.policy_loss, config.algorithm.old_logprobs
     objective: str = loss.objective

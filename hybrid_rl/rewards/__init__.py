@@ -28,6 +28,14 @@ from hybrid_rl.rewards.shaping import (
     tag_count_reward,
 )
 from hybrid_rl.rewards.state import TrainerState
+from hybrid_rl.rewards.trl import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
 from hybrid_rl.rewards.verifiers import completion_text, exact_match, math_reward
 
 __all__ = [
@@ -43,6 +51,7 @@ __all__ = [
     "RewardResult",
     "RewardRunner",
     "TrainerState",
+    "accuracy_reward",
     "check_failure_share",
     "check_not_ended",
     "code_reward",
@@ -53,13 +62,18 @@ __all__ = [
     "format_completion",
     "format_failures",
     "format_reward",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
     "group_reward",
     "kimi_length_reward",
     "lcpo_exact",
     "lcpo_max",
     "math_reward",
     "overlong_penalty",
+    "reasoning_accuracy_reward",
     "reasoning_gym_reward",
     "tag_count_reward",
+    "think_format_reward",
     "with_model_entries",
 ]

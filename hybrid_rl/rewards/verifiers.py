@@ -59,12 +59,12 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
     warns of this (naming an option that users of this function do not have); only this warning is silenced.
     Raises ConfigError if math-verify is not installed.
     """
-    _math_verify()
+    load_math_verify()
 
     def score(
         completions: Sequence[str | Messages], golds: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None
     ) -> list[float | None]:
-        library: Any = _math_verify()
+        library: Any = load_math_verify()
         seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
         targets = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
 
@@ -125,11 +125,13 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Timeout is disabled as ")
 
 
-def _math_verify() -> ModuleType:
+def load_math_verify(wanted_by: str = "math_reward") -> ModuleType:
+    """Import math-verify, without its warning of a limit that threads do not have. Raises ConfigError if it is not
+    installed."""
     try:
         found = importlib.import_module("math_verify")
-        for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).addFilter(_is_other_warning)  # the same filter is not added twice
-        return found
     except ImportError as error:
-        raise ConfigError("math_reward needs math-verify, which is not installed: pip install math-verify") from error
+        raise ConfigError(f"{wanted_by} needs math-verify, which is not installed: pip install math-verify") from error
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).addFilter(_is_other_warning)  # the same filter is not added twice
+    return found

@@ -186,7 +186,7 @@ class Live(Tenant):
         object.__setattr__(self, "config", config)
         object.__setattr__(self, "collector", make_collector(after, self.policy, self._sampler).after(self.collector))
         if is_other or config.algorithm != run.config.algorithm:
-            self._signal_watch = SignalWatch(config)
+            self._signal_watch = SignalWatch(config, is_chat=run.is_chat)
         self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])
 
     def _differences(self, config: TrainerConfig) -> Iterator[Change]:

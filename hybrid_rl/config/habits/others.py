@@ -6,7 +6,7 @@ from hybrid_rl.config.habits.records import records
 
 _MICRO = ("tokens_per_micro_batch", "micro-batches are cut by tokens, always")
 _REWARDS = "pass reward functions, and names or folders of reward models, as reward_funcs="
-_LOWER_CLIP = ("epsilon", "it is the lower bound (1 - epsilon) if epsilon_high is given as well")
+_LOWER_CLIP = "epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given as well"
 _NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
 
 OTHERS = tuple(
