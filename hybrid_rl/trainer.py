@@ -138,7 +138,7 @@ class Trainer(ShownTrainer):
             self.policy = start_workers(run, self._log.path, closing)
         self.collector = make_collector(run, self.policy, self._sampler)
         self._timeline = Timeline(self.policy, self.run_folder)
-        self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
+        self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan, self._timeline.phase)
         if run.resume is not None:
             self._restore(run.resume)
         self._guard = StepGuard(self._sampler)
