@@ -28,6 +28,7 @@ from hybrid_rl.logging.progress import line_of, still
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.report import write_report
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
@@ -380,6 +381,11 @@ class Trainer(ShownTrainer):
             raise
         self._notify("on_save", self.global_step, target)
         return target
+
+    def report(self, target: str | Path | None = None) -> Path:
+        """Write one page of HTML about this run so far, and return its path. target: default report.html in the run
+        folder."""
+        return write_report(self.run_folder, target)
 
     def save_memory_trace(self, path: str | Path) -> Path:
         """Write what was in memory on every rank over the last steps, and in which phase, as a JSON file for Perfetto

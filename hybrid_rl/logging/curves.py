@@ -137,7 +137,7 @@ def _gap(axes: Any, records: Records, _: Config) -> None:
     shown = [record for record in records if record.get(name, 0.0) > 0]
     _line(axes, shown, name, "mean of a token", PURPLE)
     axes.set_yscale("log")
-    _, values = _known(shown, name)
+    values = _known(shown, name)[1]
     axes.set_ylim(min([*values, 1e-6]) / 3, max([*values, BAD_GAP]) * 3)
     axes.axhline(BAD_GAP, color=RED, linestyle="--", linewidth=1, label="above: a precision problem")
     axes.axhspan(axes.get_ylim()[0], GOOD_GAP, color=GREEN, alpha=0.08, linewidth=0, label="good")
@@ -175,11 +175,8 @@ def _title(run: Path, config: Config) -> str:
         about = json.loads((run / "environment.json").read_bytes())
     model = about.get("model") if isinstance(about, Mapping) else None
     model = model if isinstance(model, Mapping) else {}
-    name, size, algorithm = (
-        model.get("path") or model.get("class"),
-        model.get("num_parameters"),
-        config.get("algorithm"),
-    )
+    name, algorithm = model.get("path") or model.get("class"), config.get("algorithm")
+    size: Any = model.get("num_parameters")
     parts = [run.resolve().name]
     parts += [str(algorithm["name"])] if isinstance(algorithm, Mapping) and algorithm.get("name") else []
     if name:
