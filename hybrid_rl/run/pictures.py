@@ -32,7 +32,7 @@ class MemoryPictures:
         policy: PolicyGroup,
         folder: Path,
         plan: MemoryPlan | None = None,
-        timed: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._policy, self._folder, self._timed = policy, folder, timed
         self._expected = None if plan is None else plan.expected()

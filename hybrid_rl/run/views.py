@@ -6,10 +6,13 @@ import functools
 import inspect
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hybrid_rl.batch.html import escaped, folded, page_part, pairs_html, sparkline
 from hybrid_rl.config import visible_leaves
+from hybrid_rl.config.views import changed_html
 from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.report import write_report
 from hybrid_rl.run.live import Live
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -42,6 +45,11 @@ class ShownTrainer(Live):
 
     __signature__ = Keywords()
 
+    def report(self, target: str | Path | None = None) -> Path:
+        """Write one page of HTML about this run so far, and return its path. target: default report.html in the run
+        folder."""
+        return write_report(self.run_folder, target)
+
     def __repr__(self) -> str:
         if not self._is_made:
             return f"<{type(self).__name__} whose making failed>"
@@ -62,7 +70,7 @@ class ShownTrainer(Live):
             f"<b>{escaped(self._title())}</b>",
             f"reward {sparkline(rewards)} {told}" if len(rewards) > 1 else "",
             pairs_html(self._facts()),
-            folded("configuration", self.config._repr_html_()),
+            folded("configuration (trainer.config has all of it)", changed_html(self.config)),
         )
 
     def _title(self) -> str:
