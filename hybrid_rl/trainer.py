@@ -137,7 +137,7 @@ class Trainer(Evaluating):
             self.policy = start_workers(run, self._log.path, closing)
             self.collector = make_collector(run, self.policy, self._sampler)
             self._timeline = Timeline(self.policy, self.run_folder)
-            self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
+            self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan, self._timeline.phase)
             self._best = BestStep(run.config.eval, self.run_folder)
             if run.resume is not None:
                 self._restore(run.resume)
