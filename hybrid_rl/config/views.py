@@ -38,18 +38,19 @@ class Shown:
 
     def _repr_html_(self) -> str:
         keys = list(key_values(self))
-        changed = [key for key in keys if key.differs]
         sections: dict[str, list[KeyValue]] = {}
         for key in keys:
             sections.setdefault(key.path.rpartition(".")[0] or "run", []).append(key)
         rest = "".join(folded(f"{name} ({len(keys)})", _rows(keys)) for name, keys in sections.items())
-        return page_part(
-            f"<b>{len(changed)} keys differ from their defaults</b>"
-            if changed
-            else "<b>All keys have their defaults</b>",
-            _rows(changed) if changed else "",
-            folded(f"all {len(keys)} keys, by section", rest),
-        )
+        return page_part(changed_html(self), folded(f"all {len(keys)} keys, by section", rest))
+
+
+def changed_html(config: Shown) -> str:
+    """Return the keys of a configuration that differ from their defaults."""
+    changed = [key for key in key_values(config) if key.differs]
+    if not changed:
+        return "<b>all keys have their defaults</b>"
+    return page_part(f"<b>{len(changed)} keys differ from their defaults</b>", _rows(changed))
 
 
 def key_values(config: Any, prefix: str = "", usual: Any = None) -> Iterator[KeyValue]:

@@ -188,6 +188,12 @@ class RunLog:
         """The run folder."""
         return self._run.path
 
+    @property
+    def samples_folder(self) -> Path | None:
+        """Where samples of an evaluation are kept; None in a resumed folder before its first step, which stays as it
+        is as long as nothing is trained."""
+        return self.path if self._is_taken_up else None
+
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step, or (step 0) of the evaluation before the first."""
         assert self._trackers is not None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from hybrid_rl.batch.html import escaped, folded, page_part, pairs_html, sparkline
 from hybrid_rl.config import visible_leaves
+from hybrid_rl.config.views import changed_html
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.run.live import Live
 
@@ -62,7 +63,7 @@ class ShownTrainer(Live):
             f"<b>{escaped(self._title())}</b>",
             f"reward {sparkline(rewards)} {told}" if len(rewards) > 1 else "",
             pairs_html(self._facts()),
-            folded("configuration", self.config._repr_html_()),
+            folded("configuration (trainer.config has all of it)", changed_html(self.config)),
         )
 
     def _title(self) -> str:

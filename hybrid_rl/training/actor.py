@@ -25,6 +25,7 @@ from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
 from hybrid_rl.training.mismatch import rollout_gap
+from hybrid_rl.training.no_optimizer import NoOptimizer
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import router_columns
@@ -47,9 +48,11 @@ class Actor(TrainedModel):
         *,
         num_optimizer_steps: int,
         reference: CausalLM | None = None,
+        is_trained: bool = True,
     ) -> None:
+        """is_trained: False for a policy that only generates, without an optimizer."""
         self._spec = spec = LossSpec.of(config)
-        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer
+        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer if is_trained else NoOptimizer
         super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps, optimizer=optimizer)
         algorithm = config.algorithm
         self._old_logprobs = algorithm.old_logprobs

@@ -121,19 +121,26 @@ class PolicyGroup(RankGroup):
 
     # ------------------------------------------------------------------------------------------ samples and checkpoints
 
-    def log_samples(self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int]) -> None:
+    def log_samples(
+        self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int], eval_set: str | None = None
+    ) -> None:
         """Append the samples of each rank to its file in the run folder. Samples that cannot be written now wait.
-        first: the smallest group and trajectory of the step, from which records count."""
-        self._ranks.call(HybridWorker.log_samples, batch, step, folder, first)
+        first: the smallest group and trajectory of the step, from which records count. eval_set: the name of their
+        evaluation set; None = they are of training."""
+        self._ranks.call(HybridWorker.log_samples, batch, step, folder, first, eval_set)
+
+    def answers(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str | None]]]:
+        """Read what reward functions extracted from each rank's samples, of those that have it."""
+        return self._ranks.call(HybridWorker.answers, batch)
 
     def lost_samples(self) -> list[Path]:
         """Write the samples that wait, and return the files that cannot be written. Dead ranks were reported when they
         died."""
         try:
-            files: list[Path | None] = self._ranks.call(HybridWorker.flush_samples)
+            files: list[list[Path]] = self._ranks.call(HybridWorker.flush_samples)
         except WorkerError:
             return []
-        return [path for path in files if path is not None]
+        return [path for of_rank in files for path in of_rank]
 
     def texts(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str, str, float]]]:
         """Read key, prompt, completion and reward of each rank's samples."""

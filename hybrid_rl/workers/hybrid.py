@@ -29,7 +29,7 @@ from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.records import sample_records, shown_completions
+from hybrid_rl.rollout.records import extracted_answers, sample_records, shown_completions
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
@@ -90,6 +90,7 @@ class HybridWorker(WorkerBase):
             context,
             num_optimizer_steps=setup.num_optimizer_steps,
             reference=self._roles.reference_model,
+            is_trained=setup.is_trained,
         )
         self.hold(memory.optimizer(self._actor.optimizer))
         self.hold(memory.models(ACTOR, [model]))
@@ -105,7 +106,7 @@ class HybridWorker(WorkerBase):
                 f"{setup.engine_length}; raise kv_cache_memory_bytes, leave it out, or lower max_completion_length"
             )
         self._rewards = setup.rewards.runner(config)
-        self._samples: JsonLines | None = None
+        self._samples: dict[Path, JsonLines] = {}
         self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)
         longest = model.length_limit
         limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
@@ -304,18 +305,28 @@ class HybridWorker(WorkerBase):
     # --------------------------------------------------------------------------------------------- samples as text
 
     @dispatch(split="groups", collect="leader", objects=True)
-    def log_samples(self, batch: Batch, step: int, folder: Path, first: tuple[int, int]) -> None:
+    def log_samples(
+        self, batch: Batch, step: int, folder: Path, first: tuple[int, int], eval_set: str | None = None
+    ) -> None:
         """Append this rank's samples to its file in the run folder; samples that cannot be written now wait. first:
-        the smallest group and trajectory of the step."""
+        the smallest group and trajectory of the step. eval_set: of an evaluation, whose samples have their own file."""
         context = self._context
         if not context.is_data_leader:
             return
-        name = "samples.jsonl" if context.num_data_ranks == 1 else f"samples-rank{context.data_rank}.jsonl"
-        if self._samples is None:
-            self._samples = JsonLines(folder / name)
+        name = "samples" if eval_set is None else "eval-samples"
+        name += ".jsonl" if context.num_data_ranks == 1 else f"-rank{context.data_rank}.jsonl"
+        file = self._samples.setdefault(folder / name, JsonLines(folder / name))
+        if eval_set is not None:
+            file.write(sample_records(step, batch, self._rewards.names, first, eval_set=eval_set))
+            return
         names = [DEMONSTRATION] if Needs.DEMONSTRATIONS in self._config.advantage.needs else self._rewards.names
         values = token_records(batch, self._tokenizer, self._actor.said, NUM_SHOWN // context.num_data_ranks)
-        self._samples.write(sample_records(step, batch, names, first, values))
+        file.write(sample_records(step, batch, names, first, values))
+
+    @dispatch(split="groups", collect="all", objects=True)
+    def answers(self, batch: Batch) -> list[tuple[SampleKey, str | None]]:
+        """Return what a reward function extracted from each of this rank's samples, of those that have it."""
+        return extracted_answers(batch)
 
     @dispatch(split="groups", collect="all", objects=True)
     def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:
@@ -324,9 +335,9 @@ class HybridWorker(WorkerBase):
         return list(zip(*columns, batch["rewards"].tolist(), strict=True))
 
     @dispatch(collect="all")
-    def flush_samples(self) -> Path | None:
-        """Write the samples that wait. Returns the file if that fails."""
-        return None if self._samples is None or self._samples.flush() else self._samples.path
+    def flush_samples(self) -> list[Path]:
+        """Write the samples that wait. Returns the files for which that fails."""
+        return [file.path for file in self._samples.values() if not file.flush()]
 
     @dispatch(split="groups", collect="leader", objects=True)
     def save_rollout(self, batch: Batch, step: int, folder: Path) -> None:

@@ -56,7 +56,7 @@ def example(leaf: Leaf) -> Any:
     if leaf.default is None:
         element = next(iter(typing.get_args(kind)), float)  # of a list
         in_list = typing.get_args(element)[0] if typing.get_origin(element) is Literal else 1.5
-        return {int: 3, float: 1.5, bool: True, str: "text"}.get(kind, [in_list])
+        return {int: 3, float: min(1.5, leaf.metadata["maximum"] or 1.5), bool: True, str: "text"}.get(kind, [in_list])
     if typing.get_origin(leaf.type) is Literal:
         return typing.get_args(leaf.type)[-1]
     if isinstance(leaf.default, bool):
