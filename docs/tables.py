@@ -40,21 +40,26 @@ def records(home: Mapping[str, type]) -> str:
     return "\n\n".join(parts)
 
 
+def filled(text: str, parts: Mapping[str, str], page: str) -> str:
+    """A text with these generated parts between their marks. Raises ValueError if the marks of one are missing."""
+    for name, part in parts.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"{page} must have {begin} and {end} once; put them where that part belongs")
+        text = pattern.sub(lambda _, part=part, begin=begin, end=end: f"{begin}\n{part}\n{end}", text)  # type: ignore[misc]
+    return text
+
+
 def written(text: str) -> str:
-    """The page with its generated parts as the code has them. Raises ValueError if the marks of one are missing."""
+    """The page with its generated parts as the code has them."""
     parts = {
         "presets": presets(),
         "advantage estimators": records(ADVANTAGES),
         "policy losses": records(POLICY_LOSSES),
         "corrections": records(CORRECTIONS),
     }
-    for name, part in parts.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(f"{PAGE.name} must have {begin} and {end} once; put them where that part belongs")
-        text = pattern.sub(lambda _, part=part, begin=begin, end=end: f"{begin}\n{part}\n{end}", text)  # type: ignore[misc]
-    return text
+    return filled(text, parts, PAGE.name)
 
 
 if __name__ == "__main__":

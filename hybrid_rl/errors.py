@@ -58,6 +58,10 @@ class AgentError(HybridRLError, RuntimeError):
     """Tools or environments fail in a way that no trajectory can go on with: it ends the run."""
 
 
+class SandboxError(AgentError):
+    """The sandbox of programs cannot be made, is not safe, or died."""
+
+
 class HistoryRewrittenError(AgentError):
     """A chat template renders earlier turns of a trajectory differently later on, and the configuration refuses it."""
 

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
+from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
@@ -19,6 +20,7 @@ from hybrid_rl.errors import (
     ConfigError,
     DataError,
     DivergedError,
+    HybridRLError,
     NoSignalError,
     NotYetSupportedError,
     do_all,
@@ -30,43 +32,34 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.run.agents import AgentArguments
+from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
+from hybrid_rl.run.evaluating import Evaluating
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.others import Tenant, bring_back, make_way, warn_of_training
+from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.start import make_collector, start_workers, starting
+from hybrid_rl.run.results import Metrics, StepResult, readable
+from hybrid_rl.run.start import make_collector, make_sampler, start_workers, starting
+from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
 
 
-class StepResult(NamedTuple):
-    """The result of one training step: its batch (a `BatchRef` with several ranks; `load()` brings it to the driver)
-    and its metrics."""
-
-    batch: AnyBatch
-    metrics: dict[str, float]
-
-    def __getitem__(self, place: Any) -> Any:
-        """Index as in any tuple; the error for a name says where to find it."""
-        if isinstance(place, str):
-            raise TypeError(f"a step returns a batch and metrics: {place!r} is in .metrics[...] or in .batch[...]")
-        return tuple.__getitem__(self, place)
-
-
-class Trainer(Tenant):
+class Trainer(Evaluating):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
     reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
     list[float | None]`, plain or async; names, folders or modules of reward models; judges.
     train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
-    `prompt` (text or chat messages).
+    `prompt` (text or chat messages). eval_dataset may be a dict of these by name, each a set with metrics of its own.
     config: a YAML file, a mapping or a `TrainerConfig`.
     reward_processing_classes: the tokenizers of reward models.
     tools: functions, plain or async, that the policy may call; type hints and docstrings describe them to it.
@@ -105,11 +98,7 @@ class Trainer(Tenant):
             raise NotYetSupportedError(
                 "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
             )
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise ConfigError(
-                    f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
-                )
+        self._callbacks = checked_callbacks(callbacks)
         data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)
         with contextlib.ExitStack() as closing:
@@ -124,30 +113,33 @@ class Trainer(Tenant):
                 agents,
                 closing=closing,
             )
-            self._start(planned(run), callbacks, closing)
+            self._start(planned(run), closing)
             self._closing = closing.pop_all()
 
-    def _start(self, run: Run, callbacks: Sequence[Callback], closing: contextlib.ExitStack) -> None:
+    def _start(self, run: Run, closing: contextlib.ExitStack) -> None:
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         make_way(run.config, folder)
         warn_of_training(run.module, is_resumed=run.resume is not None)
         self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
-        self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
-        self._callbacks = tuple(callbacks)
+        self._sampler = make_sampler(run)
+        self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
-        self._signal_watch = SignalWatch(run.config)
-        self._last_metrics: dict[str, float] = {}
-        self._save_due = False
-        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock)
+        self._signal_watch = SignalWatch(run.config, is_chat=run.is_chat)
+        self._last_metrics = Metrics()
+        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
+        for note in run.data.notes:
+            self._log.display.message(note)
         if run.memory.offload:
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
         with starting(self._log.display, run.config, self.run_folder):
             self.policy = start_workers(run, self._log.path, closing)
             self.collector = make_collector(run, self.policy, self._sampler)
+            self._timeline = Timeline(self.policy, self.run_folder)
             self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
+            self._best = BestStep(run.config.eval, self.run_folder)
             if run.resume is not None:
                 self._restore(run.resume)
             self._guard = StepGuard(self._sampler)
@@ -156,27 +148,42 @@ class Trainer(Tenant):
         self._has_begun = self._log.begin(self.global_step)
         self._enter()
 
+    @property
+    def train_dataset(self) -> PromptSampler:
+        """Where training prompts come from; of several datasets by name, `weights` can be assigned between steps."""
+        return self._sampler
+
     # --------------------------------------------------------------------------------------------- the loop
 
-    def fit(self) -> dict[str, float]:
+    def fit(self, steps: int | None = None) -> Metrics:
         """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
+        steps: how many more to train; max_steps rises if it must, so `fit(steps=20)` goes on with a run that ended.
+
         Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
-        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, set
-        trainer.max_steps = trainer.global_step in a callback's on_step_end.
+        KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, call
+        trainer.stop() in a callback.
         """
         self._require_idle("call fit()")
+        begun, last = self.global_step, self._length_for(steps)
+        self._is_stopping = steps is None and self._stops_at_once()
         with self._working("fit()"), self._run_shown():
             self._evaluate_at_start()
-            while self.global_step < self.max_steps:
+            while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
                 self.step()
             if self._save_due:
                 self._save_now(final=True)
+            elif steps is None and self.global_step > begun:
+                self._keep_last_step()
+            if steps is None:
+                self._load_best()
         return self._last_metrics
+
+    train = fit  # its name in TRL and transformers
 
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
-        while self.global_step < self.max_steps:
+        while self.global_step < self.max_steps and not self._best.is_over:
             yield self.step()
 
     def step(self) -> StepResult:
@@ -188,23 +195,27 @@ class Trainer(Tenant):
         self._require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
-            raise ConfigError(f"{self._nothing_to_do()}; make a Trainer with a larger max_steps")
-        start, step = now(), self.global_step + 1
+            raise ConfigError(self._nothing_to_do())
+        self._follow_length()
+        start, step, phase = now(), self.global_step + 1, self._timeline.phase
         self.policy.label = f"training step {step}"
-        with self._working("step()"), self._guard.step():
-            with broken_model_explained(self.policy.label, self.run_folder):
+        with self._working("step()"), self._guard.step(), self._timeline.step(step):
+            with broken_model_explained(self.policy.label, self.run_folder), phase("rollout"):
                 collected = self.collector.collect(self.policy_version, self._state(step))
             batch, timings, update = collected.batch, collected.timings, dict[str, float]()
             self._keep(batch, step)
             if self.config.mode != "rollout":
                 batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
-                with timings.measure("logprobs"):
+                with timings.measure("logprobs"), phase("logprobs"):
                     batch = self.policy.score(batch, step)
-                batch = self.policy.advantages(batch)
+                with phase("advantages"):
+                    batch = self.policy.advantages(batch)
                 self._commit()
-                with timings.measure("update"):
+                with timings.measure("update"), phase("update"):
                     update = joined(self.policy.update(batch, step))
-                self._handoff = largest(self.policy.update_weights(step))
+                with phase("handoff"):
+                    batch = self.policy.with_trained_logprobs(batch)
+                    self._handoff = largest(self.policy.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
     @contextlib.contextmanager
@@ -237,7 +248,8 @@ class Trainer(Tenant):
         raise failure
 
     def _nothing_to_do(self) -> str:
-        return f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
+        done = f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
+        return f"{done}; trainer.fit(steps=20) trains 20 more steps ({self.run_folder})"
 
     def _keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
@@ -261,8 +273,8 @@ class Trainer(Tenant):
         self._guard.complete()
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
-        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch}
-        result = StepResult(batch, with_logged(metrics, collected.logged))
+        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch, **self._set_metrics}
+        result = StepResult(readable(batch, self._run), Metrics(with_logged(metrics, collected.logged)))
         diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
         self._signal_watch.look(step, result.metrics)
         self._after_step(result)
@@ -278,36 +290,17 @@ class Trainer(Tenant):
         self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
         is_evaluated = is_last or (eval_steps is not None and step % eval_steps == 0)
         do_all(
-            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval is not None else {}),
+            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval else {}),
+            lambda: self._note_best(metrics),
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
             lambda: self._save_now(final=False) if self._save_due else None,
+            lambda: self._best.write() if is_evaluated else None,
             lambda: self._pictures.look(step, metrics),
         )
         self._notify("on_step_end", step, result.batch, metrics)
 
     # ------------------------------------------------------------------------------ evaluation and generation
-
-    def evaluate(self) -> dict[str, float]:
-        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
-
-        eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
-        """
-        self._require_idle("evaluate")
-        self._require_current()
-        if self._run.data.eval is None:
-            raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
-        check_modes(self.config, learns=False)
-        start = now()
-        doing = f"evaluation after step {self.global_step}"
-        each, params = self.config.eval.num_generations_eval, self._run.eval_params
-        with self._working("evaluate()"):
-            with self._computing(), broken_model_explained(doing, self.run_folder):
-                state = self._state(self.global_step)
-                metrics = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
-            metrics["timing/evaluate"] = now() - start
-            self._notify("on_evaluate", self.global_step, metrics)
-        return metrics
 
     def generate(
         self,
@@ -368,13 +361,14 @@ class Trainer(Tenant):
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state["config"] = to_dict(self.config)
+        state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
             if self.policy.has_ended:  # no rank is left to delete its unfinished files
                 clear_up(target.resolve().parent, is_ours=folder is None)
             raise
+        self._log.display.message(f"saved {target}")
         self._notify("on_save", self.global_step, target)
         return target
 
@@ -391,14 +385,16 @@ class Trainer(Tenant):
             logger.warning("step %d is not saved: its weights are not finite", self.global_step)
             return
         try:
-            target = self.save()
+            with self._timeline.phase("checkpoint"):
+                target = self.save()
         except CheckpointError as error:
             if final or self.policy.has_ended:
                 raise
             logger.warning("%s; trying again after the next step", error)
             return
         self._save_due = False
-        self._log.display.message(f"saved {target}")
+        kept = (target, self._run.resume, self._best.checkpoint)
+        delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, kept)
 
     def _keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints were asked for and it has none yet."""
@@ -410,20 +406,27 @@ class Trainer(Tenant):
         if self._has_begun or self.global_step:
             return
         record = dict(self._handoff)
-        if self._run.data.eval is not None and self.config.eval.eval_on_start:
+        if self._run.data.eval and self.config.eval.eval_on_start:
             record |= self.evaluate()
+            self._best.look(0, record)
         self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
         self._log.metrics(0, record)
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
-            getattr(callback, hook)(self, *arguments)
+            try:
+                getattr(callback, hook)(self, *arguments)
+            except StopIteration as error:
+                raise HybridRLError(
+                    f"{hook} of {type(callback).__name__} raised StopIteration; to end a run early call trainer.stop()"
+                ) from error
 
     def _state(self, step: int) -> TrainerState:
         return TrainerState(step, self.max_steps, self._sampler.epoch)
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
+        self._carry_on(state)
         self._log.announce_resume(state)
         self.policy.load(checkpoint.resolve())
         try:
@@ -431,6 +434,7 @@ class Trainer(Tenant):
         except DataError as error:
             raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
+        self._best.load_state_dict(state.get("best", {}))
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:
         """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
@@ -438,7 +442,8 @@ class Trainer(Tenant):
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
             self._log.samples(self.policy.records(shown, step, first))
-        self.policy.log_samples(batch, step, self._log.path, first)
+        with self._timeline.phase("samples written"):
+            self.policy.log_samples(batch, step, self._log.path, first)
 
     def _update_weights_again(self) -> None:
         self._handoff = largest(self.policy.update_weights_again(self.policy_version))

@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl.config import load_config
 from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.quickstart.run import Outcome, improve
+from hybrid_rl.quickstart.task import Task, build_task
+from hybrid_rl.quickstart.warm_start import WarmStartReport, warm_start
 from recipes.agents import calculator, guessing, run
-from recipes.quickstart.model import build_model, build_tokenizer
-from recipes.quickstart.run import Outcome, improve
-from recipes.quickstart.task import Task, build_task
-from recipes.quickstart.warm_start import WarmStartReport, warm_start
 
 HERE = Path(__file__).resolve().parent
 CURVES = HERE / "curves"

@@ -50,6 +50,12 @@ class HttpAgent:
         self._loop: LoopThread | None = None
         self._watch: LoopWatch | None = None
 
+    def sample_at(self, temperature: float) -> None:
+        """Answer at this temperature from now on; call it between episodes."""
+        self._temperature = temperature
+        if self._server is not None:
+            self._server.temperature = temperature
+
     async def __call__(self, episode: Episode) -> None:
         """Run an episode. Raises what the function raises; TrajectoryEndedError if it raised because a limit ended the
         trajectory; DataError for a result that is no reward."""

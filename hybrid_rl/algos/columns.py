@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # ln of the largest ratio that is told apart from a larger one. e^20 = 5e8, verl's bound: a token that is so much more
 # likely under one policy was sampled from the other by an error, and e^89 is not a float32.
@@ -74,22 +75,13 @@ def bounded(log_ratio: Tensor) -> Tensor:
     """Bound the logarithm of a ratio by MAX_LOG_RATIO, with the gradient of the whole: what is made of it (exp, k3)
     ends there in its value and in its slope, and is finite in float32. A clip then makes 0 of the slope, not NaN of
     0 * inf. NaN stays NaN. log_ratio: float, any shape."""
-    apply: Any = _Bounded.apply
-    result: Tensor = apply(log_ratio)
+    from hybrid_rl.algos.bounding import Bounded  # here, so that algorithms can be listed without importing torch
+
+    apply: Any = Bounded.apply
+    result: Tensor = apply(log_ratio, MAX_LOG_RATIO)
     return result
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """Compute exp of the logarithm of a ratio, at most e^20 (`bounded`)."""
     return bounded(log_ratio).exp()
-
-
-class _Bounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, log_ratio: Tensor) -> Tensor:
-        return log_ratio.clamp(max=MAX_LOG_RATIO)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]

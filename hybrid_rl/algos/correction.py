@@ -9,16 +9,18 @@ in TRL; verl takes them out of its mask.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.interface import Record, register
 from hybrid_rl.algos.kl import kl_estimate
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MODE = "how the gap between engine and trainer is corrected"
 _LEVEL = "ratio of a token, of the completion (product), or the geometric mean of its tokens"

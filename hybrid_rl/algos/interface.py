@@ -14,14 +14,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import check_ascending, check_columns, check_rewards, masked_log_ratio
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import field_types, key, range_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Needs(StrEnum):

@@ -6,15 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import at_least_float32, bounded, check_columns
 from hybrid_rl.algos.interface import KLTerm, register
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 MAX_ERROR = 0.2  # of the measured KL against its target, in one step

@@ -9,11 +9,14 @@ that the policy loss leaves out still count in its denominators, as in TRL, and 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import at_least_float32, check_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def row_sum(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:

@@ -19,13 +19,18 @@ from torch import Tensor
 
 from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.batch.jagged import Jagged, lengths_to_offsets
+from hybrid_rl.batch.samples import Readable
+from hybrid_rl.batch.texts import Reader
 from hybrid_rl.errors import DataError
 
 Column = Tensor | Jagged | list[Any]
 
 
-class Batch(Mapping[str, Column]):
-    """N samples. Immutable: `with_columns` returns a new batch and refuses to overwrite."""
+class Batch(Readable):
+    """N samples. Immutable: `with_columns` returns a new batch and refuses to overwrite.
+
+    As a mapping it holds columns by name; `samples()`, `to_pandas()` and `show()` show it sample by sample.
+    """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         if not columns:
@@ -54,34 +59,44 @@ class Batch(Mapping[str, Column]):
         return len(self._columns)
 
     def __repr__(self) -> str:
-        return f"Batch({self.num_samples} samples: {', '.join(self._columns)})"
+        return self._lines("Batch", "samples(), to_pandas() and show() show them one by one", self)
+
+    def load(self) -> Batch:
+        """Return this batch: it is in this process. A `BatchRef`, of many ranks, is brought here by its `load`."""
+        return self
+
+    def with_reader(self, tokenizer: Any, reward_names: Sequence[str] = ()) -> Batch:
+        return Batch(self._columns)._read_by(Reader(tokenizer, tuple(reward_names)))
 
     def with_columns(self, **columns: Column) -> Batch:
         """Return a batch with these columns added. Raises DataError if a column exists already."""
         taken = sorted(set(columns) & set(self._columns))
         if taken:
             raise DataError(f"columns {taken} are already in the batch and are never overwritten; drop them first")
-        return Batch({**self._columns, **columns})
+        return Batch({**self._columns, **columns})._read_by(self._reader)
 
     def without(self, *names: str) -> Batch:
         """Return a batch without these columns. Raises DataError if one of them does not exist."""
         missing = sorted(set(names) - set(self._columns))
         if missing:
             raise DataError(f"columns {missing} are not in the batch; it has {sorted(self._columns)}")
-        return Batch({name: column for name, column in self._columns.items() if name not in names})
+        kept = {name: column for name, column in self._columns.items() if name not in names}
+        return Batch(kept)._read_by(self._reader)
 
     def select(self, indices: Tensor | Sequence[int]) -> Batch:
         """Return the samples at `indices` (int64 [M] or a list), in that order."""
         index = sample_index(indices)
         chosen = index.tolist()
-        return Batch({name: _take(column, index, chosen) for name, column in self._columns.items()})
+        taken = {name: _take(column, index, chosen) for name, column in self._columns.items()}
+        return Batch(taken)._read_by(self._reader)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """Return the samples of all batches, in order. All must have the same columns."""
         if len({frozenset(batch) for batch in batches}) != 1:
             raise DataError(f"batches differ in their columns: {[sorted(batch) for batch in batches]}")
-        return Batch({name: _concat([batch[name] for batch in batches]) for name in batches[0]})
+        joined = {name: _concat([batch[name] for batch in batches]) for name in batches[0]}
+        return Batch(joined)._read_by(batches[0]._reader)
 
     def group_rows(self) -> list[list[int]]:
         """Sample indices of each group, groups in order of first appearance."""
@@ -107,7 +122,7 @@ def check_name(name: object) -> None:
     if not isinstance(name, str):
         raise TypeError(
             f"a batch is indexed by the names of its columns (batch['rewards']), not by {name!r:.100} of type "
-            f"{type(name).__name__}; for samples use select([0, 1])"
+            f"{type(name).__name__}; samples() lists its samples, select([0, 1]) takes some"
         )
 
 

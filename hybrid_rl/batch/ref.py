@@ -16,6 +16,8 @@ from torch import Tensor
 
 from hybrid_rl.batch.batch import Batch, Column, check_name, sample_index
 from hybrid_rl.batch.fields import FIELDS
+from hybrid_rl.batch.samples import Readable
+from hybrid_rl.batch.texts import Reader
 from hybrid_rl.errors import DataError
 
 Get = Callable[[Any], Batch]
@@ -55,7 +57,7 @@ class Piece:
         return whole if in_order else whole.select(places)
 
 
-class BatchRef(Mapping[str, Column]):
+class BatchRef(Readable):
     """N samples that are kept on workers. Immutable, as `Batch` is.
 
     As a mapping it holds the resident columns, which are [N]-sized; `columns` names all of them. num_samples: needed if
@@ -98,13 +100,20 @@ class BatchRef(Mapping[str, Column]):
         return len(self._resident)
 
     def __repr__(self) -> str:
-        return f"BatchRef({self.num_samples} samples: {', '.join(sorted(self.columns))})"
+        kept = "kept on the ranks: samples(), to_pandas(), show() and load() bring them here"
+        return self._lines("BatchRef", kept, sorted(self.columns))
+
+    def _columns_known(self) -> frozenset[str]:
+        return self.columns
+
+    def with_reader(self, tokenizer: Any, reward_names: Sequence[str] = ()) -> BatchRef:
+        return self.with_get(self._get)._read_by(Reader(tokenizer, tuple(reward_names)))
 
     def with_columns(self, **columns: Column) -> BatchRef:
         """Return a reference with these [N]-sized columns added. Raises DataError if a column exists already."""
         self._refuse(columns)
         resident = {**self._resident, **columns}
-        return BatchRef(resident, self._pieces, self._get, num_samples=self.num_samples)
+        return BatchRef(resident, self._pieces, self._get, num_samples=self.num_samples)._read_by(self._reader)
 
     def merge(self, other: BatchRef) -> BatchRef:
         """Return a reference with the columns of both. They must have the same samples in the same order."""
@@ -112,7 +121,7 @@ class BatchRef(Mapping[str, Column]):
         if other.num_samples != self.num_samples:
             raise DataError(f"references of {self.num_samples} and {other.num_samples} samples cannot be merged")
         resident, pieces = {**self._resident, **other._resident}, (*self._pieces, *other._pieces)
-        return BatchRef(resident, pieces, self._get, num_samples=self.num_samples)
+        return BatchRef(resident, pieces, self._get, num_samples=self.num_samples)._read_by(self._reader)
 
     def joined(self, other: BatchRef) -> BatchRef:
         """Return a reference with the columns of this one and those that only the other one has. Both were made from
@@ -126,7 +135,7 @@ class BatchRef(Mapping[str, Column]):
         index = sample_index(indices)
         resident = Batch(self._resident).select(index) if self._resident else {}
         pieces = [piece.select(index) for piece in self._pieces]
-        return BatchRef(resident, pieces, self._get, num_samples=index.numel())
+        return BatchRef(resident, pieces, self._get, num_samples=index.numel())._read_by(self._reader)
 
     @staticmethod
     def concat(refs: Sequence[BatchRef]) -> BatchRef:
@@ -143,7 +152,8 @@ class BatchRef(Mapping[str, Column]):
             blocks = tuple(handle for part in parts for handle in part.blocks)
             pieces.append(Piece(names, blocks, block, torch.cat([part.row for part in parts])))
         resident = Batch.concat([Batch(ref._resident) for ref in refs]) if first._resident else {}
-        return BatchRef(resident, pieces, first._get, num_samples=sum(ref.num_samples for ref in refs))
+        num_samples = sum(ref.num_samples for ref in refs)
+        return BatchRef(resident, pieces, first._get, num_samples=num_samples)._read_by(first._reader)
 
     def resolve(self, get: Get, *, objects: bool = True) -> Batch:
         """Fetch the samples with `get`. objects: whether to include columns of Python objects."""
@@ -154,11 +164,11 @@ class BatchRef(Mapping[str, Column]):
         """Bring the whole batch to this process."""
         if self._get is None:
             raise DataError("this reference was not made by a worker group: it cannot be loaded here")
-        return self.resolve(self._get)
+        return self.resolve(self._get)._read_by(self._reader)
 
     def with_get(self, get: Get | None) -> BatchRef:
         """Return the same samples, to be loaded with `get`."""
-        return BatchRef(self._resident, self._pieces, get, num_samples=self.num_samples)
+        return BatchRef(self._resident, self._pieces, get, num_samples=self.num_samples)._read_by(self._reader)
 
     def group_rows(self) -> list[list[int]]:
         """Sample indices of each group, groups in order of first appearance."""
@@ -170,7 +180,7 @@ class BatchRef(Mapping[str, Column]):
             raise DataError(f"columns {taken} are already in the batch and are never overwritten; drop them first")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_get": None}  # each process fetches in its own way
+        return {**vars(self), "_get": None, "_reader": None}  # each process fetches and reads in its own way
 
 
 AnyBatch = Batch | BatchRef

@@ -16,18 +16,31 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the keys that differ as "kl.beta 0.0 -> 0.1, ...", "" if none does. before: as read from JSON. Keys that
     only one of them has are left out: they belong to a choice that is shown itself, or to another version."""
     after = json.loads(json.dumps(after))  # turns tuples into lists
-    found = [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in _differing(before, after)]
+    found = [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in differing(before, after)]
     more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
     return ", ".join(found[:MAX_SHOWN]) + more
 
 
-def _differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the paths of the keys of `after` that `before` lacks or has with another value."""
+    found: list[str] = []
+    for name, new in after.items():
+        old = before.get(name)
+        if isinstance(new, Mapping) and new:
+            found += changed_keys(old if isinstance(old, Mapping) else {}, new, f"{prefix}{name}.")
+        elif name not in before or old != new:
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, old and new value of the keys that differ, of those that both have."""
     for name, new in after.items():
         if name not in before or (not prefix and name in NOT_SHOWN):
             continue
         old = before[name]
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differing(old, new, f"{prefix}{name}.")
+            yield from differing(old, new, f"{prefix}{name}.")
         elif old != new:
             yield f"{prefix}{name}", old, new
 

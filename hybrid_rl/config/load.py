@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,52 +18,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import HABITS, OFF_ANYWAY, PATH_HABITS, VALUE_HABITS
+from hybrid_rl.config.foreign import split_args
+from hybrid_rl.config.habits import NAMES, VALUE_HABITS
+from hybrid_rl.config.leaves import Leaf, fields_of, leaf_names, members, visible_leaves
 from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.config.problems import Problems
 from hybrid_rl.config.schema import TrainerConfig
+from hybrid_rl.config.unknown import unknown
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import field_types, range_error
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One visible key."""
-
-    path: str
-    type: Any
-    default: Any
-    doc: str
-    metadata: Mapping[str, Any]
-
-
-def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
-    """Return all keys that exist under these tags (section -> chosen member; otherwise the default one), by path."""
-    chosen = _members({}, dict(tags or {}))
-    return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
-
-
-@functools.cache
-def leaf_names() -> frozenset[str]:
-    """Return the leaf names of all keys, under any tags."""
-    choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
-    return frozenset(path.rpartition(".")[2] for tags in choices for path in visible_leaves(tags))
-
-
-def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
-    for item, path, kind in _fields(cls, prefix, tags):
-        if dataclasses.is_dataclass(kind):
-            yield from _leaves(typing.cast(type, kind), path + ".", tags)
-        else:
-            default = item.default_factory() if callable(item.default_factory) else item.default
-            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata)
-
-
-def _fields(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:
-    """Return the fields of a section with their paths, and their types under these tags."""
-    hints = field_types(cls)
-    for item in dataclasses.fields(cls):
-        path = prefix + item.name
-        yield item, path, CHOICES[path].members[tags[path]] if path in CHOICES else hints[item.name]
+from hybrid_rl.options import range_error
 
 
 def load_config(
@@ -75,12 +36,20 @@ def load_config(
 ) -> tuple[TrainerConfig, frozenset[str]]:
     """Merge a base (YAML file, mapping or config), keyword overrides and `key=value` arguments; later ones win.
 
-    Returns the config and the paths that were given explicitly. Raises ConfigError for an unknown key (with the nearest
-    name), or a value of the wrong type or out of range.
+    `args=` among the keywords may be TRL's GRPOConfig: what differs from its defaults counts as given before the other
+    keywords.
+
+    Returns the config and the paths that were given explicitly. Raises one ConfigError for everything that is wrong:
+    unknown keys (with their names here), keys that would do nothing, values of the wrong type or out of range.
     """
-    layers = [as_mapping(config), dict(overrides or {}), _from_arguments(arguments)]
-    preset = dict(PRESETS[_tag("algorithm", CHOICES["algorithm"], layers)[0] or CHOICES["algorithm"].default].settings)
-    tags, of_preset = _tags([preset, *layers]), _tags([preset])
+    args, keywords = split_args(overrides or {})
+    layers = [as_mapping(config), args, keywords, _from_arguments(arguments)]
+    problems, name = Problems(), None
+    with problems.about("algorithm"):
+        name = _tag("algorithm", CHOICES["algorithm"], layers)[0]
+    preset = dict(PRESETS[name or CHOICES["algorithm"].default].settings)
+    tags, of_preset = _tags([preset, *layers], problems), _tags([preset], problems)
+    members_are_known = not problems
     leaves = visible_leaves(tags)
     # A preset has values for the members that it chose; a user who chooses another member gets none of them.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
@@ -89,14 +58,25 @@ def load_config(
     flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
     for layer in layers:
-        given = _flatten(layer, leaves, tags)
+        given = dict[str, Any]()
+        for path, value, problem in _flatten(layer, leaves, tags):
+            if problem and (members_are_known or path.rpartition(".")[2] not in leaf_names()):
+                problems.add(path, problem)
+            elif path in given and not problem:
+                problems.add(path, f"{path} is given twice, as a leaf name and as a path; give it once")
+            elif not problem:
+                given[path] = value
         for path in given.keys() & flat.keys():
             if leaves[path].metadata["takes_rest"]:  # separate keys, each of which is overridden by itself
                 given[path] = {**flat[path], **given[path]}
         flat.update(given)
         explicit.update(given)
     flat |= {f"{section}.{CHOICES[section].tag}": member for section, member in tags.items() if CHOICES[section].tag}
-    values = {path: _convert(path, leaves[path].type, value, leaves[path].metadata) for path, value in flat.items()}
+    values = {}
+    for path, value in flat.items():
+        with problems.about(path):
+            values[path] = _convert(path, leaves[path].type, value, leaves[path].metadata)
+    problems.check()
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)
 
 
@@ -163,12 +143,14 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _tags(layers: Sequence[Mapping[str, Any]], problems: Problems) -> dict[str, str]:
     """Find the chosen member of every choice. `algorithm: grpo` and `algorithm: {name: grpo}` mean the same. The first
     layer is a preset."""
     named: dict[str, str] = {}
     for section, choice in CHOICES.items():
-        value, layer = _tag(section, choice, layers)
+        value, layer = None, -1
+        with problems.about(section):
+            value, layer = _tag(section, choice, layers)
         if value is None:
             continue
         named[section] = value
@@ -176,16 +158,7 @@ def _tags(layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         inferred = choice.infer(_given(layers[layer + 1 :]), named)
         if inferred is not None and choice.default in (value, inferred if layer == 0 else value):
             named[section] = inferred
-    return _members(_given(layers), named)
-
-
-def _members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, str]:
-    """Return the member of every choice: as named, else as what is given implies, else the default."""
-    tags: dict[str, str] = {}
-    for section, choice in CHOICES.items():
-        inferred = None if section in named else choice.infer(given, tags)
-        tags[section] = named.get(section, inferred or choice.default)
-    return tags
+    return members(_given(layers), named)
 
 
 def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> tuple[str | None, int]:
@@ -234,79 +207,52 @@ def _paths_by_name(leaves: Iterable[str]) -> dict[str, str]:
 
 def _flatten(
     layer: Mapping[str, Any], leaves: Mapping[str, Leaf], tags: Mapping[str, str], prefix: str = ""
-) -> dict[str, Any]:
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield path, value and "" for every key of a layer; for one that cannot be used, its name and what is wrong."""
     by_name = _paths_by_name(leaves)
     sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
-    mappings = [path for path, leaf in leaves.items() if typing.get_origin(leaf.type) is dict]
+    mappings = [path for path, leaf in leaves.items() if takes_mapping(leaf.type)]
     rests = {path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]}
-    flat: dict[str, Any] = {}
+    entries: dict[str, dict[str, Any]] = {}  # of keys that are mappings, given one by one
     for name, value in layer.items():
         path = f"{prefix}{name}"
         mapping = next((leaf for leaf in mappings if path.startswith(leaf + ".")), None)
-        if path in leaves:
-            found = {path: value}
+        if path in mappings and isinstance(value, Mapping):
+            entries.setdefault(path, {}).update(value)
+        elif path in leaves:
+            yield path, value, ""
         elif mapping is not None:
-            found = {mapping: {**flat.pop(mapping, {}), path.removeprefix(mapping + "."): value}}
+            entries.setdefault(mapping, {})[path.removeprefix(mapping + ".")] = value
         elif path in (*sections, *CHOICES) and isinstance(value, Mapping):
-            found = _flatten(value, leaves, tags, path + ".")
+            yield from _flatten(value, leaves, tags, path + ".")
         elif path in CHOICES and CHOICES[path].tag is not None and isinstance(value, str):
-            found = {f"{path}.{CHOICES[path].tag}": value}
+            yield f"{path}.{CHOICES[path].tag}", value, ""
         elif not prefix and name in by_name:
-            found = {by_name[name]: value}
+            yield by_name[name], value, ""
         elif path.rpartition(".")[0] in rests:
-            rest = rests[path.rpartition(".")[0]]
-            found = {rest: {**flat.pop(rest, {}), name.rpartition(".")[2]: value}}
+            entries.setdefault(rests[path.rpartition(".")[0]], {})[name.rpartition(".")[2]] = value
         elif path in sections:
-            raise ConfigError(f"{path} is a section of keys, not a value: {value!r}")
+            yield path, value, f"{path} is a section of keys, not a value: {value!r}"
+        elif isinstance(value, Mapping) and _is_foreign(path):
+            yield from _flatten(value, leaves, tags, path + ".")
         else:
-            raise ConfigError(_unknown(path, value, leaves, tags))
-        twice = sorted(set(found) & set(flat))
-        if twice:
-            raise ConfigError(f"{twice[0]} is given twice, as a leaf name and as a path; give it once")
-        flat.update(found)
-    return flat
+            yield path, value, unknown(path, value, leaves, tags)
+    yield from ((path, value, "") for path, value in entries.items())
 
 
-def _unknown(path: str, value: Any, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
-    leaf = path.rsplit(".", 1)[-1]
-    parts = path.split(".")
-    ends = (".".join(parts[start:]) for start in range(len(parts)))
-    advice = next((PATH_HABITS[end] for end in ends if end in PATH_HABITS), HABITS.get(leaf))
-    if advice is not None:
-        is_off = value is None or (value is False and leaf in OFF_ANYWAY)
-        return f"unknown key {path!r}: {f'leave it out, {value} asks for nothing; otherwise: ' * is_off}{advice}"
-    for section, choice in CHOICES.items():
-        owners = [m for m in choice.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
-        if not owners:
-            continue
-        remedy = choice.remedy if tags[section] == choice.default else ""
-        if (tags[section], owners) == ("vllm", ["inplace"]):
-            remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
-        if choice.tag is None:
-            return f"key {path!r} would do nothing: {remedy}"
-        return (
-            f"key {path!r} would do nothing: it belongs to {section}.{choice.tag}={' or '.join(owners)}, not "
-            f"{tags[section]}" + (f"; {remedy}" if remedy else "")
-        )
-    names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
-    near = [names[leaf]] if leaf in names else difflib.get_close_matches(path, names, n=1)
-    near = near or difflib.get_close_matches(leaf, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown key {path!r}{hint} (`hybrid-rl keys` lists all)"
+def _is_foreign(path: str) -> bool:
+    """Return whether the keys of a section that does not exist here are answered one by one."""
+    return path not in NAMES and path.rpartition(".")[2] not in leaf_names()
 
 
-def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
-    """Return whether such a key, which is not among `leaves`, would exist under these tags."""
-    theirs = visible_leaves(tags)
-    elsewhere = theirs.keys() - leaves.keys()
-    rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
-    is_leaf = path.rsplit(".", 1)[-1] in {p.rsplit(".", 1)[-1] for p in elsewhere}
-    return path in elsewhere or path.rpartition(".")[0] in rests or is_leaf
+def takes_mapping(expected: Any) -> bool:
+    """Return whether a key of this type takes a mapping, perhaps besides other values."""
+    return dict in (typing.get_origin(expected), *map(typing.get_origin, typing.get_args(expected)))
 
 
 def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str, Any]) -> Any:
     arguments: dict[str, Any] = {}
-    for item, path, kind in _fields(cls, prefix, tags):
+    for item, path, kind in fields_of(cls, prefix, tags):
         if dataclasses.is_dataclass(kind):
             arguments[item.name] = _build(typing.cast(type, kind), path + ".", tags, values)
         elif path in values:
@@ -339,6 +285,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
         if isinstance(value, str) and value in words:
             return value
+        if isinstance(value, Mapping) and takes_mapping(expected):
+            return dict(value)
         first = next(option for option in options if option is not type(None))
         try:
             return _typed(path, first, value)

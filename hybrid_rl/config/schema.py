@@ -17,8 +17,12 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.checkpoint_keys import CheckpointConfig
+from hybrid_rl.config.data_keys import DataConfig
+from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -65,21 +69,6 @@ class BFloat16ModelConfig(ModelConfig):
         "logits are float32 products of hidden states and head, not rounded to bfloat16, in training, scoring and the "
         "embedded engines; the values of the head stay bfloat16 (its masters float32)",
     )
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The sources of prompts."""
-
-    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None if train_dataset is passed to Trainer")
-    eval_path: str | None = key(None, "the same for evaluation")
-    prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)
-    shuffle: bool | None = key(None, "shuffle every epoch; None = yes for sized data, no for streams")
-    max_prompt_length: int | None = key(None, "longest prompt in tokens; None = the model's limit", minimum=1)
-    overlong_prompts: Literal["error", "drop", "truncate"] = key(
-        "error", "prompts over the limit: stop before work starts, drop and count, or keep their last tokens"
-    )
-    chat_template_kwargs: dict[str, Any] = key({}, "passed to the tokenizer's chat template")
 
 
 @dataclass(frozen=True)
@@ -285,7 +274,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 
     library: ClassVar[tuple[str, str] | None] = (
         "vllm",
-        "make vllm (CPU), or pip install vllm (CUDA; README, Two commands)",
+        "make vllm (CPU), or pip install vllm (CUDA; docs/vllm.md, Installing)",
     )
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
@@ -327,48 +316,6 @@ class RewardConfig:
     )
     max_reward_failure_share: float = key(
         0.1, "largest share of a step's samples that may fail to be scored before the run stops", minimum=0, maximum=1
-    )
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Evaluation on held-out prompts."""
-
-    eval_steps: int | None = key(
-        None, "also evaluate every n training steps; None = only before the first and after the last", minimum=1
-    )
-    eval_on_start: bool = key(True, "evaluate before the first step")
-    eval_temperature: float = key(0.0, "0 = greedy", minimum=0)
-    eval_repetition_penalty: float = key(
-        1.0,
-        "repetition penalty: tokens already in the prompt or completion become less likely, in evaluation only; "
-        "1 = off",
-        above=0,
-    )
-    success_reward: float | None = key(
-        None,
-        "eval/accuracy is the share of samples to which the first reward function gives this value; None = 1 if it "
-        "gives only 0 and 1, else there is no accuracy",
-    )
-
-    # Keys of sampled evaluation exist only in SampledEvalConfig.
-    eval_top_p = 1.0
-    eval_top_k = 0
-    eval_min_p = 0.0
-    num_generations_eval = 1
-
-
-@dataclass(frozen=True)
-class SampledEvalConfig(EvalConfig):
-    """Evaluation with eval_temperature above 0."""
-
-    eval_top_p: float = key(1.0, "nucleus sampling, in evaluation only", above=0, maximum=1)
-    eval_top_k: int = key(0, "sample among the k most likely tokens, in evaluation only; 0 = all", minimum=0)
-    eval_min_p: float = key(
-        0.0, "lowest probability relative to the most likely token, in evaluation only", minimum=0, maximum=1
-    )
-    num_generations_eval: int = key(
-        1, "completions per evaluation prompt; above 1, eval/pass@n is logged in addition to the accuracy", minimum=1
     )
 
 
@@ -418,8 +365,8 @@ class RayControllerConfig(ControllerConfig):
     watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
 
 
-@dataclass(frozen=True)
-class TrainerConfig(LoggingKeys):
+@dataclass(frozen=True, repr=False)
+class TrainerConfig(LoggingKeys, Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
@@ -461,5 +408,6 @@ class TrainerConfig(LoggingKeys):
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Sequence
 
 import psutil
 
 from hybrid_rl.controller.placement import Place
-
-
-def own_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_process(place: Place) -> str:

@@ -21,9 +21,10 @@ from hybrid_rl.compat import ray as ray_names
 from hybrid_rl.controller import placement, session
 from hybrid_rl.controller.failures import cluster_ended, failure_of, process_ended
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
-from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, is_running, own_cores
+from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, is_running
 from hybrid_rl.controller.server import Health, Outcome, RankServer
 from hybrid_rl.errors import ConfigError, HybridRLError, WorkerError
+from hybrid_rl.process.cores import own_cores
 from hybrid_rl.process.environment import environment_kept
 
 # CPU ranks may share cores: whoever asks for four ranks on two cores gets them.

@@ -1,4 +1,4 @@
-"""Base of the engines that generate from the trainer's own modules, so that a handoff writes no byte."""
+"""Base of the engines that generate from the trainer's own modules, so that a handoff copies nothing."""
 
 from __future__ import annotations
 

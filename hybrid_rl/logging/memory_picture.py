@@ -55,6 +55,20 @@ def draw_memory(step: StepMemory, picture: Path, *, title: str, expected: Expect
     figure.savefig(picture, dpi=110)
 
 
+def memory_record(step: StepMemory, expected: Expected | None) -> dict[str, Any]:
+    """Return what a picture shows, for JSON. moments: seconds since the start of the step; bytes: by resident, from
+    each moment to the next; phases: [name, start, end]; lines: label and points, null between pieces."""
+    moments, bytes_of = shown(step)
+    return {
+        "moments": moments,
+        "bytes": bytes_of,
+        "phases": [[phase.name, phase.start - step.start, phase.end - step.start] for phase in step.phases],
+        "lines": {
+            line.label: [[x, None if math.isnan(y) else y] for x, y in line.points] for line in lines_of(step, expected)
+        },
+    }
+
+
 def shown(step: StepMemory) -> tuple[list[float], dict[str, list[int]]]:
     """Return the series of a step without residents that never take memory, in the order of the cycle's table."""
     moments, bytes_of = step.series()

@@ -98,6 +98,10 @@ class ProgressDisplay:
         self._moments.append(self._begun)
         self._open.enter_context(self._shown(self._live_lines, self._remind, STEP_SECONDS))
 
+    def retotal(self, max_steps: int) -> None:
+        """Count up to another last step."""
+        self._max_steps, self._every = max_steps, max(1, max_steps // NUM_LINES)
+
     def stop(self) -> None:
         """Remove the live lines."""
         self._ended = time.monotonic()

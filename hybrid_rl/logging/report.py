@@ -26,6 +26,10 @@ CURVES = (
 )
 
 
+# Besides metrics.jsonl: files with a record, or several, of each step.
+LOGS = ("samples*.jsonl", "eval-samples*.jsonl", "timeline.jsonl")
+
+
 class JsonLines:
     """A JSON-lines file that survives a full disk: records that cannot be written now are kept and written later, and a
     record that was cut short is removed again."""
@@ -128,7 +132,8 @@ class RunFolder:
         """Move records of later steps, which a resumed run makes again, and unreadable lines from each log to the file
         `<log>.dropped` next to it. If it is killed in between, the next call completes it."""
         num_steps, unreadable = 0, {}
-        for path in (self.metrics.path, *sorted(self.path.glob("samples*.jsonl"))):
+        others = (path for pattern in LOGS for path in sorted(self.path.glob(pattern)))
+        for path in (self.metrics.path, *others):
             if not path.exists():
                 continue
             steps = [(_step_of(line), line) for line in _lines(path)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hybrid_rl.config.changes import changes
 from hybrid_rl.config.load import as_mapping
 from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.files import set_aside
+from hybrid_rl.logging.environment import environment
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.logging.report import RunFolder
 from hybrid_rl.logging.trackers import Trackers
@@ -28,12 +30,15 @@ from hybrid_rl.owners import FolderLock
 
 logger = logging.getLogger("hybrid_rl")
 
+ENVIRONMENT = "environment.json"
+
 
 class RunLog:
     """The log of training steps.
 
     checkpoint: the one that the run resumes from, None for a new run.
     lock: of the resumed run's folder; None if a new folder is made, or locked here.
+    about: what environment.json says of the run, besides the machine.
     display: the console.
 
     Existing files stay unchanged until `take_up`, before the first write: a run that cannot start leaves no trace.
@@ -41,7 +46,12 @@ class RunLog:
     """
 
     def __init__(
-        self, config: TrainerConfig, max_steps: int, checkpoint: Path | None, lock: FolderLock | None = None
+        self,
+        config: TrainerConfig,
+        max_steps: int,
+        checkpoint: Path | None,
+        lock: FolderLock | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._yaml = to_yaml(config)
@@ -50,7 +60,8 @@ class RunLog:
         self._trackers: Trackers | None = None
         self.display = ProgressDisplay(max_steps, config.log_level)
         self._shown: list[dict[str, Any]] = []
-        self._has_warned = False
+        self._has_warned = self._has_environment = False
+        self._about = dict(about or {})
         self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
         if not self._run.is_continued:
@@ -69,7 +80,8 @@ class RunLog:
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step
-        self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config), step)
+        config = self._config
+        self._trackers = Trackers(config.report_to, self._run.path, to_dict(config), step, config.tracker_arguments)
         if not self._run.is_continued:
             self._write_config()
             return False
@@ -149,22 +161,49 @@ class RunLog:
             logger.warning("%s, or a file in it, was deleted and cannot be written again: %s", self.path, problem)
             self._has_warned = True
 
+    def change(self, config: TrainerConfig, notes: Sequence[str]) -> None:
+        """Record another configuration, with a comment for each change that led to it."""
+        self._config = config
+        self._yaml = "".join(f"# {note}\n" for note in notes) + to_yaml(config)
+        if not self._is_taken_up:
+            return
+        try:
+            self._write_config()
+        except (ConfigError, OSError) as error:
+            logger.warning("config.yaml keeps the old settings: %s", error)
+
     def _write_config(self) -> None:
         versions = (
             f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
         )
         self._run.write_text("config.yaml", f"# {versions}\n{self._yaml}")
 
+    def _write_environment(self) -> None:
+        """Write what is run, and where. A folder is complete without that, so that a failure is a warning."""
+        try:
+            self._run.write_text(ENVIRONMENT, json.dumps(self._about | environment(), indent=2) + "\n")
+        except ConfigError as error:
+            logger.warning("%s", error)
+        self._has_environment = True
+
     @property
     def path(self) -> Path:
         """The run folder."""
         return self._run.path
+
+    @property
+    def samples_folder(self) -> Path | None:
+        """Where samples of an evaluation are kept; None in a resumed folder before its first step, which stays as it
+        is as long as nothing is trained."""
+        return self.path if self._is_taken_up else None
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step, or (step 0) of the evaluation before the first."""
         assert self._trackers is not None
         self.take_up()
         self.check()
+        if not self._has_environment:
+            self._write_environment()
         self._run.log_metrics(step, metrics)
         self._trackers.table(step, self._shown)
         self._trackers.log(step)

@@ -56,7 +56,8 @@ class RunPlan:
         """Return the plan as plain text of this width."""
         file = io.StringIO()
         # Named, so that no setting of the terminal puts escape codes into text that is kept.
-        console = Console(file=file, width=width, no_color=True, force_terminal=False, legacy_windows=False)
+        plain: Any = {"no_color": True, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
+        console = Console(file=file, width=width, **plain)
         console.print(self.__rich__())
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+PACKAGE = str(Path(__file__).parents[1])
 
 _requested = threading.Event()
 
@@ -60,3 +64,17 @@ def deferred_interrupt(*, every: bool = False) -> Iterator[None]:
             _requested.clear()
     if pending:
         signal.raise_signal(signal.SIGINT)
+
+
+def show_shortly(interrupt: KeyboardInterrupt, text: str) -> None:
+    """Have IPython show an interrupt as this text and the user's own line, instead of every frame of the package; its
+    hook for that is an attribute of the exception. It stays a KeyboardInterrupt: cells that wait do not run."""
+
+    def render() -> list[str]:
+        lines = [f"KeyboardInterrupt: {text}"]
+        frames = traceback.extract_tb(interrupt.__traceback__)
+        first = next((place for place, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)), len(frames))
+        lines += [f"---> {frame.lineno} {frame.line}" for frame in frames[max(first - 1, 0) : first]]
+        return ["\n".join(lines)]
+
+    vars(interrupt)["_render_traceback_"] = render

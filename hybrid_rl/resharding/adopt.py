@@ -1,7 +1,7 @@
 """Shared memory of trainer and engine: the trainer's tensors as views of the engine's, if only their place differs.
 
 An engine fuses what a model keeps apart (query, key and value; gate and up), one below the other. Each part is a
-contiguous range of the fused tensor, so the trainer's tensor can live there, and a handoff then writes no byte.
+contiguous range of the fused tensor, so the trainer's tensor can live there, and a handoff then copies nothing.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.floor import RolloutFunction, check_rollout_func
+from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
@@ -68,8 +69,8 @@ class AgentRollout:
         turn_rewards_problem: str = "",
     ) -> None:
         self._turn_rewards_problem = turn_rewards_problem
-        self._client, self._rewards, self._chat, self._agent = client, rewards, chat, agent
-        self._limits = limits
+        self._client, self._chat, self._agent = client, chat, agent
+        self._limits, self._encode, self._seed, self._max_length = limits, encode, seed, max_length
         self._turns = EngineTurns(client)
         self._settings = EpisodeSettings(
             turns=self._turns,
@@ -86,11 +87,22 @@ class AgentRollout:
         if rollout_func is not None:
             check_rollout_func(rollout_func)
         self._is_closed = False
+        self.score_with(rewards)
+
+    def score_with(self, rewards: RewardRunner | None) -> None:
+        """Score with these functions from now on."""
+        self._rewards = rewards
         self._judges: JudgeRound | None = None
         if rewards is not None and rewards.entries.judges:
-            if encode is None:
+            if self._encode is None:
                 raise ConfigError("an EngineJudge needs the policy's tokenizer: pass encode= to AgentRollout")
-            self._judges = JudgeRound(client, rewards, chat.decode, encode, seed=seed, max_length=max_length)
+            limits: Any = {"seed": self._seed, "max_length": self._max_length}
+            self._judges = JudgeRound(self._client, rewards, self._chat.decode, self._encode, **limits)
+
+    def sample_at(self, temperature: float) -> None:
+        """Let agents that ask over HTTP get answers at this temperature from now on; others follow the call."""
+        if isinstance(self._agent, HttpAgent):
+            self._agent.sample_at(temperature)
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return the samples of num_generations trajectories for each of these prompts, prompt by prompt. Raises

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_rl.batch import Batch, Trajectories
-from hybrid_rl.data.prompts import Messages
+from hybrid_rl.batch.messages import prompt_text
+from hybrid_rl.data.prompts import Messages, shorten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Generation:
-    """One generated completion. logprobs: ln p of each token under the distribution that it was sampled from; 0.0 of
-    what tools and environments put between the policy's tokens. messages: the conversation after the prompt, if an
-    agent held one in messages. error: the traceback of an agent that failed."""
+    """One generated completion; `.completion` is its text. logprobs: ln p of each token under the distribution that it
+    was sampled from; 0.0 of what tools and environments put between the policy's tokens. messages: the conversation
+    after the prompt, if an agent held one in messages. error: the traceback of an agent that failed."""
 
     prompt: Any
     completion: str
@@ -22,6 +23,11 @@ class Generation:
     finish_reason: str
     messages: Messages | None = None
     error: str | None = None
+
+    def __repr__(self) -> str:
+        texts = (shorten(prompt_text(self.prompt)), shorten(self.completion, 200))
+        numbers = f"{len(self.completion_ids)} tokens, {self.finish_reason}"
+        return f"Generation({' -> '.join(texts)}, {numbers}{', failed' if self.error else ''})"
 
 
 def generations_of(batch: Batch) -> list[Generation]:

@@ -65,14 +65,20 @@ class ScoredRollout:
         max_length: int | None = None,
     ) -> None:
         self._client = client
-        self._rewards = rewards
         self._decode = decode
         self._seed = seed
+        self._encode, self._max_length = encode, max_length
+        self.score_with(rewards)
+
+    def score_with(self, rewards: RewardRunner | None) -> None:
+        """Score with these functions from now on."""
+        self._rewards = rewards
         self._judges: JudgeRound | None = None
         if rewards is not None and rewards.entries.judges:
-            if encode is None:
+            if self._encode is None:
                 raise ConfigError("an EngineJudge needs the policy's tokenizer: pass encode= to ScoredRollout")
-            self._judges = JudgeRound(client, rewards, decode, encode, seed=seed, max_length=max_length)
+            limits: Any = {"seed": self._seed, "max_length": self._max_length}
+            self._judges = JudgeRound(self._client, rewards, self._decode, self._encode, **limits)
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return samples of these prompts, prompt by prompt. Raises KeyboardInterrupt if an interrupt was requested."""

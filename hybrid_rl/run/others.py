@@ -14,10 +14,10 @@ from typing import Any, Self
 from torch import nn
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.load import leaf_names
 from hybrid_rl.config.schema import RayControllerConfig
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, counted
 from hybrid_rl.memory.cycle import ACTOR
+from hybrid_rl.process.interrupts import show_shortly
 from hybrid_rl.run.guard import StepGuard
 
 logger = logging.getLogger("hybrid_rl")
@@ -36,7 +36,7 @@ _trained_by: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDiction
 class Tenant:
     """The base of Trainer that knows of other Trainers in the process: it can be closed by its user or for another.
 
-    module: the user's own if it is trained in place, else None. max_steps may be set at any time.
+    module: the user's own if it is trained in place, else None.
     """
 
     config: TrainerConfig
@@ -84,8 +84,8 @@ class Tenant:
         """
         if self._work and self._pid == os.getpid():
             raise HybridRLError(
-                f"close() was called while {self._work[0]} runs: to end a run early set trainer.max_steps = "
-                "trainer.global_step in a callback's on_step_end, and close() after fit()"
+                f"close() was called while {self._work[0]} runs: to end a run early call trainer.stop() in a callback, "
+                "and close() after fit()"
             )
         is_first, self._closed = not self._closed, self._closed or (f": {reason}" if reason else ";")
         _open.discard(self)
@@ -100,6 +100,10 @@ class Tenant:
         self._work = [*self._work, what]
         try:
             yield
+        except KeyboardInterrupt as interrupt:
+            advice = "step() or fit() goes on" if not self._guard.is_torn else "make a new Trainer, with resume="
+            show_shortly(interrupt, f"interrupted after training step {self.global_step} of {self.max_steps}; {advice}")
+            raise
         finally:
             self._work = self._work[:-1]
 
@@ -167,27 +171,6 @@ class Tenant:
         if self.module is not None:
             self._module_steps = _steps[self.module] = steps_of(self.module) + 1
             _trained_by[self.module] = self.run_folder
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_made and not name.startswith("_"):
-            self._check_set(name, value)
-        super().__setattr__(name, value)
-
-    def _check_set(self, name: str, value: Any) -> None:
-        """Raise ConfigError for an attribute that may not be set, or not to this value."""
-        if name == "max_steps":
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"max_steps={value!r} must be a whole number, at least 1")
-        elif name in ARGUMENTS or name in leaf_names():
-            raise ConfigError(
-                f"trainer.{name} would do nothing: it is fixed when a Trainer is made. Make another one: "
-                f"Trainer(..., resume=trainer.save()) keeps the optimizer state, Trainer(str(trainer.save()), ...) "
-                f"starts a new run from these weights"
-            )
-        elif not hasattr(self, name) and type(self).__bases__ == (Tenant,):  # a user's subclass may add attributes
-            raise ConfigError(
-                f"trainer.{name} would do nothing: a Trainer has no such attribute; only max_steps can be set"
-            )
 
 
 def has_folder(folder: Path) -> bool:

@@ -20,8 +20,8 @@ FIRST_STEP = 2  # of a run: the first step also has the start, and makes what la
 
 
 class MemoryPictures:
-    """Draws memory.png of a run: after its second step, whenever other residents are awake between two steps than in
-    the picture, and at the end.
+    """Draws memory.png of a run, with its numbers in memory.json: after its second step, the first time that
+    other residents are awake between two steps than ever before, and at the end.
 
     folder: of the run. plan: of its memory, None if there is none.
     """
@@ -30,15 +30,15 @@ class MemoryPictures:
         self._policy, self._folder = policy, folder
         self._expected = None if plan is None else plan.expected()
         self._num_steps = 0
-        self._awake: frozenset[str] | None = None  # in the picture
+        self._shown: set[frozenset[str]] = set()  # what was awake between two steps when a picture was drawn
         self._drawn = -1  # the step in the picture
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Draw if it is due after this step, whose metrics tell what is in memory now."""
         self._num_steps += 1
         awake = frozenset(tag for tag in RESIDENTS if metrics.get(f"memory/{tag}_bytes", 0.0) > 0)
-        if self._num_steps >= FIRST_STEP and awake != self._awake:
-            self._awake = awake
+        if self._num_steps >= FIRST_STEP and awake not in self._shown:
+            self._shown.add(awake)
             self.draw(step)
 
     def draw(self, step: int) -> None:
@@ -51,6 +51,8 @@ class MemoryPictures:
             if steps:
                 title = f"residents in memory of rank 0 (its process takes more), training step {step}"
                 memory_picture.draw_memory(steps[-1], path, title=title, expected=self._expected)
+                record = {"step": step} | memory_picture.memory_record(steps[-1], self._expected)
+                path.with_suffix(".json").write_text(json.dumps(record))
             self._drawn = step
         except Exception as error:
             logger.warning("cannot draw %s: %s: %s", path, type(error).__name__, error)

@@ -26,9 +26,11 @@ from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
 from hybrid_rl.training.mismatch import rollout_gap
+from hybrid_rl.training.no_optimizer import NoOptimizer
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import router_columns
+from hybrid_rl.training.said import FirstWords
 from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from hybrid_rl.training.trained import TrainedModel
@@ -47,9 +49,11 @@ class Actor(TrainedModel):
         *,
         num_optimizer_steps: int,
         reference: CausalLM | None = None,
+        is_trained: bool = True,
     ) -> None:
+        """is_trained: False for a policy that only generates, without an optimizer."""
         self._spec = spec = LossSpec.of(config)
-        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer
+        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer if is_trained else NoOptimizer
         super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps, optimizer=optimizer)
         algorithm = config.algorithm
         self._old_logprobs = algorithm.old_logprobs
@@ -61,6 +65,18 @@ class Actor(TrainedModel):
         self.entropy_weight = EntropyWeight(config.entropy, spec.entropy_coef, is_subset=spec.has_entropy_threshold)
         self._numbers = LearnedNumbers(spec.policy_loss, model.device)
         self._has_told = False
+        self.said: FirstWords | None = None  # before the last update
+        # What the last update found out in passing, of all its samples: columns that they do not have.
+        self.trained_logprobs: dict[str, Jagged] = {}
+
+    def reconfigure(self, config: TrainerConfig, num_optimizer_steps: int) -> None:
+        """Go on with other numbers in the loss and the optimizer. What follows a measured number (KL, entropy) starts
+        again only if it was given anew."""
+        before, self._spec = self._spec, LossSpec.of(config)
+        self.kl_weight.reconfigure(self._spec.kl)
+        if self._spec.entropy_coef != before.entropy_coef:
+            self.entropy_weight.reconfigure(self._spec.entropy_coef)
+        self.optimizer.reconfigure(config.optimizer, num_optimizer_steps)
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
         """Compute old_logprobs under the present weights, or take the engine's, as configured, with what the algorithm
@@ -86,6 +102,7 @@ class Actor(TrainedModel):
         version: of the weights before the first of them. Collective."""
         spec, sums = self._spec, MetricSums()
         progress.count(self._num_iterations * len(plan), "optimizer steps", is_common=True)
+        self.trained_logprobs = {}
         changed = start_download(self.optimizer.take_over())
         recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
@@ -96,28 +113,34 @@ class Actor(TrainedModel):
         if prepared is not None:
             batch = batch.with_columns(prepared=prepared)
         batch = with_trajectory_tokens(batch, spec)
-        first: torch.Tensor | None = None  # logprobs of the first mini-batch, under the weights of the rollout
+        first: torch.Tensor | None = None  # what the weights of the rollout said of the first mini-batch
         for _ in range(self._num_iterations):
             for micro_batches, its_counts in zip(plan, counts, strict=True):
                 mini = self._mini_batch(batch, micro_batches, its_counts, version)
                 step, losses, before = MetricSums(), [], []
                 for micro, is_last in self._cut(batch, micro_batches):
                     with accumulating(self.model, is_last=is_last):
-                        loss, stats, logprobs = micro_batch_loss(self.model, micro, spec, mini, self._beside)
+                        loss, stats, said = micro_batch_loss(self.model, micro, spec, mini, self._beside)
                         loss.backward()  # type: ignore[no-untyped-call]
                     self.optimizer.accumulate()
                     step.merge(stats)
                     losses.append(loss.detach())
-                    before.append(logprobs.float())
+                    before.append(said.float())
                 updated, common = self._take_step(batch, micro_batches, losses, prefix="", loss="loss")
                 self._numbers.step(self._context, is_valid=updated and its_counts.num_tokens > 0)
                 sums.merge(self._step_metrics(step, common))
-                if first is None and not recomputed:
+                if first is None:
                     first = start_download(_joined(before, micro_batches, self.model.device))
         self._read(sums)
         self._tell_changed(changed)
         if first is not None:
-            sums.merge(rollout_gap(batch.select(sample_rows(plan[0])), first, spec.correction, self._context, version))
+            rows = sample_rows(plan[0])
+            its_batch = batch.select(rows)
+            self.said = FirstWords.of(its_batch, first)
+            if not recomputed:
+                sums.merge(rollout_gap(its_batch, first[0], spec.correction, self._context, version))
+            if len(plan) == 1 and "old_logprobs" not in batch:
+                self.trained_logprobs["old_logprobs"] = _in_order(batch["completion_ids"], rows, first[0])
         if "teacher_logprobs" in batch:
             on = batch["completion_mask"].values
             gap = (batch["old_logprobs"].values - batch["teacher_logprobs"].values)[on]
@@ -167,7 +190,15 @@ class Actor(TrainedModel):
         self._numbers.load_state_dict(state["algorithm"])
 
 
-def _joined(logprobs: Sequence[torch.Tensor], micro_batches: MicroBatches, device: torch.device) -> torch.Tensor:
-    """Return the logprobs of the micro-batches that hold samples, float32 [M] in their order."""
-    parts = [part for part, rows in zip(logprobs, micro_batches, strict=True) if rows]
-    return torch.cat([torch.zeros(0, device=device), *parts])
+def _joined(said: Sequence[torch.Tensor], micro_batches: MicroBatches, device: torch.device) -> torch.Tensor:
+    """Return logprobs and entropies of the micro-batches that hold samples, float32 [2, M] in their order."""
+    parts = [part for part, rows in zip(said, micro_batches, strict=True) if rows]
+    return torch.cat([torch.zeros(2, 0, device=device), *parts], dim=1)
+
+
+def _in_order(completions: Jagged, rows: torch.Tensor, values: torch.Tensor) -> Jagged:
+    """Return a float32 column from the values of the tokens of samples in the order `rows`, int64 [N]."""
+    place = completions.with_values(torch.arange(len(completions.values))).select(rows).values
+    column = torch.zeros(len(completions.values))
+    column[place] = values.float().cpu()
+    return completions.with_values(column)

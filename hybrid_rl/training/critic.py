@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.algos.value_losses import ValueFit, clipped_value_loss, value_clipped
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config import OptimizerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
@@ -26,6 +26,10 @@ from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.scoring import token_column
 from hybrid_rl.training.spec import loss_mask
 from hybrid_rl.training.trained import TrainedModel
+
+
+def _own_optimizer(config: TrainerConfig, options: ValueHeadConfig) -> OptimizerConfig:
+    return dataclasses.replace(config.optimizer, learning_rate=options.critic_learning_rate)
 
 
 class Critic(TrainedModel):
@@ -46,11 +50,15 @@ class Critic(TrainedModel):
     ) -> None:
         built = build_critic(model, config, context)
         built.verify()
-        optimizer = dataclasses.replace(config.optimizer, learning_rate=options.critic_learning_rate)
-        own_config = dataclasses.replace(config, optimizer=optimizer)
+        own_config = dataclasses.replace(config, optimizer=_own_optimizer(config, options))
         super().__init__(built, own_config, context, num_optimizer_steps=num_optimizer_steps)
         self._clip = options.cliprange_value
         self._has_begun = False
+
+    def reconfigure(self, config: TrainerConfig, num_optimizer_steps: int, options: ValueHeadConfig) -> None:
+        """Go on with other numbers in the loss and the optimizer."""
+        self._clip = options.cliprange_value
+        self.optimizer.reconfigure(_own_optimizer(config, options), num_optimizer_steps)
 
     def check(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         """Raise ModelError if it cannot take the policy's tokens, or sequences of up to max_length of them."""

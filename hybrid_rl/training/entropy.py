@@ -22,6 +22,10 @@ class EntropyWeight:
         self._coef = coef
         self._measured = math.inf  # in the last optimizer step; unknown before the first one, so nothing is paid
 
+    def reconfigure(self, coef: float) -> None:
+        """Go on with another weight; an adaptive one starts again from there."""
+        self._coef = coef
+
     @property
     def applied(self) -> float:
         """The weight in the next optimizer step."""

@@ -19,6 +19,11 @@ class KLWeight:
         self._term = term if isinstance(term, (KLInLoss, KLInReward)) else None
         self.beta = 0.0 if self._term is None else self._term.beta
 
+    def reconfigure(self, term: KLTerm) -> None:
+        """Go on with another beta; an adaptive one starts again from there."""
+        if self._term is not None and isinstance(term, (KLInLoss, KLInReward)) and term != self._term:
+            self._term, self.beta = term, term.beta
+
     def follow(self, batch: Batch, sums: MetricSums, context: RankContext) -> MetricSums:
         """Move beta by the mean KL of a trajectory in a training step; its metrics. Collective.
 

@@ -29,8 +29,9 @@ def micro_batch_loss(
     ref_logprobs, and trajectory_tokens if trajectories have several turns. Without old_logprobs the learner's own are
     used, detached: the ratio is 1 and carries the gradient.
 
-    Returns the loss, sums for the metrics, and the detached logprobs [M]. Raises DataError for samples of several
-    temperatures, or without a column that a term needs.
+    Returns the loss, sums for the metrics, and what the model said of the M tokens, detached [2, M]: their logprobs,
+    and the entropy where each was chosen. Raises DataError for samples of several temperatures, or without a column
+    that a term needs.
     """
     beside = SideModels() if beside is None else beside
     row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
@@ -95,7 +96,7 @@ def micro_batch_loss(
         total = total + beside.balance.coef * aux_loss
         sums.mean("aux_loss", aux_loss.detach(), 0)
     _add_metrics(sums, loss, inputs, masks)
-    return total, sums, inputs.logprobs.detach()
+    return total, sums, torch.stack([inputs.logprobs.detach(), inputs.needed("entropy").detach()])
 
 
 def model_outputs(

@@ -67,12 +67,38 @@ class Optimizer:
             step = torch.zeros((), dtype=torch.float32, device=target.device)
             moments = {moment: torch.zeros_like(target) for moment in MOMENTS}
             self._adamw.state[target] = {"step": step, **moments}
-        self._schedule = get_scheduler(
+        self._schedule = self._make_schedule(config, num_optimizer_steps)
+
+    def _make_schedule(self, config: OptimizerConfig, num_optimizer_steps: int) -> Any:
+        return get_scheduler(
             config.lr_scheduler_type,
             self._adamw,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=num_optimizer_steps,
         )
+
+    def reconfigure(self, config: OptimizerConfig, num_optimizer_steps: int) -> None:
+        """Go on with another peak learning rate, weight decay, limit of the gradient norm or length of the schedule.
+        The schedule stays where it is: the next step has the new peak times the schedule's factor there."""
+        num_done = self._schedule.last_epoch
+        self._max_grad_norm = config.max_grad_norm
+        for group in self._adamw.param_groups:
+            group["lr"] = config.learning_rate
+            group.pop("initial_lr", None)  # from which a schedule would start again
+            if group["params"][0].dim() >= 2:
+                group["weight_decay"] = config.weight_decay
+        self._schedule = self._make_schedule(config, num_optimizer_steps)
+        self._go_to(num_done)
+
+    def _go_to(self, num_steps: int) -> None:
+        """Put the schedule to where it is after so many optimizer steps."""
+        rates = [
+            base * factor(num_steps)
+            for base, factor in zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
+            group["lr"] = rate
+        set_schedule(self._schedule, num_steps, rates)
 
     def _make_targets(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what AdamW updates. local: this rank's part of each parameter."""
@@ -267,14 +293,7 @@ class Optimizer:
         for kind in (*MOMENTS, "step", "master"):
             for name, value in state.get(kind, {}).items():
                 local_tensor(own[kind][name]).copy_(local_tensor(value))
-        num_steps = state["schedule"]["last_epoch"]
-        rates = [
-            base * factor(num_steps)
-            for base, factor in zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
-            group["lr"] = rate
-        set_schedule(self._schedule, num_steps, rates)
+        self._go_to(state["schedule"]["last_epoch"])
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def adopt(self, module: PreTrainedModel) -> None:
-        """Move the trainer's weights into vLLM's memory, where they are from then on: a handoff writes no byte.
+        """Move the trainer's weights into vLLM's memory, where they are from then on: a handoff copies nothing.
 
         Raises HandoffError, before anything moves, if the two store weights differently.
         """

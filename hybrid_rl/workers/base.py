@@ -10,7 +10,7 @@ import torch
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory.comparison import Comparison, DevicePeak, Expected
 from hybrid_rl.memory.cycle import Phase
-from hybrid_rl.memory.history import History, StepMemory
+from hybrid_rl.memory.history import History, Span, StepMemory
 from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.memory.probe import measure
 from hybrid_rl.workers.preflight import RankProbe, probe_rank
@@ -94,6 +94,12 @@ class WorkerBase:
     def memory_history(self) -> list[StepMemory]:
         """Return what was in memory over the last steps, oldest first."""
         return self.history.steps
+
+    @dispatch(collect="all")
+    def last_phases(self) -> list[Span]:
+        """Return the phases of the last step of the history, by their end."""
+        steps = self.history.steps
+        return list(steps[-1].phases) if steps else []
 
     @dispatch(collect="all")
     def probe_rank(self) -> RankProbe:

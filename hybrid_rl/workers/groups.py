@@ -6,10 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.batch import AnyBatch, BatchRef
+from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import StorageError, WorkerError
-from hybrid_rl.memory.history import StepMemory
+from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.training.skipped import SkippedUpdate
@@ -17,6 +18,7 @@ from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import RankProbe
 from hybrid_rl.workers.reference import ReferenceWorker
+from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -31,6 +33,10 @@ class RankGroup(WorkerGroup):
     def memory_history(self) -> list[list[StepMemory]]:
         """Read what was in memory over the last steps of each rank."""
         return self._ranks.call(WorkerBase.memory_history)
+
+    def last_phases(self) -> list[list[Span]]:
+        """Read in which phase each rank was when, over the last step."""
+        return self._ranks.call(WorkerBase.last_phases)
 
     def probe_rank(self) -> list[RankProbe]:
         """Read the versions of each rank, and measure its speed."""
@@ -52,6 +58,12 @@ class PolicyGroup(RankGroup):
     def __init__(self, backend: Backend, reference: ReferenceGroup | None = None, *, has_scores: bool = True) -> None:
         super().__init__(backend)
         self._reference, self._has_scores = reference, has_scores
+
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps.
+
+        num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
+        self._ranks.call(HybridWorker.reconfigure, config, num_steps, rewards)
 
     # ---------------------------------------------------------------------------------------------- a training step
 
@@ -87,6 +99,14 @@ class PolicyGroup(RankGroup):
         """Take all optimizer steps of a training step. Returns each rank's part of their metrics."""
         return self._ranks.call(HybridWorker.update, batch, step)
 
+    def with_trained_logprobs(self, batch: AnyBatch) -> AnyBatch:
+        """Add the trainer's logprobs of a batch that was just trained on, if the update found them in passing."""
+        columns = batch.columns if isinstance(batch, BatchRef) else batch
+        found: AnyBatch = batch
+        if "old_logprobs" not in columns:
+            found = self._ranks.call(HybridWorker.with_trained_logprobs, batch)
+        return found
+
     def update_weights(self, version: int) -> list[dict[str, float]]:
         """Give the engines the weights as this policy version, and prove it. Returns metrics of each rank."""
         return self._ranks.call(HybridWorker.update_weights, version)
@@ -101,19 +121,26 @@ class PolicyGroup(RankGroup):
 
     # ------------------------------------------------------------------------------------------ samples and checkpoints
 
-    def log_samples(self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int]) -> None:
+    def log_samples(
+        self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int], eval_set: str | None = None
+    ) -> None:
         """Append the samples of each rank to its file in the run folder. Samples that cannot be written now wait.
-        first: the smallest group and trajectory of the step, from which records count."""
-        self._ranks.call(HybridWorker.log_samples, batch, step, folder, first)
+        first: the smallest group and trajectory of the step, from which records count. eval_set: the name of their
+        evaluation set; None = they are of training."""
+        self._ranks.call(HybridWorker.log_samples, batch, step, folder, first, eval_set)
+
+    def answers(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str | None]]]:
+        """Read what reward functions extracted from each rank's samples, of those that have it."""
+        return self._ranks.call(HybridWorker.answers, batch)
 
     def lost_samples(self) -> list[Path]:
         """Write the samples that wait, and return the files that cannot be written. Dead ranks were reported when they
         died."""
         try:
-            files: list[Path | None] = self._ranks.call(HybridWorker.flush_samples)
+            files: list[list[Path]] = self._ranks.call(HybridWorker.flush_samples)
         except WorkerError:
             return []
-        return [path for path in files if path is not None]
+        return [path for of_rank in files for path in of_rank]
 
     def records(self, batch: AnyBatch, step: int, first: tuple[int, int]) -> list[dict[str, Any]]:
         """Read the records of samples, as `log_samples` would write them, in their order."""

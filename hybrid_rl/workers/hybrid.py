@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.batch.origins import check_origins
 from hybrid_rl.checkpoint.writing import write_checkpoint
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import JsonLines
@@ -28,7 +29,7 @@ from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.records import extracted_answers, sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
@@ -44,7 +45,8 @@ from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
-from hybrid_rl.workers.setup import WorkerSetup, demonstration_encoder
+from hybrid_rl.workers.setup import RewardSetup, WorkerSetup, demonstration_encoder
+from hybrid_rl.workers.token_records import NUM_SHOWN, token_records
 
 FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
 
@@ -90,6 +92,7 @@ class HybridWorker(WorkerBase):
             context,
             num_optimizer_steps=setup.num_optimizer_steps,
             reference=self._roles.reference_model,
+            is_trained=setup.is_trained,
         )
         self.hold(memory.optimizer(self._actor.optimizer))
         self.hold(memory.models(ACTOR, [model]))
@@ -105,7 +108,7 @@ class HybridWorker(WorkerBase):
                 f"{setup.engine_length}; raise kv_cache_memory_bytes, leave it out, or lower max_completion_length"
             )
         self._rewards = setup.rewards.runner(config)
-        self._samples: JsonLines | None = None
+        self._samples: dict[Path, JsonLines] = {}
         self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)
         longest = model.length_limit
         limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
@@ -125,6 +128,22 @@ class HybridWorker(WorkerBase):
         scorers = [(self._cycle.score_actor, self._actor.columns), *self._roles.scorers(self._cycle)]
         scorers.sort(key=lambda scorer: list(self._cycle).index(scorer[0]))
         self._scorers = joined([(phase, (phase, scorer)) for phase, scorer in scorers], self.movable)
+
+    @dispatch(collect="leader")
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps.
+
+        num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
+        if rewards is not None:
+            runner, old = rewards.runner(config), self._rewards
+            self._rollout.score_with(runner)
+            self._rewards = runner
+            old.close()
+        self._config, self._advantages = config, AdvantageSpec.of(config)
+        self._actor.reconfigure(config, num_steps[0])
+        self._roles.reconfigure(config, num_steps[1])
+        if isinstance(self._rollout, AgentRollout):
+            self._rollout.sample_at(config.rollout.temperature)
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -164,6 +183,12 @@ class HybridWorker(WorkerBase):
                 self._roles.after_update(self._actor, step)
         # Ranks that have the same samples report them once.
         return sums if self._context.is_data_leader else MetricSums()
+
+    @dispatch(split="groups", collect="concat")
+    def with_trained_logprobs(self, batch: Batch) -> Batch:
+        """Add old_logprobs as the last update of this batch found them in passing, if all its samples had one optimizer
+        step. People compare them with those of the engine; nothing is computed from them."""
+        return batch.with_columns(**self._actor.trained_logprobs)
 
     @dispatch(collect="leader")
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
@@ -283,16 +308,22 @@ class HybridWorker(WorkerBase):
     # --------------------------------------------------------------------------------------------- samples as text
 
     @dispatch(split="groups", collect="leader", objects=True)
-    def log_samples(self, batch: Batch, step: int, folder: Path, first: tuple[int, int]) -> None:
+    def log_samples(
+        self, batch: Batch, step: int, folder: Path, first: tuple[int, int], eval_set: str | None = None
+    ) -> None:
         """Append this rank's samples to its file in the run folder; samples that cannot be written now wait. first:
-        the smallest group and trajectory of the step."""
+        the smallest group and trajectory of the step. eval_set: of an evaluation, whose samples have their own file."""
         context = self._context
         if not context.is_data_leader:
             return
-        name = "samples.jsonl" if context.num_data_ranks == 1 else f"samples-rank{context.data_rank}.jsonl"
-        if self._samples is None:
-            self._samples = JsonLines(folder / name)
-        self._samples.write(sample_records(step, batch, self._reward_names, first))
+        name = "samples" if eval_set is None else "eval-samples"
+        name += ".jsonl" if context.num_data_ranks == 1 else f"-rank{context.data_rank}.jsonl"
+        file = self._samples.setdefault(folder / name, JsonLines(folder / name))
+        if eval_set is not None:
+            file.write(sample_records(step, batch, self._rewards.names, first, eval_set=eval_set))
+            return
+        values = token_records(batch, self._tokenizer, self._actor.said, NUM_SHOWN // context.num_data_ranks)
+        file.write(sample_records(step, batch, self._reward_names, first, values))
 
     @property
     def _reward_names(self) -> Sequence[str]:
@@ -300,14 +331,19 @@ class HybridWorker(WorkerBase):
         return [DEMONSTRATION] if demonstrates else self._rewards.names
 
     @dispatch(split="groups", collect="all", objects=True)
+    def answers(self, batch: Batch) -> list[tuple[SampleKey, str | None]]:
+        """Return what a reward function extracted from each of this rank's samples, of those that have it."""
+        return extracted_answers(batch)
+
+    @dispatch(split="groups", collect="all", objects=True)
     def records(self, batch: Batch, step: int, first: tuple[int, int]) -> list[dict[str, Any]]:
         """Return the records of this rank's samples, as `log_samples` writes them."""
         return sample_records(step, batch, self._reward_names, first) if self._context.is_data_leader else []
 
     @dispatch(collect="all")
-    def flush_samples(self) -> Path | None:
-        """Write the samples that wait. Returns the file if that fails."""
-        return None if self._samples is None or self._samples.flush() else self._samples.path
+    def flush_samples(self) -> list[Path]:
+        """Write the samples that wait. Returns the files for which that fails."""
+        return [file.path for file in self._samples.values() if not file.flush()]
 
     @dispatch(split="groups", collect="leader", objects=True)
     def save_rollout(self, batch: Batch, step: int, folder: Path) -> None:

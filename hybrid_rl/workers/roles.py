@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_rl.algos import KLInLoss, KLInReward
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.config.schema import ValueHeadConfig
+from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.memory.cycle import CRITIC, CRITIC_OPTIMIZER, REFERENCE, TEACHER, Cycle, Phase
@@ -86,6 +86,12 @@ class Roles:
     def skipped_update(self) -> SkippedUpdate | None:
         """The last update of the critic that was skipped."""
         return None if self._critic is None else self._critic.skipped
+
+    def reconfigure(self, config: TrainerConfig, num_critic_steps: int) -> None:
+        """Go on with another configuration, as far as it may change between steps."""
+        self._config = config
+        if self._critic is not None and isinstance(config.critic, ValueHeadConfig):
+            self._critic.reconfigure(config, num_critic_steps, config.critic)
 
     def is_warmup(self, step: int) -> bool:
         """Whether only the critic learns in this training step."""

@@ -10,16 +10,17 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl import Trainer
 from hybrid_rl.cli import run_recipe
-from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.quickstart.command import console, warming
+from hybrid_rl.quickstart.kept import KeepStart, take_up
+from hybrid_rl.quickstart.model import build_model
+from hybrid_rl.quickstart.run import Outcome, check_run, settings_of, train
+from hybrid_rl.quickstart.warm_start import SupervisedTrainer
 from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.prepare import find_hardware
 from recipes.agents.chat import encode_conversations
 from recipes.agents.task import AgentTask
-from recipes.quickstart.kept import KeepStart, take_up
-from recipes.quickstart.model import build_model
-from recipes.quickstart.run import Outcome, train
-from recipes.quickstart.warm_start import SupervisedTrainer
-from recipes.runner import console, warming
 
 WARM_START_LR = 3e-3
 BATCH_SIZE = 64
@@ -47,14 +48,23 @@ def main(arguments: Sequence[str], settings: Path, doc: str, build_task: BuildTa
         return
     if own.data.train_path is not None:
         raise ConfigError("data.train_path needs a model of your own: set model.path too")
-    config, _ = load_config(settings, arguments=arguments)
+    config, given = settings_of(settings, arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task = build_task(config.seed)
+    check(task, config, given)
     model, tokenizer = warm_started(task, config)
     outcome = improve(model, tokenizer, task, config, [KeepStart(model, config.seed)])
     for step, accuracy in sorted(outcome.curve.items()):
         console.print(f"step {step:3}: {accuracy:.1%} of the held-out rows")
     console.print(f"{outcome.steps} steps in {outcome.seconds:.0f} s; curves, metrics and samples: {outcome.run}")
+
+
+def check(task: AgentTask, config: TrainerConfig, given: frozenset[str]) -> None:
+    """Refuse what the Trainer would refuse after the warm start. given: paths of keys that were set, some of which may
+    do nothing. Raises what the Trainer raises."""
+    resolve(config, given, hardware=find_hardware(config))
+    tokenizer = task.tokenizer()
+    check_run(build_model(tokenizer, config.seed), tokenizer, config, **task.given)
 
 
 def warm_started(task: AgentTask, config: TrainerConfig) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
@@ -102,6 +112,4 @@ def improve(
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Train a warm-started model in place, to the end of the config's steps; on the GPU, if there is one."""
-    return train(
-        model, tokenizer, config, callbacks, train_dataset=task.train, eval_dataset=task.heldout, **task.arguments
-    )
+    return train(model, tokenizer, config, callbacks, **task.given)

@@ -30,6 +30,11 @@ class AgentTask:
     warm_start_steps: int
     max_length: int
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """All that the Trainer gets of the task: its rows and arguments."""
+        return {"train_dataset": self.train, "eval_dataset": self.heldout, **self.arguments}
+
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Build a tokenizer with the words of the first conversations."""
         bare = build_tokenizer([], self.max_length)

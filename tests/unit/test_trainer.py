@@ -88,7 +88,7 @@ def test_steps_and_fit_continue_each_other(make_trainer, records) -> None:
     last = trainer.fit()
     assert last["handoff/version"] == 4 and trainer.fit() == last  # a cell that is run twice
     assert [line["step"] for line in records(trainer)] == [1, 2, 3, 4]
-    with pytest.raises(ConfigError, match="nothing to do: step 4, max_steps=4; make"):
+    with pytest.raises(ConfigError, match="nothing to do: step 4, max_steps=4; trainer.fit"):
         trainer.step()
 
 
@@ -217,7 +217,8 @@ def test_run_folder(make_trainer, records) -> None:
     trainer.fit()
     trainer.close()
     names = {path.name for path in trainer.run_folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "samples.jsonl"}
+    written = {"config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "memory.json"}
+    assert names == written
     reloaded, _ = load_config(trainer.run_folder / "config.yaml")
     assert reloaded == trainer.config
     samples = records(trainer, name="samples.jsonl")

@@ -40,7 +40,7 @@ class AgentServer:
     agents block the event loop that runs them. temperature: of the run."""
 
     def __init__(self, *, temperature: float) -> None:
-        self._temperature = temperature
+        self.temperature = temperature
         self._open: dict[str, Session] = {}  # by path and by key
         self._ended: dict[str, Session | str] = {}  # the other name of the session
         self._numbers = itertools.count()
@@ -124,7 +124,7 @@ class AgentServer:
             body = await http.json()
         except ValueError as error:
             raise bad_request(f"the body is not JSON: {error}") from None
-        request = read_request(body, is_chat=is_chat, temperature=self._temperature)
+        request = read_request(body, is_chat=is_chat, temperature=self.temperature)
         identity = f"{session.path[:8]}-{next(self._numbers)}"
         asking = asyncio.ensure_future(_ask(session, request))
         try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups, whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register

@@ -4,10 +4,9 @@ V-trace for samples of an older policy or of another engine."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.advantages.groups import whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
@@ -15,6 +14,9 @@ from hybrid_rl.algos.columns import check_ascending, check_columns, ratio_of
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,12 @@ def generalized_advantages(
     """
     check_columns(rows=rows, rewards=rewards, values=values, mask=mask)
     check_ascending(rows, num_rows)
-    if isinstance(lam, Tensor) and lam.shape != (num_rows,):
+    if isinstance(lam, torch.Tensor) and lam.shape != (num_rows,):
         raise ValueError(f"lam must be a number or [{num_rows}], one per sample, not {tuple(lam.shape)}")
     steps = Steps.of(mask, rows, num_rows)
     value = steps.take(values)
     delta = steps.take(rewards) + gamma * steps.next(value) - value
-    decay = gamma * (lam.to(torch.float64)[steps.rows] if isinstance(lam, Tensor) else lam)
+    decay = gamma * (lam.to(torch.float64)[steps.rows] if isinstance(lam, torch.Tensor) else lam)
     advantages = steps.discounted(delta, decay)
     return steps.spread(advantages), steps.spread(advantages + value)
 

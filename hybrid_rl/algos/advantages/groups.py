@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import check_rewards
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STD_FLOOR = 1e-4  # as in TRL, so that the same batch gives the same numbers; rewards are of the order of 1
 MAD_TO_STD = 1.4826  # of a normal distribution: standard deviation / median absolute deviation

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
@@ -15,6 +14,9 @@ from hybrid_rl.algos.interface import AdvantageInputs, Advantages, Needs, regist
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Relative to the dense rewards of a sample, which are float32: a smaller rest of the total is not an outcome.
 ROUNDING = 1e-5

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
 from hybrid_rl.algos.interface import register
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register

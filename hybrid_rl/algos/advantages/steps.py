@@ -7,12 +7,15 @@ answer: the next step after a token is the next token that the policy made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import check_ascending, check_columns, check_rewards
 from hybrid_rl.algos.masked import row_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

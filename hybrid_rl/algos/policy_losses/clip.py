@@ -4,16 +4,18 @@ around 1, and SAPO's smooth gate."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, register
 from hybrid_rl.algos.masked import row_mean
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def at_level(log_ratio: Tensor, mask: Tensor, rows: Tensor, num_rows: int, level: str) -> Tensor:

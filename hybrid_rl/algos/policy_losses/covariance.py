@@ -10,10 +10,9 @@ all ranks before it is cut.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, WholeMiniBatch, register
@@ -21,6 +20,9 @@ from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register

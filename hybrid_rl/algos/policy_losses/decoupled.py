@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import check_columns, masked_log_ratio, ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, register
 from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.columns import bounded, check_columns, masked_log_ratio
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, register
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Smallest probability of "everything else": a difference of float32 probabilities resolves none below it.
 REST_FLOOR = 1e-12

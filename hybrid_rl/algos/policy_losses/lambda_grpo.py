@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from hybrid_rl.algos.advantages.groups import Groups
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.options import key
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register

@@ -1,4 +1,4 @@
-"""The embedded engine: decodes from the actor's own modules, so that a handoff writes no byte.
+"""The embedded engine: decodes from the actor's own modules, so that a handoff copies nothing.
 
 Continuous batching over a paged cache. One step is schedule -> prepare -> layers -> sample; a pass of the model takes
 sequences that decode and chunks of prompts together.

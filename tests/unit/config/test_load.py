@@ -20,10 +20,12 @@ from hybrid_rl.algos import GRPO, AdvantageEstimator
 from hybrid_rl.config import (
     Leaf,
     TrainerConfig,
+    leaves,
     load_config,
     resolve,
     to_dict,
     to_yaml,
+    unknown,
     visible_leaves,
 )
 from hybrid_rl.config import load as load_module
@@ -54,7 +56,7 @@ def example(leaf: Leaf) -> Any:
     if leaf.default is None:
         element = next(iter(typing.get_args(kind)), float)  # of a list
         in_list = typing.get_args(element)[0] if typing.get_origin(element) is Literal else 1.5
-        return {int: 3, float: 1.5, bool: True, str: "text"}.get(kind, [in_list])
+        return {int: 3, float: min(1.5, leaf.metadata["maximum"] or 1.5), bool: True, str: "text"}.get(kind, [in_list])
     if typing.get_origin(leaf.type) is Literal:
         return typing.get_args(leaf.type)[-1]
     if isinstance(leaf.default, bool):
@@ -88,7 +90,9 @@ def test_keys_of_ray_exist_with_more_ranks_or_where_it_is_chosen(leaf: Leaf) -> 
             config = load_config(chosen, keys)[0]
             assert value_at(config, leaf.path) == value and config.controller.backend == "ray"
     for one in ({}, {"num_ranks": 1}, {"num_ranks": 2, "backend": "local"}):
-        message = HABITS.get(name, f"key '{name}' would do nothing: it belongs to controller.backend=ray, not local")
+        message = f"key '{name}' would do nothing: it belongs to controller.backend=ray, not local"
+        if name in HABITS:
+            message = HABITS[name].advice
         with pytest.raises(ConfigError, match=re.escape(message)):
             load_config(one, {name: value})
 
@@ -109,7 +113,7 @@ def test_dtypes_and_devices_of_torch_are_taken_by_name() -> None:
         ("zzz", r"unknown key 'zzz' \(`hybrid-rl keys` lists all\)"),
         ("algorithm.kl_coef", "unknown key 'algorithm.kl_coef': set beta"),
         ("name", "unknown key 'name'"),
-        ("controller.device", r"unknown key 'controller.device': set device \(model.device\); it holds for all ranks"),
+        ("controller.device", r"unknown key 'controller.device': set device \(model.device\): it holds for all ranks"),
         ("fsdp.learning_rate", "unknown key 'fsdp.learning_rate'; did you mean 'optimizer.learning_rate'"),
     ],
 )
@@ -232,7 +236,8 @@ def two_members(monkeypatch: pytest.MonkeyPatch) -> None:
         "advantage": estimators,
         "critic": replace(CHOICES["critic"], infer=lambda given, chosen: None),
     }
-    monkeypatch.setattr(load_module, "CHOICES", MappingProxyType(sections))
+    for module in (load_module, leaves, unknown):
+        monkeypatch.setattr(module, "CHOICES", MappingProxyType(sections))
 
 
 @pytest.mark.usefixtures("two_members")

@@ -1,5 +1,5 @@
 """Tiny random models of the architectures that the library promises to run, built from their config classes, and what
-it promises of each: tests are parametrised over these tables, and the README's list of families is written from them.
+it promises of each: tests are parametrised over these tables, and the lists of docs/models.md are written from them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ GROUPED = {**EXPERTS, **GROUPS, "num_local_experts": 8}
 class Family:
     """What is promised of a family: it trains in place, in float32 and bfloat16, in one process and on two ranks.
 
-    title: as the README names it; config: the config class; settings: its own, windows shorter than the sequences of
-    the tests; model: the model class, None = the one that goes with the config; note: what else a user
+    title: as docs/models.md names it; config: the config class; settings: its own, windows shorter than the sequences
+    of the tests; model: the model class, None = the one that goes with the config; note: what else a user
     should know; two_ranks: False if it cannot be sharded.
     """
 
@@ -244,7 +244,8 @@ VISION: dict[str, Vision] = {
 
 @dataclass(frozen=True)
 class Refused:
-    """A family that is refused at the start. message: pattern of what it is told; title: README's, "" = not there."""
+    """A family that is refused at the start. message: pattern of what it is told; title: that of docs/models.md, "" =
+    not there."""
 
     title: str
     config: str

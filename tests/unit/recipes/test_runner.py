@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch.nn import Module
 
+import hybrid_rl
 from hybrid_rl.config import load_config, num_training_steps, resolve
 from hybrid_rl.errors import ConfigError
-from recipes import runner
-from recipes.quickstart.run import Outcome
-from recipes.quickstart.task import build_task
-from recipes.quickstart.warm_start import WarmStartReport
+from hybrid_rl.quickstart import command
+from hybrid_rl.quickstart.command import SETTINGS, row_name, warming
+from hybrid_rl.quickstart.run import Outcome
+from hybrid_rl.quickstart.task import build_task
+from hybrid_rl.quickstart.warm_start import WarmStartReport
 from recipes.record_curves import names, settings_digest, settings_file
-from recipes.runner import load_reward, main, row_name, take, warming
+from recipes.runner import main
 from tests.tiny import build_model, build_tokenizer
 
 RECIPES = names()
@@ -70,7 +72,7 @@ def test_the_quickstart_refuses_before_its_warm_start_what_cannot_run(
     def warm_started(*_: object) -> None:
         raise AssertionError("the warm start began")
 
-    monkeypatch.setattr(runner, "warm_started", warm_started)
+    monkeypatch.setattr(command, "warm_started", warm_started)
     with pytest.raises(ConfigError, match=message):
         main([*arguments, "device=cpu", f"output_dir={tmp_path / 'runs'}"], settings_file(name), "")
     assert not (tmp_path / "runs").exists()
@@ -84,7 +86,7 @@ def test_the_quickstart_checks_without_a_word(
     def warm_started(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "warm_started", warm_started)
+    monkeypatch.setattr(command, "warm_started", warm_started)
     with pytest.raises(KeyboardInterrupt):
         main(["device=cpu", "resume=auto", f"output_dir={tmp_path}"], settings_file("gspo"), "")
     assert "resume=auto" not in caplog.text
@@ -97,7 +99,7 @@ def test_a_resumed_quickstart_begins_with_the_warm_start_that_it_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not with a second one, nor with bare weights: the reference model is a copy of it."""
-    begun, warmed, original = [], [], runner.improve
+    begun, warmed, original = [], [], command.improve
 
     def warm_start(model: Module, *_: object, **__: object) -> WarmStartReport:
         warmed.append(model)
@@ -109,9 +111,9 @@ def test_a_resumed_quickstart_begins_with_the_warm_start_that_it_kept(
         begun.append(model.get_parameter("lm_head.weight").detach().clone())
         return original(model, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "build_task", lambda seed: build_task(seed, num_train=64, num_heldout=4))
-    monkeypatch.setattr(runner, "warm_start", warm_start)
-    monkeypatch.setattr(runner, "improve", improve)
+    monkeypatch.setattr(command, "build_task", lambda seed: build_task(seed, num_train=64, num_heldout=4))
+    monkeypatch.setattr(command, "warm_start", warm_start)
+    monkeypatch.setattr(command, "improve", improve)
     small = ["prompts_per_step=2", "num_generations=2", "warmup_steps=0", "save_steps=1", "eval_steps=null"]
     where = ["device=cpu", f"output_dir={tmp_path}", "run_name=own", "resume=auto"]
     for steps in (1, 2, 2):  # the third run has nothing left to do
@@ -145,27 +147,13 @@ def test_your_own_model_wants_a_reward() -> None:
         main(["model.path=somewhere"], settings_file("gspo"), "")
 
 
+def test_the_quickstart_of_the_package_has_the_settings_of_the_recipe() -> None:
+    assert SETTINGS.read_text() == settings_file("grpo").read_text()
+
+
 def test_rows_are_named_after_the_algorithm() -> None:
     assert row_name(load_config(settings_file("grpo"))[0]) == "then GRPO, from right or wrong only"
     assert row_name(load_config(settings_file("gspo"))[0]) == "then Group Sequence Policy Optimization"
-
-
-def test_take() -> None:
-    assert take("reward", ["a=1", "reward=x.py:f", "reward=y.py:g"]) == ("y.py:g", ["a=1"])
-    assert take("reward", ["rewards.x=1"]) == (None, ["rewards.x=1"])
-
-
-@pytest.mark.parametrize("reference", ["no_colon", "missing.py:f", ":f"])
-def test_load_reward_refuses_what_is_no_file(reference: str) -> None:
-    with pytest.raises(ConfigError, match="is not FILE.py:FUNCTION"):
-        load_reward(reference)
-
-
-def test_load_reward_refuses_a_function_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def score():\n    return 1\n")
-    assert load_reward(f"{tmp_path / 'mine.py'}:score")() == 1
-    with pytest.raises(ConfigError, match="has no 'scores'"):
-        load_reward(f"{tmp_path / 'mine.py'}:scores")
 
 
 @pytest.mark.parametrize(("name", "objective"), [("cispo", "cispo"), ("grpo", "clip")])
@@ -198,7 +186,7 @@ def test_a_config_file_names_the_algorithm_itself(tmp_path: Path, monkeypatch: p
         seen.append(config)
         raise Stop
 
-    monkeypatch.setattr(runner, "Trainer", trainer)
+    monkeypatch.setattr(hybrid_rl, "Trainer", trainer)
     (tmp_path / "score.py").write_text("def score(**_):\n    return []\n")
     with pytest.raises(Stop):
         main([f"config={tmp_path / 'own.yaml'}", f"reward={tmp_path / 'score.py'}:score"], settings_file("gspo"), "")

@@ -75,7 +75,7 @@ def test_nobody_closes_a_trainer_at_work(make_trainer: Any, hook: str) -> None:
 
     def close(self: Callback, trainer: Any, *_: Any) -> None:
         with pytest.raises(
-            HybridRLError, match=r"close\(\) was called while fit\(\) runs: .*max_steps = trainer.global"
+            HybridRLError, match=r"close\(\) was called while fit\(\) runs: .*call trainer.stop\(\)"
         ) as error:
             trainer.close()
         refused.append(error)

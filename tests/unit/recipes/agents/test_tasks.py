@@ -11,10 +11,10 @@ import pytest
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.quickstart.warm_start import IGNORED
 from recipes.agents import calculator, guessing, run
 from recipes.agents.chat import encode_conversations
 from recipes.agents.guessing import HIGHEST, MOST_GUESSES, Guessing
-from recipes.quickstart.warm_start import IGNORED
 from recipes.record_curves import AGENTS, settings_file
 
 TASKS = {name: build(3) for name, build in AGENTS.items()}

@@ -1,0 +1,50 @@
+"""The end of commands and recipes: one message and an exit status instead of a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from hybrid_rl.errors import HybridRLError
+
+INTERRUPTED = 130  # the shell's convention for Ctrl-C
+
+
+class Commands(TyperGroup):
+    """The commands of `hybrid-rl`, in the order in which they were added. The library's own errors are printed as one
+    message (status 1); Ctrl-C gives status 130."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HybridRLError as error:
+            say_error(error)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as stopped:
+            raise typer.Exit(INTERRUPTED) from stopped
+
+
+def say_error(error: HybridRLError) -> None:
+    """Print an error of the library to stderr. Its notes hold additions of other ranks."""
+    print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+
+
+def run_recipe(run: Callable[[list[str]], None]) -> None:
+    """Run a recipe on the `key=value` arguments of the command line and exit.
+
+    The library's own errors are printed as one message without a traceback (status 1); Ctrl-C gives status 130.
+    """
+    try:
+        run(sys.argv[1:])
+    except HybridRLError as error:
+        say_error(error)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,167 @@
+"""Keys as a reader needs them: by section, with the values that each takes, what it depends on, and its names in
+other libraries."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybrid_rl.config.choices import CHOICES, Choice
+from hybrid_rl.config.habits import HABITS, RECORDS
+from hybrid_rl.config.load import Leaf, visible_leaves
+from hybrid_rl.config.schema import TrainerConfig
+from hybrid_rl.options import field_types
+
+# When keys of a section without a tag exist.
+CONDITIONS = {
+    "model": "with dtype=bfloat16",
+    "critic": "with an advantage that has a critic: gae, vapo, vtrace",
+    "entropy": "with entropy_target",
+    "eval": "with eval_temperature above 0",
+}
+# Of sections whose class is a choice: the doc of one member would say too little.
+TITLES = {
+    "algorithm": "The algorithm: a preset by name, and what all algorithms have.",
+    "advantage": "The advantage estimator.",
+    "policy_loss": "The policy loss.",
+    "kl": "The KL penalty against the reference model.",
+    "correction": "Correction of the gap between engine and trainer.",
+    "critic": "The critic.",
+    "entropy": "The entropy bonus over a run.",
+    "rollout": "Generation.",
+    "controller": "The processes in which the workers run.",
+}
+KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+# What is to be set for a foreign name, if it is a single key.
+SAME = re.compile(r"(?:\w+\.)*(\w+)(?:=\S+(?: or \S+)*)?(?: \(.*\))?")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the configuration. section: "" for those of the run; values: what it takes, in words; when: the choice
+    on which it depends, empty if it always exists; elsewhere: its names in other libraries."""
+
+    path: str
+    section: str
+    values: str
+    default: str
+    doc: str
+    when: str = ""
+    elsewhere: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The leaf name, which may be used instead of the path."""
+        return self.path.rpartition(".")[2]
+
+
+def all_keys() -> list[Key]:
+    """Return every key, by section; in a section those that always exist come first."""
+    foreign = _foreign_names()
+    found: dict[str, list[Key]] = {section: [] for section in ("", *_sections())}
+    for path, leaf in visible_leaves().items():
+        section = path.partition(".")[0] if "." in path else ""
+        if section not in CHOICES:
+            found[section].append(_key(leaf, section, "", foreign))
+    for section, choice in CHOICES.items():
+        found[section] = _of_choice(section, choice, foreign)
+    return [key for keys in found.values() for key in keys]
+
+
+def section_title(section: str) -> str:
+    """Return what the keys of a section are about: the first sentence of its class."""
+    if not section:
+        return "The run as a whole."
+    kind = next(iter(CHOICES[section].members.values())) if section in CHOICES else field_types(TrainerConfig)[section]
+    doc = " ".join((inspect.getdoc(kind) or "").split())
+    return TITLES.get(section) or re.split(r"(?<=\.)\s", doc)[0]
+
+
+def _sections() -> list[str]:
+    return [name for name, kind in field_types(TrainerConfig).items() if name in CHOICES or isinstance(kind, type)]
+
+
+def _of_choice(section: str, choice: Choice, foreign: dict[str, list[str]]) -> list[Key]:
+    """Return the keys of a section under every member: common ones, then those that only some members have."""
+    start = f"{section}."
+    leaves: dict[str, Leaf] = {}
+    owners: dict[str, list[str]] = {}
+    for member in choice.members:
+        for path, leaf in visible_leaves({section: member}).items():
+            if path.startswith(start):
+                # A member may have a key only to refuse all values but one.
+                if path not in leaves or _is_fixed(leaves[path]):
+                    leaves[path] = leaf
+                owners.setdefault(path, []).append(member)
+    keys = []
+    for path, leaf in leaves.items():
+        is_common = len(owners[path]) == len(choice.members)
+        when = "" if is_common else _condition(section, choice, owners[path])
+        if choice.tag is not None and path == f"{start}{choice.tag}":
+            keys.append(_key(leaf, section, "", foreign, "one of " + ", ".join(choice.members)))
+        else:
+            keys.append(_key(leaf, section, when, foreign))
+    order = {when: place for place, when in enumerate(dict.fromkeys(["", *(key.when for key in keys)]))}
+    return sorted(keys, key=lambda key: order[key.when])
+
+
+def _is_fixed(leaf: Leaf) -> bool:
+    return leaf.metadata["minimum"] is not None and leaf.metadata["minimum"] == leaf.metadata["maximum"]
+
+
+def _condition(section: str, choice: Choice, members: list[str]) -> str:
+    if choice.tag is None:
+        return CONDITIONS.get(section, f"{section}: {', '.join(members)}")
+    others = [member for member in choice.members if member not in members]
+    if len(others) < len(members) and len(others) <= 2:
+        return f"unless {section}={' or '.join(others)}"
+    return f"with {section}={' or '.join(members)}"
+
+
+def _key(leaf: Leaf, section: str, when: str, foreign: dict[str, list[str]], values: str = "") -> Key:
+    name = leaf.path.rpartition(".")[2]
+    shown = str(leaf.default).lower() if isinstance(leaf.default, bool) else str(leaf.default)
+    elsewhere = tuple(foreign.get(name, ()))
+    return Key(leaf.path, section, values or _values(leaf), shown, leaf.doc, when, elsewhere)
+
+
+def _values(leaf: Leaf) -> str:
+    words = _words(leaf.type)
+    bounds = [
+        f"{word} {leaf.metadata[bound]}"
+        for bound, word in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"), ("below", "below"))
+        if leaf.metadata.get(bound) is not None and abs(leaf.metadata[bound]) < 1e6
+    ]
+    return f"{words}, {', '.join(bounds)}" if bounds else words
+
+
+def _words(kind: Any) -> str:
+    """Say which values a type takes. None, which some keys take as well, is explained by their docs."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_words(option) for option in options if option is not type(None))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, options))}" if len(options) > 1 else str(options[0])
+    if origin is list:
+        return f"list of: {_words(options[0])}" if options else "list"
+    if origin is dict:
+        return "mapping"
+    return KINDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _foreign_names() -> dict[str, list[str]]:
+    """Return the names that other libraries have for a key, by its leaf name."""
+    found: dict[str, list[str]] = {}
+    for habit in RECORDS:
+        same = SAME.fullmatch(habit.here) if habit.kind == "other name" else None
+        # The last word of its path, if that alone is known.
+        leaf = habit.name.rpartition(".")[2]
+        if same is not None:
+            names = found.setdefault(same[1], [])
+            name = leaf if leaf in HABITS else habit.name
+            names.extend([] if name in names else [name])
+    return found

@@ -1,0 +1,50 @@
+"""Answers to keys that do not exist: what they are called here, or why there is no such key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from hybrid_rl.config.choices import CHOICES
+from hybrid_rl.config.habits import OFF_ANYWAY, habit_of
+from hybrid_rl.config.leaves import Leaf, visible_leaves
+
+# Names that are less alike than this mean something else: a wrong hint is worse than none.
+LIKENESS = 0.75
+
+
+def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
+    """Return what is wrong with a key that is not among `leaves`, those that exist under these tags."""
+    leaf = path.rsplit(".", 1)[-1]
+    habit = habit_of(path)
+    if habit is not None:
+        is_off = value is None or (value is False and leaf in OFF_ANYWAY)
+        asks = f"leave it out, {value} asks for nothing; otherwise: " * is_off
+        return f"unknown key {path!r}: {asks}{habit.advice}"
+    for section, choice in CHOICES.items():
+        owners = [m for m in choice.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]
+        if not owners:
+            continue
+        remedy = choice.remedy if tags[section] == choice.default else ""
+        if (tags[section], owners) == ("vllm", ["inplace"]):
+            remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
+        if choice.tag is None:
+            return f"key {path!r} would do nothing: {remedy}"
+        return (
+            f"key {path!r} would do nothing: it belongs to {section}.{choice.tag}={' or '.join(owners)}, not "
+            f"{tags[section]}" + (f"; {remedy}" if remedy else "")
+        )
+    names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
+    near = [names[leaf]] if leaf in names else difflib.get_close_matches(path, names, n=1, cutoff=LIKENESS)
+    near = near or difflib.get_close_matches(leaf, names, n=1, cutoff=LIKENESS)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown key {path!r}{hint} (`hybrid-rl keys` lists all)"
+
+
+def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
+    """Return whether such a key, which is not among `leaves`, would exist under these tags."""
+    theirs = visible_leaves(tags)
+    elsewhere = theirs.keys() - leaves.keys()
+    rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
+    is_leaf = path.rsplit(".", 1)[-1] in {p.rsplit(".", 1)[-1] for p in elsewhere}
+    return path in elsewhere or path.rpartition(".")[0] in rests or is_leaf

@@ -1,0 +1,384 @@
+"""Changes of a Trainer between training steps: which are safe, how they are checked, and what a resumed run makes of
+them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
+from hybrid_rl.config.changes import differing
+from hybrid_rl.config.habits import habit_of
+from hybrid_rl.config.load import leaf_names
+from hybrid_rl.data.sampler import PromptSampler
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.logging.run_log import RunLog
+from hybrid_rl.rewards import RewardList
+from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.run.agents import reward_sources
+from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.checks import check_rewards
+from hybrid_rl.run.others import ARGUMENTS, Tenant
+from hybrid_rl.run.prepare import Run, device_of, sampling_params
+from hybrid_rl.run.start import make_collector
+from hybrid_rl.run.watch import SignalWatch
+from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.setup import RewardSetup
+
+logger = logging.getLogger("hybrid_rl")
+
+# What may be set on a Trainer between two steps, and what that does. All else is built into models, engines, memory or
+# the order of the data.
+LIVE: Mapping[str, str] = {
+    "learning_rate": "the new peak; the schedule goes on from where it is",
+    "critic_learning_rate": "the same for the critic",
+    "weight_decay": "from the next update",
+    "max_grad_norm": "from the next update; None = never clip",
+    "beta": "weight of the KL penalty, above 0 and only in a run that began with one; an adaptive one restarts from it",
+    "epsilon": "lower clipping bound, of a policy loss that has one",
+    "epsilon_high": "upper clipping bound, of a policy loss that has one",
+    "entropy_coef": "weight of the entropy bonus; an adaptive one restarts from it",
+    "temperature": "of the rollouts, and of training on them; generate() uses it too",
+    "num_generations": "completions per prompt",
+    "max_completion_length": "up to the one that the run began with, for which engine and memory were planned",
+    "max_refills": "rollouts that may replace groups without a signal",
+    "reward_funcs": "functions or judges; they are checked like those of the start",
+    "reward_weights": "one weight per function; with another number of functions set both by trainer.set(...)",
+    "max_reward_failure_share": "share of samples that may have no reward",
+    "eval_steps": "evaluate every n steps",
+    "eval_temperature": "of evaluation; 0 = greedy",
+    "eval_top_p": "of sampled evaluation",
+    "eval_top_k": "of sampled evaluation",
+    "eval_min_p": "of sampled evaluation",
+    "num_generations_eval": "completions per prompt of sampled evaluation",
+    "success_reward": "what counts as a success",
+    "save_steps": "save every n steps; None = never",
+    "log_completions": "completions on the console after each step",
+    "callbacks": "instances of Callback",
+    "max_steps": "the length of the run; a linear or cosine schedule stretches with it",
+}
+NOT_KEYS = ("reward_funcs", "callbacks", "max_steps")
+BY_LENGTH = ("linear", "cosine")  # schedules that depend on the length of the run
+REWARDS = "reward_funcs"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that was set after a training step, as a checkpoint records it. key: its path, or `reward_funcs`, whose
+    values are the names of the functions."""
+
+    step: int
+    key: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.was} -> {self.now}"
+
+
+class Live(Tenant):
+    """The base of Trainer whose settings can be changed between training steps: `trainer.learning_rate = 1e-4`."""
+
+    learning_rate: float
+    critic_learning_rate: float
+    weight_decay: float
+    max_grad_norm: float | None
+    beta: float
+    epsilon: float
+    epsilon_high: float | None
+    entropy_coef: float
+    temperature: float
+    num_generations: int
+    max_completion_length: int
+    max_refills: int
+    reward_weights: list[float] | None
+    max_reward_failure_share: float
+    eval_steps: int | None
+    eval_temperature: float
+    eval_top_p: float
+    eval_top_k: int
+    eval_min_p: float
+    num_generations_eval: int
+    success_reward: float | None
+    save_steps: int | None
+    log_completions: int
+
+    policy: PolicyGroup
+    collector: Collector
+    _run: Run
+    _log: RunLog
+    _sampler: PromptSampler
+    _signal_watch: SignalWatch
+    _callbacks: tuple[Callback, ...] = ()
+    _changed: tuple[Change, ...] = ()
+    _first_length = 0  # max_completion_length at the start
+    _is_stopping = False
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions, as given. Assign a function or a list to score with others from the next step on."""
+        setup = self._run.rewards
+        return list(setup.functions[: len(setup.functions) - setup.num_added - setup.num_sources])
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """The callbacks, in the order in which they are called. Assign a list to call others."""
+        return self._callbacks
+
+    def set(self, **changes: Any) -> None:
+        """Change settings between training steps, those given together in one go: `trainer.set(reward_funcs=[a, b],
+        reward_weights=[1, 0.2])`. `trainer.temperature = 0.7` is short for a single one.
+
+        Every rank, config.yaml, the metrics (`set/...`) and later checkpoints follow.
+
+        Raises ConfigError for what cannot be changed, or not to this value, before anything is changed, and
+        EngineStateError inside a step.
+        """
+        for name in changes:
+            if name not in LIVE:
+                raise ConfigError(self._refusal(name))
+        if "callbacks" in changes:
+            object.__setattr__(self, "_callbacks", checked_callbacks(changes["callbacks"]))
+        if "max_steps" in changes:
+            self.__setattr__("max_steps", changes["max_steps"])
+        keys = {name: value for name, value in changes.items() if name not in NOT_KEYS}
+        if not keys and REWARDS not in changes:
+            return
+        self._require_idle(f"set {' and '.join(changes)}")
+        config = changed_config(self._run, keys, self._first_length)
+        rewards = names = None
+        if REWARDS in changes:
+            rewards, names = self._checked_rewards(changes[REWARDS], config)
+        made = list(self._differences(config))
+        if names is not None:
+            made.append(Change(self.global_step, REWARDS, self._run.reward_names, names))
+        if made:
+            self._apply(config, made, rewards, names)
+            for change in made:
+                self._log.display.message(f"set after step {change.step}: {change}")
+
+    def stop(self) -> None:
+        """End `fit()` after the step that is running: for callbacks. What save_steps promises is saved; a later `fit()`
+        goes on. Does nothing outside of `fit()`."""
+        self._is_stopping = bool(self._work)
+
+    def _apply(
+        self,
+        config: TrainerConfig,
+        made: Sequence[Change] = (),
+        rewards: RewardSetup | None = None,
+        names: list[str] | None = None,
+    ) -> None:
+        """Go on with this configuration, everywhere. made: what differs; rewards, names: of other reward functions."""
+        run = self._run
+        training, evaluating = sampling_params(config, run.train_params.stop_token_ids)
+        params: dict[str, Any] = {"train_params": training, "eval_params": evaluating, "max_steps": self.max_steps}
+        scoring: dict[str, Any] = {"rewards": rewards or run.rewards, "reward_names": names or run.reward_names}
+        after = dataclasses.replace(run, config=config, **params, **scoring)
+        is_other = rewards is not None or config.rewards != run.config.rewards
+        num_steps = after.num_optimizer_steps, after.num_critic_steps
+        self.policy.reconfigure(config, num_steps, after.rewards if is_other else None)
+        self._run, self._changed = after, (*self._changed, *made)
+        object.__setattr__(self, "config", config)
+        object.__setattr__(self, "collector", make_collector(after, self.policy, self._sampler).after(self.collector))
+        if is_other or config.algorithm != run.config.algorithm:
+            self._signal_watch = SignalWatch(config, is_chat=run.is_chat)
+        self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])
+
+    def _differences(self, config: TrainerConfig) -> Iterator[Change]:
+        for path, was, now in differing(to_dict(self.config), to_dict(config)):
+            yield Change(self.global_step, path, was, now)
+
+    def _checked_rewards(self, given: Any, config: TrainerConfig) -> tuple[RewardSetup, list[str]]:
+        """Check reward functions as at the start of a run. Raises ConfigError."""
+        run = self._run
+        setup, names = check_rewards(
+            given,
+            config,
+            run.rewards.available_columns,
+            has_eval=bool(run.data.eval),
+            sources=reward_sources(run.agents),
+            has_environments=run.rewards.has_environments,
+        )
+        if setup.has_models:
+            raise ConfigError(
+                "reward_funcs has a reward model, which is loaded when a Trainer is made: set functions and judges "
+                f"only. {ANOTHER}"
+            )
+        longest = run.max_length + self._first_length - run.config.rollout.max_completion_length
+        if RewardList.of(setup.functions).max_length(longest) > RewardList.of(run.rewards.functions).max_length(
+            longest
+        ):
+            raise ConfigError(
+                "reward_funcs has a judge whose questions may be longer than what the engine was built for; lower its "
+                f"max_tokens. {ANOTHER}"
+            )
+        return setup, names
+
+    def _follow_length(self) -> None:
+        """Let the schedule of the learning rate, and the display, follow max_steps if it was set since."""
+        if self.max_steps == self._run.max_steps:
+            return
+        self._log.display.retotal(self.max_steps)
+        schedule = self.config.optimizer.lr_scheduler_type
+        if schedule not in BY_LENGTH:
+            self._run = dataclasses.replace(self._run, max_steps=self.max_steps)
+            return
+        self._log.display.message(
+            f"max_steps is {self.max_steps} instead of {self._run.max_steps}: the {schedule} schedule of the learning "
+            "rate now ends there"
+        )
+        self._apply(self.config)
+
+    def _length_for(self, steps: int | None) -> int:
+        """Return the step after which `fit(steps)` ends. Raises max_steps if it is below that."""
+        if steps is None:
+            return self.max_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"fit(steps={steps!r}): steps must be a whole number, at least 1")
+        last = self.global_step + steps
+        self.max_steps = max(self.max_steps, last)
+        return last
+
+    @property
+    def _set_metrics(self) -> dict[str, float]:
+        """The present value of every number that was set while the run was live, as `set/...`."""
+        values = {change.key.rpartition(".")[2]: change.now for change in self._changed}
+        return {f"set/{name}": float(now) for name, now in values.items() if isinstance(now, int | float)}
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def _changes_state(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint records of changes."""
+        return [dataclasses.asdict(change) for change in self._changed]
+
+    def _carry_on(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was set while the resumed run was live: a key that still has the value with which that run
+        began gets the one that it was set to. A key that was given another value keeps that."""
+        records = [Change(**record) for record in state.get("changed", ())]
+        mine = {change.key: change for change in records}
+        first = {change.key: change.was for change in reversed(records)}
+        names = mine.pop(REWARDS, None)
+        if names is not None and names.now != self._run.reward_names:
+            logger.warning(
+                "after step %d the reward functions were set to %s, but this run has %s; pass the others to go on with "
+                "them",
+                *(names.step, ", ".join(names.now), ", ".join(self._run.reward_names)),
+            )
+        flat = dict(leaves_of(self.config))
+        wanted = {path: change.now for path, change in mine.items() if path in flat and flat[path] == first[path]}
+        if not wanted:
+            return
+        keys = {path.rpartition(".")[2]: value for path, value in wanted.items()}
+        config = changed_config(self._run, keys, self._first_length)
+        self._apply(config, [change for change in records if change.key in wanted])
+        self._log.display.message(
+            "as set in the resumed run: "
+            + ", ".join(f"{path} {first[path]} -> {mine[path].now} (after step {mine[path].step})" for path in wanted)
+        )
+
+    # -------------------------------------------------------------------------------------------------- attributes
+
+    if not TYPE_CHECKING:  # or every misspelled attribute would pass the type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a setting that can be set, as it is now."""
+            if name in LIVE and "config" in vars(self):
+                for path, value in leaves_of(self.config):
+                    if path.rpartition(".")[2] == name:
+                        return value
+                raise AttributeError(f"trainer.{name}: this run has no such setting (trainer.config shows all)")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *LIVE})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made and not name.startswith("_"):
+            if name == "max_steps":
+                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise ConfigError(f"max_steps={value!r} must be a whole number, at least 1")
+            elif name in LIVE:
+                self.set(**{name: value})
+                return
+            elif refusal := self._refusal(name):
+                raise ConfigError(refusal)
+        super().__setattr__(name, value)
+
+    def _refusal(self, name: str) -> str:
+        """Return why an attribute cannot be set; "" for one that a user's own class may have."""
+        what = f"trainer.{name} would do nothing"
+        if name in ARGUMENTS or name in leaf_names():
+            return f"{what}: it is fixed when a Trainer is made. {ANOTHER}"
+        if hasattr(self, name) or type(self).__module__ != "hybrid_rl.trainer":
+            return ""
+        near = difflib.get_close_matches(name, LIVE, n=1)
+        habit = habit_of(name)
+        advice = habit.advice if habit else f"did you mean trainer.{near[0]}?" if near else ""
+        return f"{what}: a Trainer has no such attribute" + (f"; {advice}" if advice else "")
+
+
+ANOTHER = (
+    "Make another one: Trainer(..., resume=trainer.save()) keeps the optimizer state, Trainer(str(trainer.save()), "
+    "...) starts a new run from these weights"
+)
+
+
+def changed_config(run: Run, keys: Mapping[str, Any], first_length: int) -> TrainerConfig:
+    """Return the configuration of a run with these keys changed, checked as at the start. first_length:
+    max_completion_length at the start. Raises ConfigError."""
+    before = run.config
+    if not keys:
+        return before
+    loaded = load_config(before, keys)[0]
+    given = frozenset(path for path, _ in leaves_of(loaded) if path.rpartition(".")[2] in keys)
+    machine: Any = {"hardware": run.hardware, "module_device": device_of(run.choice.module)}
+    after = resolve(
+        dataclasses.replace(loaded, resume=None), given, has_eval=bool(run.data.eval), **machine
+    )  # the checkpoint that the run came from may be gone by now
+    after = dataclasses.replace(after, resume=before.resume)
+    beside = [
+        f"{path} {was} -> {now}" for path, was, now in differing(to_dict(before), to_dict(after)) if path not in given
+    ]
+    asked = ", ".join(f"{name}={value!r}" for name, value in keys.items())
+    if beside:
+        raise ConfigError(
+            f"{asked} would change {', '.join(beside)} too, which is fixed when a Trainer is made. {ANOTHER}"
+        )
+    length = after.rollout.max_completion_length
+    if length > first_length:
+        raise ConfigError(
+            f"max_completion_length={length} is above {first_length}, for which engine and memory were planned; set "
+            f"one up to that. {ANOTHER}"
+        )
+    if length != before.rollout.max_completion_length and after.rewards.overlong_buffer is not None:
+        raise ConfigError(
+            f"max_completion_length={length}: overlong_buffer={after.rewards.overlong_buffer} is a reward that counts "
+            f"from the old one, so both are fixed when a Trainer is made. {ANOTHER}"
+        )
+    return after
+
+
+def leaves_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every key of a configuration."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves_of(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", value
+
+
+def checked_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """Return callbacks as a tuple. Raises ConfigError for what is none."""
+    given = (callbacks,) if isinstance(callbacks, Callback) else tuple(callbacks or ())
+    for callback in given:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
+            )
+    return given

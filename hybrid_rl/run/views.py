@@ -1,0 +1,123 @@
+"""A Trainer as it shows itself: its state, its keywords, and how to go on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+
+from hybrid_rl.batch.html import escaped, folded, page_part, pairs_html, sparkline
+from hybrid_rl.config import visible_leaves
+from hybrid_rl.config.views import changed_html
+from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.run.live import Live
+
+BARS = "▁▂▃▄▅▆▇█"
+MAX_BARS = 40
+
+
+class Keywords:
+    """The signature of Trainer, made when it is first asked for: its arguments and every key of the configuration, so
+    that notebooks complete them."""
+
+    def __get__(self, _: object, owner: type) -> inspect.Signature:
+        return keywords_of(owner)
+
+
+@functools.cache
+def keywords_of(trainer: type) -> inspect.Signature:
+    """Return the arguments of a Trainer class, followed by the leaf names of the default configuration's keys."""
+    own = list(inspect.signature(trainer.__init__).parameters.values())[1:]  # type: ignore[misc]
+    taken, rest = {parameter.name for parameter in own}, [p for p in own if p.kind is p.VAR_KEYWORD]
+    keys = [inspect.Parameter("algorithm", inspect.Parameter.KEYWORD_ONLY, default="grpo")]
+    for path, leaf in visible_leaves().items():
+        name = path.rpartition(".")[2]
+        if name.isidentifier() and name not in taken and path != "algorithm.name":
+            keys.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=leaf.default))
+    return inspect.Signature([*(p for p in own if p not in rest), *keys, *rest])
+
+
+class ShownTrainer(Live):
+    """The base of Trainer that shows itself in terminals and notebooks."""
+
+    __signature__ = Keywords()
+
+    def __repr__(self) -> str:
+        if not self._is_made:
+            return f"<{type(self).__name__} whose making failed>"
+        facts = self._facts()
+        width = max(map(len, facts))
+        curve = bars(rewards := self._rewards())
+        lines = [f"  {name:{width}}  {value}" for name, value in facts.items()]
+        if curve:
+            lines.append(f"  {'reward':{width}}  {curve}  {rewards[0]:.3g} to {rewards[-1]:.3g}")
+        return "\n".join([f"{type(self).__name__}: {self._title()}", *lines])
+
+    def _repr_html_(self) -> str:
+        if not self._is_made:
+            return f"<pre>{escaped(repr(self))}</pre>"
+        rewards = self._rewards()
+        told = f"{rewards[0]:.3g} to {rewards[-1]:.3g}" if rewards else ""
+        return page_part(
+            f"<b>{escaped(self._title())}</b>",
+            f"reward {sparkline(rewards)} {told}" if len(rewards) > 1 else "",
+            pairs_html(self._facts()),
+            folded("configuration (trainer.config has all of it)", changed_html(self.config)),
+        )
+
+    def _title(self) -> str:
+        ranks = f", {self.config.num_ranks} ranks" if self.config.num_ranks != 1 else ""
+        engine = self.config.rollout.engine
+        return f"{self.config.algorithm.name}, step {self.global_step} of {self.max_steps}, engine {engine}{ranks}"
+
+    def _facts(self) -> dict[str, str]:
+        run = self._run
+        size = sum(parameter.numel() for parameter in run.skeleton.parameters())
+        model = run.choice.path or type(run.skeleton).__name__
+        data = run.data.train
+        prompts = f"{len(data):,} prompts" if hasattr(data, "__len__") else "a stream of prompts"
+        return {
+            "model": f"{model}, {size:,} parameters",
+            "rewards": ", ".join(run.reward_names) or "none",
+            "data": f"{prompts}; {self.num_tokens:,} tokens so far",
+            "folder": str(self.run_folder),
+            "next": "; ".join(self._advice()),
+        }
+
+    def _advice(self) -> Iterator[str]:
+        left = self.max_steps - self.global_step
+        if self._closed:
+            yield f"it is closed{self._closed.rstrip(';')}: make a new one"
+            saved = self._newest_checkpoint()
+            if saved:
+                yield f"Trainer(..., resume={saved!r}) goes on from there"
+        elif self._guard.is_torn:
+            yield "an update was interrupted: make a new Trainer, with resume="
+        elif left > 0:
+            yield f"step() trains one step, fit() the {left} that are left"
+        else:
+            yield "all steps are done: fit(steps=20) trains 20 more, generate([...]) tries the model, save() keeps it"
+
+    def _newest_checkpoint(self) -> str:
+        found = [path for path in self.run_folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+        return str(max(found, key=lambda path: int(path.name[11:]))) if found else ""
+
+    def _rewards(self) -> list[float]:
+        """Read the rewards of all steps from the run folder."""
+        try:
+            records = read_jsonl(self.run_folder / "metrics.jsonl")
+        except (OSError, ValueError):
+            return []
+        return [record["reward"] for record in records if "reward" in record]
+
+
+def bars(values: Sequence[float]) -> str:
+    """Draw finite numbers as a line of bars of text; "" for fewer than two. Many are averaged."""
+    shown = [value for value in values if math.isfinite(value)]
+    if len(shown) < 2:
+        return ""
+    size = -(-len(shown) // MAX_BARS)
+    means = [sum(part) / len(part) for part in (shown[at : at + size] for at in range(0, len(shown), size))]
+    low, spread = min(means), (max(means) - min(means)) or 1.0
+    return "".join(BARS[min(int((value - low) / spread * len(BARS)), len(BARS) - 1)] for value in means)

@@ -1,0 +1,188 @@
+"""The command line: what is printed where, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybrid_rl
+from hybrid_rl import cli
+from hybrid_rl.cli import doctor, main
+from hybrid_rl.errors import DataError
+from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.run import planning
+from hybrid_rl.run.request import Machine
+from tests.unit.planning.made import memory as made_memory
+from tests.unit.planning.made import plan as made_plan
+
+
+def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["key"], ["version", "torch"], ["keys", "a", "b"]):
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and "Usage: hybrid-rl " in err
+    assert main(["--help"]) == 0
+    assert "doctor" in capsys.readouterr().out
+
+
+def test_help_and_lists_import_neither_torch_nor_transformers() -> None:
+    """Each of them takes seconds to import."""
+    commands = [["--help"], ["version"], ["keys"], ["algorithms"], ["train", "--help"], ["plan", "--help"]]
+    program = f"""
+import sys
+from hybrid_rl.cli import main
+assert {{main(command) for command in {commands}}} == {{0}}
+heavy = [name for name in ("torch._C", "torch.nn", "transformers", "ray", "datasets") if name in sys.modules]
+assert not heavy, heavy
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    out = capsys.readouterr().out
+    for name, version in (("hybrid_rl", hybrid_rl.__version__), ("torch", torch.__version__)):
+        assert re.search(rf"^{name} +{re.escape(version)}( |$)", out, re.MULTILINE)
+
+
+def test_keys_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "watchdog"]) in (0, 1)
+    capsys.readouterr()
+    assert main(["keys", "learning_rate"]) == 0
+    assert re.search(r"^optimizer\.learning_rate +\S+ +\w", capsys.readouterr().out, re.MULTILINE)
+    assert main(["keys", "no such word"]) == 1
+    assert "no key contains 'no such word'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["keys", "algorithms"])
+def test_what_is_piped_ends_where_its_text_ends(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10 and [line for line in lines if line != line.rstrip()] == []
+
+
+def test_doctor_describes_machine_and_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "not there" / "yet"
+    assert main(["doctor", f"output_dir={folder}"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    for name in ("python", "torch", "ray", "compiled extension", "accelerators", "cores", "memory"):
+        assert sum(line.startswith(f"{name}  ") for line in lines) == 1, name
+    assert re.search(rf"^disk of {re.escape(str(folder))} +[\d.]+ GiB free", out, re.MULTILINE)
+    assert re.search(r"^rank +host +device +threads +a matrix product +a copy", out, re.MULTILINE)
+    assert re.search(rf"^0 +.* +(cpu|cuda).* +{torch.get_num_threads()} +[\d.]+ ms +[\d.]+ ms", out, re.MULTILINE)
+    assert lines[-1] == "no problems found" and err == ""
+    assert not folder.parent.exists()
+
+
+def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: (version, use) for name, version, use in doctor.optional_parts()}
+    assert {"ray", "vllm", "tensorboard", "wandb", "trackio", "mlflow", "math-verify", "libnuma"} <= found.keys()
+    monkeypatch.setattr(doctor, "version_of", lambda name: "not installed")
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    found = {name: (version, use) for name, version, use in doctor.optional_parts()}
+    assert found["wandb"] == ("not installed", "report_to=wandb; pip install wandb")
+    assert "apt install libnuma1" in found["libnuma"][1]
+    assert "1024 x 1024, float32" in doctor.what_is_normal("cpu") and "ms" in doctor.what_is_normal("cuda")
+
+
+def test_doctor_names_problems_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_ranks = doctor._probe_ranks
+
+    def one_odd(config: object) -> list[object]:
+        (probe,) = probe_ranks(config)  # type: ignore[arg-type]
+        return [probe, replace(probe, rank=1, versions={**probe.versions, "numpy": "1.0"})]
+
+    monkeypatch.setattr(doctor, "_probe_ranks", one_odd)
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("problem: numpy is 1.0 on rank 1 ") and "no problems" not in out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("num_rank=2", "unknown key 'num_rank'; did you mean 'num_ranks'"), ("num_ranks=0", "num_ranks=0")],
+)
+def test_doctor_refuses_what_a_run_refuses(capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
+    assert main(["doctor", argument]) == 1
+    assert capsys.readouterr().err.startswith(f"ConfigError: {message}")
+
+
+def test_doctor_shows_the_machine_before_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for argument in ("device=cuda", "attention=varlen"):
+        assert main(["doctor", argument]) == 1
+        out, err = capsys.readouterr()
+        assert "\naccelerators " in out and err.startswith("ConfigError: ") and argument in err
+
+
+def test_doctor_says_what_ranks_need(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor", "num_ranks=2"]) == 1
+    assert "controller.backend=ray need Ray, which is not installed: pip install ray" in capsys.readouterr().err
+
+
+def test_a_recipe_ends_with_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: list[str]) -> None:
+        raise DataError("the dataset is empty")
+
+    def interrupt(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    for run, status, said in ((fail, 1, "DataError: the dataset is empty\n"), (interrupt, 130, "")):
+        with pytest.raises(SystemExit) as stopped:
+            cli.run_recipe(run)
+        assert (stopped.value.code, capsys.readouterr().err) == (status, said)
+
+
+def plans(monkeypatch: pytest.MonkeyPatch, made: RunPlan) -> list[tuple[list[str], Machine, Path | None]]:
+    """Have every request answered with this plan. Returns the list of requests."""
+    asked: list[tuple[list[str], Machine, Path | None]] = []
+
+    def answer(words: list[str], machine: Machine, *, layouts: Path | None) -> RunPlan:
+        asked.append((words, machine, layouts))
+        return made
+
+    monkeypatch.setattr(planning, "plan_words", answer)
+    return asked
+
+
+def test_plan_prints_tables_and_tells_by_its_status_whether_the_run_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = plans(monkeypatch, made_plan())
+    options = ["--gpus", "4", "--gpu-memory=40GB", "--host-memory", "1TB", "--layouts", "folder"]
+    assert main(["plan", "grpo", *options, "seed=1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[3].startswith("fits: peak 32.0 GB of 40.0 GB") and "^ peak" in out and err == ""
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
+    assert asked == [(["grpo", "seed=1"], Machine(4, "40GB", host_memory="1TB"), Path("folder"))]
+    plans(monkeypatch, made_plan(made_memory(30.0)))
+    assert main(["plan", "grpo", "--gpus", "4"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main(["plan", "grpo", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_plan_refuses_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, status, message in (
+        (["--gpus", "eight"], 2, "Invalid value for '--gpus'"),
+        (["--gpu"], 2, "requires an argument"),
+        (["model.path=m", "--gpus=0"], 1, "ConfigError: --gpus 0 must be at least 1"),
+        (["model.path=./not/there", "--gpus=1", "--gpu=H100"], 1, "ModelError: model folder './not/there' does not"),
+    ):
+        assert main(["plan", *command]) == status
+        out, err = capsys.readouterr()
+        assert out == "" and message in err
+    assert main(["plan", "--help"]) == 0
+    assert "hybrid-rl plan grpo model.path=" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+"""Keys of other libraries: each is answered, by keys that exist, and all that are wrong in one error."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl import Trainer
+from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config.choices import CHOICES
+from hybrid_rl.config.habits import HABITS, NAMES, OFF_ANYWAY, RECORDS, Habit, habit_of
+from hybrid_rl.config.load import leaf_names, visible_leaves
+from hybrid_rl.errors import ConfigError
+
+ELSEWHERE = Path(__file__).parent / "elsewhere"
+KEYS = leaf_names()
+SECTIONS = {item.name for item in dataclasses.fields(TrainerConfig)} | set(CHOICES)
+MEMBERS = {member for choice in CHOICES.values() for member in choice.members}
+PATHS = {path for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"}) for path in visible_leaves(tags)}
+ARGUMENTS = set(inspect.signature(Trainer).parameters)
+# Words with an underscore or a dot in them that are no keys.
+FILES = {"metrics.jsonl", "samples.jsonl", "num_tokens", "trainer.plan", "requires_grad", "torch.backends.cuda.matmul"}
+FILES |= {
+    "allow_tf",
+    "fsdp_size",
+    "chat_template",
+    "torch.backends.cuda.matmul.allow_tf32",
+    "low_var_kl",
+    "rollout.vllm",
+    "rollout.vllm.model_impl",
+}
+
+
+def names_of(file: str) -> list[str]:
+    return [line for line in (ELSEWHERE / file).read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("file", ["trl.txt", "transformers.txt"])
+def test_every_field_of_grpo_config_is_answered(file: str) -> None:
+    records = {habit.name: habit for habit in RECORDS}
+    for name in names_of(file):
+        assert records[name].library in ("TRL", "transformers"), name
+        assert (records[name].kind == "same") == (name in KEYS), f"{name}: is it a key here?"
+
+
+def test_every_common_key_of_verl_is_answered() -> None:
+    unanswered = [name for name in names_of("verl.txt") if habit_of(name) is None and name not in PATHS]
+    assert not unanswered
+
+
+def test_records_are_whole() -> None:
+    assert len({(habit.library, habit.name) for habit in RECORDS}) == len(RECORDS)
+    for habit in RECORDS:
+        assert bool(habit.here) == (habit.kind in ("same", "other name")), habit
+        assert habit.here or habit.note, habit
+        assert not habit.note.endswith("."), habit
+        if habit.kind == "same":
+            assert habit.here in KEYS, habit
+    both = set(HABITS) & {path.rpartition(".")[2] for path in visible_leaves()}
+    assert not both, both
+    assert {switch for switch in OFF_ANYWAY if habit_of(switch) is None} == set()
+
+
+@pytest.mark.parametrize("library", sorted({habit.library for habit in RECORDS}))
+def test_what_is_to_be_set_exists(library: str) -> None:
+    known = KEYS | SECTIONS | MEMBERS | PATHS | ARGUMENTS | FILES | {f"{s}.{c.tag}" for s, c in CHOICES.items()}
+    for habit in (habit for habit in RECORDS if habit.library == library):
+        words = set(re.findall(r"[a-z]+(?:[_.][a-z_0-9]+)+", habit.advice))
+        words |= set(re.findall(r"(?<=set )[a-z_0-9.]+", habit.advice))
+        assert words <= known, habit
+        for section, value in re.findall(r"([a-z_.]+)=([a-z_]+)", habit.advice):
+            tag = section.partition(".")[0]
+            if tag in CHOICES and CHOICES[tag].tag:
+                assert value in CHOICES[tag].members, habit
+
+
+def refusal(keys: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(keys)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "elsewhere."])
+@pytest.mark.parametrize("library", ["TRL", "transformers", "verl", "others"])
+def test_the_error_gives_the_advice(library: str, prefix: str) -> None:
+    """For full names, wherever the section lies, and for names that are alone as the last word of one."""
+    for habit in RECORDS:
+        if habit.library != library or habit.kind == "same" or habit.name.endswith("*"):
+            continue
+        found = habit_of(prefix + habit.name)
+        assert found is not None and (found == habit or found.name == habit.name), habit
+    one = next(habit for habit in RECORDS if habit.library == library and habit.kind == "other name")
+    assert refusal({prefix + one.name: 1}) == f"unknown key {prefix + one.name!r}: {one.advice}"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [  # hints by spelling that were wrong: seed, save_rollouts, overlong_prompts, max_completion_length ...
+        ("deepspeed", "ranks train with FSDP2"),
+        ("disable_dropout", "dropout is always off"),
+        ("log_unique_prompts", "set log_completions"),
+        ("num_completions_to_print", "set log_completions"),
+        ("rollout.name", "set rollout.engine"),
+        ("actor_rollout_ref.actor.kl_loss_type", "set kl_estimator"),
+        ("data.truncation", "set overlong_prompts"),
+        ("actor_rollout_ref.rollout.multi_turn.enable", "pass tools="),
+        ("actor_rollout_ref.actor.megatron.param_offload", "there is no Megatron"),
+        ("critic.optim.lr", "set critic_learning_rate"),
+        ("optim.lr", "set learning_rate"),
+        ("custom_reward_function.path", "pass reward functions"),
+        ("reward_model.rollout.name", "pass reward functions"),
+        ("sync_ref_model", "set ref_model_sync_steps"),
+        ("vllm_enable_sleep_mode", "leave it out: vLLM sleeps"),
+        ("per_device_eval_batch_size", "leave it out: evaluation is batched"),
+        ("trainer.test_freq", "set eval_steps"),
+        ("actor_rollout_ref.actor.optim.weight_decay", "set weight_decay"),
+    ],
+)
+def test_meaning_comes_before_spelling(name: str, answer: str) -> None:
+    assert answer in refusal({name: 1})
+
+
+@pytest.mark.parametrize("name", ["zzz", "hub", "sleep_mode", "rope", "num_workers_of_mine"])
+def test_a_name_that_is_like_no_other_gets_no_hint(name: str) -> None:
+    assert refusal({name: 1}) == f"unknown key {name!r} (`hybrid-rl keys` lists all)"
+
+
+def test_all_that_is_wrong_is_one_table() -> None:
+    text = refusal(
+        {"lr": 1, "logging_steps": 2, "bogus": 3, "max_steps": 1.5, "gamma": 0.9, "learning_rat": 1, "num_ranks": 0}
+        | {"actor_rollout_ref": {"rollout": {"n": 5, "tensor_model_parallel_size": 2}, "actor": {"optim": {"lr": 1}}}}
+    )
+    rows = re.split(r"\n  (?=\S)", re.sub(r"\n {20,}", " ", text))
+    assert rows[0] == "10 keys cannot be used as they are:"
+    assert {row.split()[0]: " ".join(row.split()[1:]) for row in rows[1:]} == {
+        "lr": "set learning_rate",
+        "logging_steps": "leave it out: every training step is logged",
+        "bogus": "no such key (`hybrid-rl keys` lists all)",
+        "gamma": "would do nothing: it belongs to advantage.estimator=reinforce_plus_plus or gae or vapo or vtrace, "
+        "not grpo",
+        "learning_rat": "no such key; did you mean 'learning_rate'? (`hybrid-rl keys` lists all)",
+        "actor_rollout_ref.rollout.n": "set num_generations",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "set tensor_parallel_size: with rollout.engine=vllm",
+        "actor_rollout_ref.actor.optim.lr": "set learning_rate",
+        "max_steps": "1.5 must be of type int",
+        "num_ranks": "0 must be at least 1",
+    }
+    assert max(map(len, text.splitlines())) < 125
+
+
+def test_an_unknown_member_hides_no_unknown_key() -> None:
+    text = refusal({"algorithm": "grop", "lr": 1, "cliprange_value": 0.1})
+    assert "algorithm.name='grop' is unknown" in text and "set learning_rate" in text
+    assert "cliprange_value" not in text  # it may be a key of the algorithm that was meant
+
+
+@dataclasses.dataclass
+class GRPOConfig:
+    """What matters of TRL's: a dataclass whose defaults are computed, and most of whose fields are unknown here."""
+
+    output_dir: str | None = None
+    learning_rate: float = 1e-6
+    per_device_train_batch_size: int = 8
+    num_generations: int = 8
+    logging_steps: float = 10
+    bf16: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.bf16 = True if self.bf16 is None else self.bf16
+        self.output_dir = self.output_dir or "trainer_output"
+
+
+def test_args_of_trl_are_taken_or_refused() -> None:
+    args = GRPOConfig(output_dir="runs/a", learning_rate=1e-5, num_generations=4)
+    config, given = load_config(None, {"args": args, "learning_rate": 1e-4})
+    assert (config.optimizer.learning_rate, config.algorithm.num_generations, config.output_dir) == (1e-4, 4, "runs/a")
+    assert given == {"optimizer.learning_rate", "algorithm.num_generations", "output_dir"}
+    text = ""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"args": GRPOConfig(per_device_train_batch_size=2, logging_steps=1)})
+    text = str(caught.value)
+    assert (
+        "2 keys cannot be used" in text and "set prompts_per_step" in text and "every training step is logged" in text
+    )
+    assert "bf16" not in text
+    with pytest.raises(ConfigError, match="args=3 is a int; pass a GRPOConfig of TRL"):
+        load_config(None, {"args": 3})
+
+
+def test_the_records_are_of_use_to_the_documentation() -> None:
+    """A table has a row per record."""
+    counts = {library: sum(h.library == library for h in RECORDS) for library in ("TRL", "transformers", "verl")}
+    assert counts["TRL"] >= 79 and counts["transformers"] >= 112 and counts["verl"] > 150
+    assert Habit("verl", "actor_rollout_ref.rollout.n", "other name", "num_generations") in RECORDS
+    assert "megatron.*" in NAMES

@@ -1,0 +1,46 @@
+"""The listing of keys: all of them, each under what it depends on."""
+
+from __future__ import annotations
+
+import itertools
+
+from hybrid_rl.config.choices import CHOICES
+from hybrid_rl.config.listing import all_keys, section_title
+from hybrid_rl.config.load import visible_leaves
+
+KEYS = {key.path: key for key in all_keys()}
+
+
+def test_every_key_of_every_choice_is_listed_once() -> None:
+    expected = set(visible_leaves())
+    for section, choice in CHOICES.items():
+        for member in choice.members:
+            expected |= set(visible_leaves({section: member}))
+    assert set(KEYS) == expected and len(all_keys()) == len(KEYS)
+
+
+def test_keys_come_by_section_and_dependent_ones_in_one_block() -> None:
+    groups = [group for group, _ in itertools.groupby(all_keys(), lambda key: (key.section, key.when))]
+    assert len(groups) == len(set(groups))
+    sections = [section for section, _ in itertools.groupby(section for section, _ in groups)]
+    assert len(sections) == len(set(sections))
+    assert all(section_title(section).endswith(".") for section in sections)
+
+
+def test_values_defaults_and_conditions_are_in_words() -> None:
+    assert KEYS["optimizer.lr_scheduler_type"].values == "one of constant, constant_with_warmup, linear, cosine"
+    assert KEYS["num_ranks"].values == "whole number or auto, at least 1"
+    assert KEYS["kl.beta"].values == "number, above 0"  # not that of kl=none, which takes 0 alone
+    assert KEYS["advantage.estimator"].values.startswith("one of grpo, rloo, ")
+    assert KEYS["eval.eval_on_start"].default == "true"
+    assert KEYS["advantage.rho_clip"].when == "with advantage=vtrace"
+    assert KEYS["kl.kl_horizon"].when == "unless kl=none"
+    assert KEYS["policy_loss.epsilon"].when.startswith("with policy_loss=clip or ")
+    assert KEYS["optimizer.learning_rate"].when == ""
+
+
+def test_keys_have_their_names_in_other_libraries() -> None:
+    assert "ppo_mini_batch_size" in KEYS["optimizer.prompts_per_mini_batch"].elsewhere
+    assert "max_response_length" in KEYS["rollout.max_completion_length"].elsewhere
+    # "set rollout.engine=vllm and tensor_parallel_size" is advice, not a name of the engine.
+    assert "vllm_tensor_parallel_size" not in KEYS["rollout.engine"].elsewhere

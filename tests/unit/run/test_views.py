@@ -1,0 +1,89 @@
+"""What a Trainer and its configuration show, and what notebooks complete."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+
+import pytest
+
+import hybrid_rl
+from hybrid_rl import Callback, Trainer, TrainerConfig
+from hybrid_rl.config import load_config
+from hybrid_rl.process.interrupts import show_shortly
+from hybrid_rl.run.views import bars
+from tests.tiny import build_model
+
+
+def test_a_trainer_tells_its_state_and_how_to_go_on(make_trainer) -> None:
+    trainer = make_trainer(build_model(), max_steps=3)
+    assert "step 0 of 3" in repr(trainer) and "fit() the 3 that are left" in repr(trainer)
+    trainer.fit(steps=2)
+    text = repr(trainer)
+    assert text.startswith("Trainer: grpo, step 2 of 3, engine inplace\n") and str(trainer.run_folder) in text
+    assert "spread" in text and "5,472 parameters" in text
+    page = trainer._repr_html_()
+    assert "<svg" in page and page.count("learning_rate") >= 1
+    trainer.fit()
+    assert "fit(steps=20) trains 20 more" in repr(trainer)
+    trainer.save()
+    trainer.close()
+    saved = str(trainer.run_folder / "checkpoint-3")
+    assert f"it is closed: make a new one; Trainer(..., resume={saved!r}) goes on from there" in repr(trainer)
+
+
+def test_bars_by_hand() -> None:
+    assert bars([0.0, 0.5, 1.0, float("nan")]) == "▁▅█"
+    assert bars([1.0]) == ""
+    assert bars([2.0, 2.0]) == "▁▁"
+    assert len(bars([float(step) for step in range(1000)])) == 40
+
+
+def test_a_configuration_shows_what_differs() -> None:
+    config, _ = load_config({"algorithm": "rloo", "learning_rate": 0.25, "run_name": "<i>"})
+    text = repr(config)
+    assert "optimizer.learning_rate    0.25" in text and "kl.beta" in text and "'rloo'" in text
+    assert "max_completion_length" not in text
+    page = config._repr_html_()
+    shown, folded = page.split("<details>", 1)
+    assert "peak learning rate" in shown and "longest completion" not in shown and "longest completion" in folded
+    assert "&lt;i&gt;" in page and "<i>" not in page
+    assert "all keys have their defaults" in TrainerConfig()._repr_html_()
+
+
+def test_notebooks_complete_names_and_keywords(make_trainer) -> None:
+    assert {"Trainer", "Callback", "TrainerConfig"} <= set(dir(hybrid_rl))
+    names = inspect.signature(Trainer).parameters
+    assert {"model", "reward_funcs", "learning_rate", "num_generations", "max_steps", "algorithm"} <= names.keys()
+    assert names["learning_rate"].default == TrainerConfig().optimizer.learning_rate
+    assert [p.kind for p in names.values()][-1] is inspect.Parameter.VAR_KEYWORD
+    assert {"learning_rate", "step"} <= set(dir(make_trainer()))
+
+
+class Interrupting(Callback):
+    """Sends a Ctrl-C after a training step."""
+
+    def on_step_end(self, trainer, step, batch, metrics) -> None:
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_shows_the_users_line_alone(make_trainer) -> None:
+    trainer = make_trainer(callbacks=[Interrupting()], max_steps=3)
+    with pytest.raises(KeyboardInterrupt) as found:
+        trainer.fit()
+    (shown,) = found.value._render_traceback_()  # what IPython prints
+    first, place = shown.splitlines()
+    assert first == "KeyboardInterrupt: interrupted after training step 1 of 3; step() or fit() goes on"
+    assert place.endswith("trainer.fit()")
+    trainer.callbacks = []
+    trainer.fit()
+    assert trainer.global_step == 3
+    bare = KeyboardInterrupt()
+    show_shortly(bare, "said")
+    assert bare._render_traceback_() == ["KeyboardInterrupt: said"]
+
+
+def test_generations_are_short(make_trainer) -> None:
+    (generation,) = make_trainer().generate(["1+1="], temperature=0)
+    assert repr(generation).startswith("Generation('1+1=' -> ") and len(repr(generation)) < 100
