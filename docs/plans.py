@@ -92,6 +92,12 @@ def index(verdicts: dict[str, str]) -> str:
             "|---|---|---|",
             *rows,
             "",
+            "```{toctree}",
+            ":hidden:",
+            "",
+            *(case.name for case in CASES),
+            "```",
+            "",
         )
     )
 

@@ -1,19 +1,25 @@
 """Writes what other pages than docs/algorithms.md have from the code: `python -m docs.reference`.
 
-The whole of docs/configuration.md, the columns of a batch in docs/api.md, what can be set in docs/trainer.md.
+The whole of docs/configuration.md, the columns of a batch in docs/api.md, what can be set in docs/trainer.md, and
+the names that other libraries have for keys, in docs/from_trl.md and docs/from_verl.md.
 """
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from pathlib import Path
 
 from docs.tables import filled
 from hybrid_rl.batch import FIELDS
+from hybrid_rl.config.choices import CHOICES
+from hybrid_rl.config.habits import RECORDS, Kind
 from hybrid_rl.config.listing import Key, all_keys, section_title
+from hybrid_rl.config.load import leaf_names
 from hybrid_rl.run.live import LIVE
 
 FOLDER = Path(__file__).parent
+KEYS = (leaf_names() | CHOICES.keys()) - {"name", "path", "model"}
 INTRODUCTION = """# Configuration reference
 
 Every key, written from the code by `python -m docs.reference`; `hybrid-rl keys WORD` searches them in a terminal. A key
@@ -57,10 +63,47 @@ def live() -> str:
     return "\n".join(["| setting | meaning |", "|---|---|", *(f"| `{name}` | {doc} |" for name, doc in LIVE.items())])
 
 
+def elsewhere(*libraries: str) -> str:
+    """The keys of other libraries: those of the same name, then a table for each kind of answer."""
+    known = [habit for habit in RECORDS if habit.library in libraries]
+    same = [f"`{habit.name}`" for habit in known if habit.kind == "same"]
+    parts = [f"### The same name and meaning ({len(same)})", ", ".join(same)]
+    titles: dict[Kind, str] = {
+        "other name": "Another name",
+        "not needed": "Nothing to set: it is so anyway",
+        "missing": "Not here",
+    }
+    for kind, title in titles.items():
+        found = [habit for habit in known if habit.kind == kind]
+        answers: dict[tuple[str, str], list[str]] = {}
+        for habit in found:
+            answers.setdefault((habit.here, habit.note), []).append(f"`{habit.name}`")
+        has_here = kind == "other name"
+        head = "| there | here | note |\n|---|---|---|" if has_here else "| there | |\n|---|---|"
+        rows = (
+            "| " + " | ".join(["<br>".join(names), *([_coded(here)] if has_here else []), note]) + " |"
+            for (here, note), names in answers.items()
+        )
+        parts += [f"### {title} ({len(found)})", "\n".join([head, *rows])]
+    return "\n\n".join(parts)
+
+
+def _coded(here: str) -> str:
+    """What is to be set, with the keys in it as code."""
+    names = sorted(KEYS, key=len, reverse=True)
+    return re.sub(rf"(?<![\w.])(?:\w+\.)*(?:{'|'.join(names)})\b(?:=[\w.]+)?", r"`\g<0>`", here)
+
+
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
     found = {FOLDER / "configuration.md": configuration()}
-    for name, parts in {"api.md": {"columns": columns()}, "trainer.md": {"live": live()}}.items():
+    marked = {
+        "api.md": {"columns": columns()},
+        "trainer.md": {"live": live()},
+        "from_trl.md": {"TRL's keys": elsewhere("TRL"), "keys of transformers": elsewhere("transformers")},
+        "from_verl.md": {"verl's keys": elsewhere("verl")},
+    }
+    for name, parts in marked.items():
         found[FOLDER / name] = filled((FOLDER / name).read_text(), parts, name)
     return found
 

@@ -5,29 +5,48 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rl.process.importing import told
+
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
+    from hybrid_rl.evaluation.evaluations import Evaluation
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
+    from hybrid_rl.run.checkpoints import evaluate_checkpoint
+    from hybrid_rl.run.preview import preview
     from hybrid_rl.run.results import StepResult
     from hybrid_rl.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Generation", "StepResult", "Trainer", "TrainerConfig", "__version__"]
+__all__ = [
+    "Callback",
+    "Evaluation",
+    "Generation",
+    "StepResult",
+    "Trainer",
+    "TrainerConfig",
+    "__version__",
+    "evaluate_checkpoint",
+    "preview",
+]
 
 _HOMES = {
     "Callback": "hybrid_rl.run.callbacks",
+    "Evaluation": "hybrid_rl.evaluation.evaluations",
     "Generation": "hybrid_rl.rollout.generations",
     "StepResult": "hybrid_rl.run.results",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",
+    "preview": "hybrid_rl.run.preview",
+    "evaluate_checkpoint": "hybrid_rl.run.checkpoints",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Lazy, so that `import hybrid_rl.algos` loads only torch.
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        with told("PyTorch and transformers"):
+            return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'hybrid_rl' has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""Files: tensors with normal permissions, renaming without replacement, and a hash of the contents."""
+"""Files: tensors with normal permissions, small texts, renaming without replacement, and a hash of the contents."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ def set_aside(path: Path, kind: str) -> Path:
         number += 1
         target = path.with_name(f"{path.name}.{kind}-{number}")
     return path.rename(target)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, completely or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def content_digest(path: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
+from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
@@ -24,7 +25,6 @@ from hybrid_rl.errors import (
     NotYetSupportedError,
     do_all,
 )
-from hybrid_rl.logging.progress import line_of, still
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
@@ -32,8 +32,10 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.run.agents import AgentArguments
+from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
+from hybrid_rl.run.evaluating import Evaluating
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
@@ -43,22 +45,21 @@ from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
-from hybrid_rl.run.start import make_collector, start_workers
+from hybrid_rl.run.start import make_collector, make_sampler, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
-from hybrid_rl.run.views import ShownTrainer
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
 logger = logging.getLogger("hybrid_rl")
 
 
-class Trainer(ShownTrainer):
+class Trainer(Evaluating):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
     reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
     list[float | None]`, plain or async; names, folders or modules of reward models; judges.
     train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
-    `prompt` (text or chat messages).
+    `prompt` (text or chat messages). eval_dataset may be a dict of these by name, each a set with metrics of its own.
     config: a YAML file, a mapping or a `TrainerConfig`.
     reward_processing_classes: the tokenizers of reward models.
     tools: functions, plain or async, that the policy may call; type hints and docstrings describe them to it.
@@ -121,31 +122,36 @@ class Trainer(ShownTrainer):
         warn_of_training(run.module, is_resumed=run.resume is not None)
         self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
-        self._sampler = PromptSampler(run.data.train, shuffle=run.config.data.shuffle, seed=run.config.seed)
+        self._sampler = make_sampler(run)
         self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
-        self._signal_watch = SignalWatch(run.config)
+        self._signal_watch = SignalWatch(run.config, is_chat=run.is_chat)
         self._last_metrics = Metrics()
-        self._save_due = False
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
+        for note in run.data.notes:
+            self._log.display.message(note)
         if run.memory.offload:
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
-        hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
-        starting = still(self._log.display.message, f"starting {run.config.num_ranks} ranks", hint)
-        with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
+        with starting(self._log.display, run.config, self.run_folder):
             self.policy = start_workers(run, self._log.path, closing)
-        self.collector = make_collector(run, self.policy, self._sampler)
-        self._timeline = Timeline(self.policy, self.run_folder)
-        self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
-        if run.resume is not None:
-            self._restore(run.resume)
-        self._guard = StepGuard(self._sampler)
-        self._handoff = largest(self.policy.update_weights(self.global_step))
+            self.collector = make_collector(run, self.policy, self._sampler)
+            self._timeline = Timeline(self.policy, self.run_folder)
+            self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
+            self._best = BestStep(run.config.eval, self.run_folder)
+            if run.resume is not None:
+                self._restore(run.resume)
+            self._guard = StepGuard(self._sampler)
+            self._handoff = largest(self.policy.update_weights(self.global_step))
         self._policy_version = self.global_step
         self._has_begun = self._log.begin(self.global_step)
         self._enter()
+
+    @property
+    def train_dataset(self) -> PromptSampler:
+        """Where training prompts come from; of several datasets by name, `weights` can be assigned between steps."""
+        return self._sampler
 
     # --------------------------------------------------------------------------------------------- the loop
 
@@ -159,7 +165,8 @@ class Trainer(ShownTrainer):
         trainer.stop() in a callback.
         """
         self._require_idle("call fit()")
-        begun, last, self._is_stopping = self.global_step, self._length_for(steps), False
+        begun, last = self.global_step, self._length_for(steps)
+        self._is_stopping = steps is None and self._stops_at_once()
         with self._working("fit()"), self._run_shown():
             self._evaluate_at_start()
             while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
@@ -168,13 +175,15 @@ class Trainer(ShownTrainer):
                 self._save_now(final=True)
             elif steps is None and self.global_step > begun:
                 self._keep_last_step()
+            if steps is None:
+                self._load_best()
         return self._last_metrics
 
     train = fit  # its name in TRL and transformers
 
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
-        while self.global_step < self.max_steps:
+        while self.global_step < self.max_steps and not self._best.is_over:
             yield self.step()
 
     def step(self) -> StepResult:
@@ -281,36 +290,17 @@ class Trainer(ShownTrainer):
         self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
         is_evaluated = is_last or (eval_steps is not None and step % eval_steps == 0)
         do_all(
-            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval is not None else {}),
+            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval else {}),
+            lambda: self._note_best(metrics),
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
             lambda: self._save_now(final=False) if self._save_due else None,
+            lambda: self._best.write() if is_evaluated else None,
             lambda: self._pictures.look(step, metrics),
         )
         self._notify("on_step_end", step, result.batch, metrics)
 
     # ------------------------------------------------------------------------------ evaluation and generation
-
-    def evaluate(self) -> Metrics:
-        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`.
-
-        eval/accuracy is the share of samples that satisfy the first reward function (eval.success_reward).
-        """
-        self._require_idle("evaluate")
-        self._require_current()
-        if self._run.data.eval is None:
-            raise ConfigError("there is no evaluation data: pass eval_dataset= or set data.eval_path")
-        check_modes(self.config, learns=False)
-        start = now()
-        doing = f"evaluation after step {self.global_step}"
-        each, params = self.config.eval.num_generations_eval, self._run.eval_params
-        with self._working("evaluate()"):
-            with self._computing(), broken_model_explained(doing, self.run_folder), self._timeline.phase("evaluation"):
-                state = self._state(self.global_step)
-                found = self.collector.evaluate(self._run.eval_rows, each, params, self.policy_version, state)
-            metrics = Metrics(found, **{"timing/evaluate": now() - start})
-            self._notify("on_evaluate", self.global_step, metrics)
-        return metrics
 
     def generate(
         self,
@@ -371,13 +361,14 @@ class Trainer(ShownTrainer):
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state |= {"config": to_dict(self.config), "changed": self._changes_state()}
+        state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
             if self.policy.has_ended:  # no rank is left to delete its unfinished files
                 clear_up(target.resolve().parent, is_ours=folder is None)
             raise
+        self._log.display.message(f"saved {target}")
         self._notify("on_save", self.global_step, target)
         return target
 
@@ -402,7 +393,8 @@ class Trainer(ShownTrainer):
             logger.warning("%s; trying again after the next step", error)
             return
         self._save_due = False
-        self._log.display.message(f"saved {target}")
+        kept = (target, self._run.resume, self._best.checkpoint)
+        delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, kept)
 
     def _keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints were asked for and it has none yet."""
@@ -414,9 +406,9 @@ class Trainer(ShownTrainer):
         if self._has_begun or self.global_step:
             return
         record = dict(self._handoff)
-        if self._run.data.eval is not None and self.config.eval.eval_on_start:
+        if self._run.data.eval and self.config.eval.eval_on_start:
             record |= self.evaluate()
-            self._log.display.message(f"before training: {line_of(record)}")
+            self._best.look(0, record)
         self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
         self._log.metrics(0, record)
 
@@ -442,13 +434,14 @@ class Trainer(ShownTrainer):
         except DataError as error:
             raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
+        self._best.load_state_dict(state.get("best", {}))
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:
         """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
+        first = (int(batch["group"].min()), int(batch["trajectory"].min()))
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
-            self._log.display.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
-        first = (int(batch["group"].min()), int(batch["trajectory"].min()))
+            self._log.samples(self.policy.records(shown, step, first))
         with self._timeline.phase("samples written"):
             self.policy.log_samples(batch, step, self._log.path, first)
 

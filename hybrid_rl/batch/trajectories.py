@@ -91,7 +91,7 @@ class Trajectories:
 
 def sample_keys(batch: Batch, samples: Tensor | None = None) -> list[SampleKey]:
     """Name the samples of a batch, or those at `samples` (int64 [M]), in order."""
-    columns = (batch[name] if samples is None else batch[name][samples] for name in SampleKey._fields)
+    columns = (batch[name] if samples is None else batch[name][samples] for name in SampleKey.__annotations__)
     return [SampleKey(*key) for key in zip(*(column.tolist() for column in columns), strict=True)]
 
 

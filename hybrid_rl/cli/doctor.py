@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import functools
 import os
 import shutil
@@ -12,9 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
 from hybrid_rl.cli.settings import Settings
 from hybrid_rl.cli.tables import show, table, wide_console
+from hybrid_rl.cli.version import NOT_INSTALLED, installed, version_of
+
+# Name, use, and how to get it if that is not pip install NAME.
+OPTIONAL = (
+    ("ray", "several ranks, such as num_ranks=2", ""),
+    ("vllm", "rollout.engine=vllm", "GPUs: pip install vllm; CPUs: make vllm in a clone"),
+    ("flash-attn", "attention=flash_attn on GPUs", ""),
+    ("tensorboard", "report_to=tensorboard", ""),
+    ("wandb", "report_to=wandb", ""),
+    ("trackio", "report_to=trackio", ""),
+    ("mlflow", "report_to=mlflow", ""),
+    ("math-verify", "math_reward", ""),
+    ("openai", "LLMJudge", ""),
+    ("reasoning-gym", "its tasks as data and environments", ""),
+)
+OPTIONAL_NAMES = frozenset(name for name, _, _ in OPTIONAL)
+NO_EXTENSION = (
+    "missing: PyTorch's operators replace it, and give the same results; steps of small models on a CPU take about 1.4 "
+    "times as long. It is compiled by make install in a clone, which needs a C++ compiler"
+)
 
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
@@ -22,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def run_doctor(settings: Settings = None) -> None:
-    """Describe this machine, start the ranks that the settings ask for, and compare them.
+    """Describe this machine and what is installed, start the ranks that the settings ask for, and compare them.
 
     The exit status is 1 if something does not fit; the problems are printed at the end.
 
@@ -31,15 +53,18 @@ def run_doctor(settings: Settings = None) -> None:
       hybrid-rl doctor num_ranks=2
       hybrid-rl doctor device=cuda attention=varlen
     """
-    from hybrid_rl.config import load_config, resolve
-    from hybrid_rl.run.checks import check_attention
-    from hybrid_rl.run.prepare import find_hardware
-    from hybrid_rl.workers.preflight import check, versions
-
     console = wide_console()
-    loaded, given = load_config(arguments=settings or [])
-    facts = versions() | _describe_machine(Path(loaded.output_dir))
+    with Console(stderr=True).status("importing PyTorch and looking at this machine"):
+        from hybrid_rl.config import load_config, resolve
+        from hybrid_rl.run.checks import check_attention
+        from hybrid_rl.run.prepare import find_hardware
+        from hybrid_rl.workers.preflight import check
+
+        loaded, given = load_config(arguments=settings or [])
+        facts = _describe_machine(Path(loaded.output_dir))
     show(console, table(("this machine", ""), facts.items()))
+    print()
+    show(console, table(("optional", "", "for"), optional_parts()))
     print()
     hardware = find_hardware(loaded)
     config = resolve(loaded, given, hardware=hardware)
@@ -51,6 +76,7 @@ def run_doctor(settings: Settings = None) -> None:
         for p in probes
     ]
     show(console, table(("rank", "host", "device", "threads", *tests), rows))
+    print(what_is_normal(probes[0].device_type))
     problems, doubts = check(probes)
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
@@ -61,6 +87,35 @@ def run_doctor(settings: Settings = None) -> None:
     print("no problems found")
 
 
+def optional_parts() -> list[tuple[str, str, str]]:
+    """Return name, version and use of the packages that only some runs need, and how to get those that are missing."""
+    found = []
+    for name, use, remedy in OPTIONAL:
+        version = installed()["vllm"] if name == "vllm" else version_of(name)
+        how = remedy or f"pip install {name}"
+        found.append((name, version, f"{use}; {how}" if version == NOT_INSTALLED else use))
+    numa = ctypes.util.find_library("numa")
+    use = "vLLM on CPUs"
+    found.append(("libnuma", numa or NOT_INSTALLED, use if numa else f"{use}; Debian and Ubuntu: apt install libnuma1"))
+    return found
+
+
+def what_is_normal(device_type: str) -> str:
+    """Say what the tests of a rank are, and how long they take on hardware that is not slowed down."""
+    from hybrid_rl.workers.preflight import COPY, PRODUCT, SIZES
+
+    size, mebibytes = SIZES[device_type]
+    kind = "bfloat16" if device_type == "cuda" else "float32"
+    times = (
+        "0.2 to 2 ms each on a GPU for data centres"
+        if device_type == "cuda"
+        else "10 to 60 ms and 3 to 20 ms on an idle core; more if other programs use it"
+    )
+    return (
+        f"{PRODUCT}: {size} x {size}, {kind}; {COPY}: {mebibytes} MiB; normal: {times}. Ranks wait for the slowest one."
+    )
+
+
 def _describe_machine(output_dir: Path) -> dict[str, str]:
     """List the resources of this machine that a run uses, by name."""
     import psutil
@@ -68,12 +123,16 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
 
     from hybrid_rl.process.cores import own_cores
     from hybrid_rl.sandbox import sandbox_strength
+    from hybrid_rl.workers.preflight import versions
 
     memory = psutil.virtual_memory()
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    found = {
-        "accelerators": ", ".join(f"{gpu.name} with {_gib(gpu.total_memory)}" for gpu in gpus) or "none",
+    found = {name: version for name, version in versions().items() if name not in OPTIONAL_NAMES}
+    if found["compiled extension"] == "missing":
+        found["compiled extension"] = NO_EXTENSION
+    found |= {
+        "accelerators": ", ".join(f"{gpu.name} with {_gib(gpu.total_memory)}" for gpu in gpus) or _no_gpu(),
         "cores": f"{own_cores()} of {os.cpu_count()} for this process",
         "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
         f"disk of {output_dir}": f"{_gib(shutil.disk_usage(existing).free)} free",
@@ -83,6 +142,16 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
         found["shared memory, where ranks keep batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
     found["sandbox of programs"] = str(sandbox_strength())
     return found
+
+
+def _no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
+        return (
+            "none that torch can use, so: CPU only (this torch is a CPU build; for GPUs: pip install torch from PyPI)"
+        )
+    return "none, so: CPU only"
 
 
 def _gib(num_bytes: int) -> str:

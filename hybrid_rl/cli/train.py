@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.cli.settings import Settings, take
+from hybrid_rl.data.gym import is_gym
 from hybrid_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
 
 # Of hybrid_rl.rewards: those that need nothing but the columns of the data.
-PLAIN_REWARDS = ("exact_match",)
+PLAIN_REWARDS = ("exact_match", "reasoning_gym_reward")
 MADE_REWARDS = ("math_reward", "format_reward", "tag_count_reward")
 
 
@@ -47,7 +48,8 @@ def train(settings: Settings = None) -> None:
 
 def train_own(config: TrainerConfig, rewards: Sequence[str]) -> None:
     """Train the model of a config to the end of its steps. rewards: as `load_reward` takes them."""
-    if not rewards and config.advantage.needs_rewards:
+    scores_itself = isinstance(config.data.train_path, str | dict) and is_gym(config.data.train_path)
+    if not rewards and config.advantage.needs_rewards and not scores_itself:
         raise ConfigError(
             "reward=FILE.py:FUNCTION is missing: the function that scores completions, or the name of a ready-made "
             f"one: {', '.join((*PLAIN_REWARDS, *MADE_REWARDS))}"

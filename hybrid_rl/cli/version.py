@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
+NOT_INSTALLED = "not installed"
 PACKAGES = ("hybrid_rl", "torch", "transformers", "numpy", "ray")
 
 
@@ -23,7 +24,7 @@ def installed() -> dict[str, str]:
     found = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
     # vLLM for CPUs is a distribution of another name.
     names = metadata.packages_distributions().get("vllm", ())
-    found["vllm"] = f"{metadata.version(names[0])} ({names[0]})" if names else "not installed"
+    found["vllm"] = f"{metadata.version(names[0])} ({names[0]})" if names else NOT_INSTALLED
     return found
 
 
@@ -32,4 +33,4 @@ def version_of(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED

@@ -9,17 +9,16 @@ from typing import Any
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES, Needs
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.eval_keys import EvalConfig, SampledEvalConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
     BFloat16ModelConfig,
     ControllerConfig,
     CriticConfig,
-    EvalConfig,
     InPlaceRolloutConfig,
     ModelConfig,
     RayControllerConfig,
-    SampledEvalConfig,
     TrainerConfig,
     ValueHeadConfig,
     VLLMRolloutConfig,

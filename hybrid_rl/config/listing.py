@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.habits import HABITS, RECORDS
 from hybrid_rl.config.load import Leaf, visible_leaves
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.options import field_types
@@ -36,8 +36,8 @@ TITLES = {
     "controller": "The processes in which the workers run.",
 }
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-# What advice about a foreign name begins with, if the key means the same.
-SAME = re.compile(r"set (?:\w+\.)*(\w+)(?:=\S+)?(?=[,;: ]|$)(?! and )")
+# What is to be set for a foreign name, if it is a single key.
+SAME = re.compile(r"(?:\w+\.)*(\w+)(?:=\S+(?: or \S+)*)?(?: \(.*\))?")
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,12 @@ def _words(kind: Any) -> str:
 def _foreign_names() -> dict[str, list[str]]:
     """Return the names that other libraries have for a key, by its leaf name."""
     found: dict[str, list[str]] = {}
-    for name, advice in HABITS.items():
-        same = SAME.match(advice)
+    for habit in RECORDS:
+        same = SAME.fullmatch(habit.here) if habit.kind == "other name" else None
+        # The last word of its path, if that alone is known.
+        leaf = habit.name.rpartition(".")[2]
         if same is not None:
-            found.setdefault(same[1], []).append(name)
+            names = found.setdefault(same[1], [])
+            name = leaf if leaf in HABITS else habit.name
+            names.extend([] if name in names else [name])
     return found

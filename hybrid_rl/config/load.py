@@ -211,13 +211,15 @@ def _flatten(
     """Yield path, value and "" for every key of a layer; for one that cannot be used, its name and what is wrong."""
     by_name = _paths_by_name(leaves)
     sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
-    mappings = [path for path, leaf in leaves.items() if typing.get_origin(leaf.type) is dict]
+    mappings = [path for path, leaf in leaves.items() if takes_mapping(leaf.type)]
     rests = {path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]}
     entries: dict[str, dict[str, Any]] = {}  # of keys that are mappings, given one by one
     for name, value in layer.items():
         path = f"{prefix}{name}"
         mapping = next((leaf for leaf in mappings if path.startswith(leaf + ".")), None)
-        if path in leaves:
+        if path in mappings and isinstance(value, Mapping):
+            entries.setdefault(path, {}).update(value)
+        elif path in leaves:
             yield path, value, ""
         elif mapping is not None:
             entries.setdefault(mapping, {})[path.removeprefix(mapping + ".")] = value
@@ -231,13 +233,21 @@ def _flatten(
             entries.setdefault(rests[path.rpartition(".")[0]], {})[name.rpartition(".")[2]] = value
         elif path in sections:
             yield path, value, f"{path} is a section of keys, not a value: {value!r}"
-        elif (
-            isinstance(value, Mapping) and value and path not in NAMES and name not in leaf_names()
-        ):  # of another library
+        elif isinstance(value, Mapping) and _is_foreign(path):
             yield from _flatten(value, leaves, tags, path + ".")
         else:
             yield path, value, unknown(path, value, leaves, tags)
     yield from ((path, value, "") for path, value in entries.items())
+
+
+def _is_foreign(path: str) -> bool:
+    """Return whether the keys of a section that does not exist here are answered one by one."""
+    return path not in NAMES and path.rpartition(".")[2] not in leaf_names()
+
+
+def takes_mapping(expected: Any) -> bool:
+    """Return whether a key of this type takes a mapping, perhaps besides other values."""
+    return dict in (typing.get_origin(expected), *map(typing.get_origin, typing.get_args(expected)))
 
 
 def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str, Any]) -> Any:
@@ -275,6 +285,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
         if isinstance(value, str) and value in words:
             return value
+        if isinstance(value, Mapping) and takes_mapping(expected):
+            return dict(value)
         first = next(option for option in options if option is not type(None))
         try:
             return _typed(path, first, value)

@@ -18,6 +18,9 @@ from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
+from hybrid_rl.config.data_keys import DataConfig
+from hybrid_rl.config.eval_keys import EvalConfig
+from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -66,21 +69,6 @@ class BFloat16ModelConfig(ModelConfig):
         "logits are float32 products of hidden states and head, not rounded to bfloat16, in training, scoring and the "
         "embedded engines; the values of the head stay bfloat16 (its masters float32)",
     )
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The sources of prompts."""
-
-    train_path: str | None = key(None, "JSONL, parquet or saved dataset; None if train_dataset is passed to Trainer")
-    eval_path: str | None = key(None, "the same for evaluation")
-    prompts_per_step: int = key(16, "prompts of one training step over all ranks, never rescaled", minimum=1)
-    shuffle: bool | None = key(None, "shuffle every epoch; None = yes for sized data, no for streams")
-    max_prompt_length: int | None = key(None, "longest prompt in tokens; None = the model's limit", minimum=1)
-    overlong_prompts: Literal["error", "drop", "truncate"] = key(
-        "error", "prompts over the limit: stop before work starts, drop and count, or keep their last tokens"
-    )
-    chat_template_kwargs: dict[str, Any] = key({}, "passed to the tokenizer's chat template")
 
 
 @dataclass(frozen=True)
@@ -332,48 +320,6 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """Evaluation on held-out prompts."""
-
-    eval_steps: int | None = key(
-        None, "also evaluate every n training steps; None = only before the first and after the last", minimum=1
-    )
-    eval_on_start: bool = key(True, "evaluate before the first step")
-    eval_temperature: float = key(0.0, "0 = greedy", minimum=0)
-    eval_repetition_penalty: float = key(
-        1.0,
-        "repetition penalty: tokens already in the prompt or completion become less likely, in evaluation only; "
-        "1 = off",
-        above=0,
-    )
-    success_reward: float | None = key(
-        None,
-        "eval/accuracy is the share of samples to which the first reward function gives this value; None = 1 if it "
-        "gives only 0 and 1, else there is no accuracy",
-    )
-
-    # Keys of sampled evaluation exist only in SampledEvalConfig.
-    eval_top_p = 1.0
-    eval_top_k = 0
-    eval_min_p = 0.0
-    num_generations_eval = 1
-
-
-@dataclass(frozen=True)
-class SampledEvalConfig(EvalConfig):
-    """Evaluation with eval_temperature above 0."""
-
-    eval_top_p: float = key(1.0, "nucleus sampling, in evaluation only", above=0, maximum=1)
-    eval_top_k: int = key(0, "sample among the k most likely tokens, in evaluation only; 0 = all", minimum=0)
-    eval_min_p: float = key(
-        0.0, "lowest probability relative to the most likely token, in evaluation only", minimum=0, maximum=1
-    )
-    num_generations_eval: int = key(
-        1, "completions per evaluation prompt; above 1, eval/pass@n is logged in addition to the accuracy", minimum=1
-    )
-
-
-@dataclass(frozen=True)
 class FSDPConfig:
     """Sharding of a model over several ranks with FSDP2, with fp32 shards as masters. One rank shards nothing."""
 
@@ -420,7 +366,7 @@ class RayControllerConfig(ControllerConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class TrainerConfig(Shown):
+class TrainerConfig(LoggingKeys, Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
@@ -443,8 +389,6 @@ class TrainerConfig(Shown):
     num_train_epochs: float = key(1.0, "passes over the training data", above=0, maximum=1e9)
     output_dir: str = key("runs", "folder for run folders")
     run_name: str | None = key(None, "name of the run folder; None = algorithm and time")
-    report_to: list[Literal["none", "tensorboard", "wandb"]] = key([], "trackers in addition to metrics.jsonl")
-    log_completions: int = key(0, "completions shown in the console after every training step", minimum=0)
     save_steps: int | None = key(
         None, "write a checkpoint every n training steps, at the end and at Ctrl-C; None = never", minimum=1
     )

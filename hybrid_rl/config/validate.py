@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
+from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.sizes import memory_bytes
@@ -17,6 +18,7 @@ from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
 CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
+LARGE_RATE = 0.1
 # At a ratio of 1 their loss is -A ln p.
 LIKELIHOODS = ("reinforce", "cispo")
 
@@ -217,8 +219,18 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
     if config.model.device == "cpu":
         yield "fsdp.cpu_offload", "on CPUs everything is in host memory anyway"
     if not has_eval:
-        for name in ("eval_steps", "eval_on_start", "eval_temperature", "eval_repetition_penalty", "success_reward"):
-            yield f"eval.{name}", "there is no eval_dataset (or eval_path)"
+        for item in fields(EvalConfig):
+            yield f"eval.{item.name}", "there is no eval_dataset (or eval_path)"
+    if config.eval.metric_for_best_model is None:
+        for name in ("greater_is_better", "load_best_model_at_end", "early_stopping_patience"):
+            yield f"eval.{name}", "set metric_for_best_model, for example to eval/accuracy"
+    elif config.eval.eval_steps is None:
+        for name in ("load_best_model_at_end", "early_stopping_patience"):
+            yield f"eval.{name}", "the only evaluation after a step is that of the last; set eval_steps"
+    if config.eval.early_stopping_patience is None:
+        yield "eval.early_stopping_threshold", "set early_stopping_patience"
+    if config.save_steps is None:
+        yield "eval.load_best_model_at_end", "no checkpoint is written; set save_steps"
 
 
 def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
@@ -266,6 +278,11 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             f"cast_lm_head_to_fp32=True applies only to the trainer's models: {config.rollout.engine} rounds its "
             "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
+        )
+    if config.optimizer.learning_rate > LARGE_RATE:
+        yield (
+            f"learning_rate={config.optimizer.learning_rate:g}: AdamW moves each weight by about this much in an "
+            "update, and most weights are far smaller, so one update may ruin the model; 1e-6 to 1e-4 are usual"
         )
     loss, old = config.policy_loss, config.algorithm.old_logprobs
     objective: str = loss.objective

@@ -70,18 +70,23 @@ def shorten(value: Any, max_chars: int = 60) -> str:
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
-def check_column_names(names: Sequence[Any], where: str, *, needs_prompt: bool = True) -> None:
-    """Raise DataError unless all columns can be passed to a reward function by keyword, and, if needs_prompt, there is
-    a column `prompt`.
-
-    `where` names the dataset or row in the message.
-    """
+def check_plain_names(names: Sequence[Any], where: str) -> None:
+    """Raise DataError unless column names are strings, each there once. `where` names the dataset or row."""
     for name in names:
         if not isinstance(name, str):
             raise DataError(f"{where} has the column name {shorten(name)}; column names must be strings: rename it")
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise DataError(f"{where} has the column {duplicates[0]!r} more than once; rename or drop one of them")
+
+
+def check_column_names(names: Sequence[Any], where: str, *, needs_prompt: bool = True) -> None:
+    """Raise DataError unless all columns can be passed to a reward function by keyword, and, if needs_prompt, there is
+    a column `prompt`.
+
+    `where` names the dataset or row in the message.
+    """
+    check_plain_names(names, where)
     if needs_prompt and PROMPT_COLUMN not in names:
         near = difflib.get_close_matches(PROMPT_COLUMN, names, n=1, cutoff=0.5)
         hint = f" (the nearest name is {near[0]!r})" if near else ""
@@ -120,6 +125,12 @@ def prompt_kind(prompt: Any, row: int, *, may_be_empty: bool = False) -> PromptK
         not _content_text(message).strip() and not message.get("tool_calls") for message in prompt
     ):
         raise DataError(f"row {row}: the messages {shorten(prompt)} contain no text; remove the row or fill it")
+    if not may_be_empty and all(message["role"] in ("system", "developer", "assistant") for message in prompt):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in prompt))
+        raise DataError(
+            f"row {row}: the messages {shorten(prompt)} have no message of a user, only of {roles}; add what the model "
+            "is to answer, or remove the row"
+        )
     return "messages"
 
 
@@ -172,6 +183,9 @@ class PromptEncoder:
         room: PromptRoom | None = None,
         media_columns: Sequence[str] = (),
         needs_prompts: bool = True,
+        prompt_column: str | None = None,
+        system_prompt: str | None = None,
+        apply_chat_template: bool | None = None,
     ) -> None:
         """
         Args:
@@ -183,6 +197,10 @@ class PromptEncoder:
             room: the highest value that max_prompt_length could have; None = any.
             media_columns: columns with inputs that the model could take but is not given: they must be empty.
             needs_prompts: whether every row must have a prompt with text; if not, an environment or an agent adds it.
+            prompt_column: the column with the prompt; None = `prompt`, or that of a format that is recognised.
+            system_prompt: begins every prompt, which must be messages, as the message of the system; None = none.
+            apply_chat_template: whether a text becomes the message of a user; None = questions of recognised formats
+                do, if there is a chat template.
 
         Raises:
             ConfigError: an option has an unusable value, or the chat template does not read a keyword.
@@ -198,6 +216,13 @@ class PromptEncoder:
         self.room = room
         self.media_columns = tuple(media_columns)
         self.needs_prompts = needs_prompts
+        self.prompt_column, self.system_prompt = prompt_column, system_prompt
+        self.apply_chat_template = apply_chat_template
+        if apply_chat_template and not self.has_template:
+            raise ConfigError(
+                "apply_chat_template=true, but the tokenizer has no chat template; use the tokenizer of an instruct "
+                "model, or set chat_template_path"
+            )
         self._takes_blocks: bool | None = None
         self._check_template_kwargs()
 
@@ -239,10 +264,49 @@ class PromptEncoder:
         return prompt_kind(prompt, row, may_be_empty=not self.needs_prompts)
 
     @property
-    def empty_prompt(self) -> Prompt:
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return bool(getattr(self.tokenizer, "chat_template", None) or self.chat_template_kwargs.get("chat_template"))
+
+    @property
+    def bare_prompt(self) -> Prompt:
         """The prompt of a row that has none: a message without text, or any text if there is no chat template."""
-        has_template = getattr(self.tokenizer, "chat_template", None) or self.chat_template_kwargs.get("chat_template")
-        return [{"role": "user", "content": ""}] if has_template else "."
+        return [{"role": "user", "content": ""}] if self.has_template else "."
+
+    @property
+    def empty_prompt(self) -> Prompt:
+        """The same, with the system prompt if there is one."""
+        return self.dressed(self.bare_prompt, 0) if self.dresses else self.bare_prompt
+
+    @property
+    def dresses(self) -> bool:
+        """Whether `dressed` may change prompts of any dataset."""
+        return self.system_prompt is not None or bool(self.apply_chat_template)
+
+    def dressed(self, prompt: Any, row: int, *, is_question: bool = False) -> Any:
+        """Return a prompt as messages if texts are to become messages, and with the system prompt in front.
+
+        is_question: whether the text is a question of a recognised format. What is no prompt is returned as it is.
+        Raises DataError, naming `row`, for a prompt that cannot have the system prompt.
+        """
+        as_message = (is_question and self.has_template) if self.apply_chat_template is None else None
+        if isinstance(prompt, str) and prompt.strip() and (as_message or self.apply_chat_template):
+            prompt = [{"role": "user", "content": prompt}]
+        if self.system_prompt is None:
+            return prompt
+        if isinstance(prompt, str):
+            raise DataError(
+                f"row {row}: the prompt {shorten(prompt)} is text, which has no place for data.system_prompt; set "
+                "data.apply_chat_template=true, which makes it the message of a user"
+            )
+        if not isinstance(prompt, list | tuple) or not prompt:
+            return prompt
+        if isinstance(prompt[0], Mapping) and prompt[0].get("role") in ("system", "developer"):
+            raise DataError(
+                f"row {row}: the prompt begins with a message of the {prompt[0]['role']}, "
+                f"{shorten(prompt[0].get('content'))}, and data.system_prompt is set too; leave one of them out"
+            )
+        return [{"role": "system", "content": self.system_prompt}, *prompt]
 
     def limit(self, ids: list[int], row: int) -> list[int] | None:
         """Apply `max_prompt_length` to one prompt: return its ids, its last ids (`truncate`) or None (`drop`).
@@ -297,7 +361,7 @@ class PromptEncoder:
         return _batch_or_blame(tokenize, prompts, rows, "cannot be tokenised")
 
     def _encode_messages(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
-        if not getattr(self.tokenizer, "chat_template", None) and not self.chat_template_kwargs.get("chat_template"):
+        if not self.has_template:
             raise DataError(
                 f"row {rows[0]}: the prompt is a list of messages, but the tokenizer has no chat template; use the "
                 "tokenizer of an instruct model, set tokenizer.chat_template, or give prompts as text"

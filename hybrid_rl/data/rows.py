@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.data.prompts import PROMPT_COLUMN, check_column_names, shorten
+from hybrid_rl.data.prompts import PROMPT_COLUMN, check_plain_names, shorten
 from hybrid_rl.errors import DataError
 
 CHUNK_ROWS = 4096
+BOM = b"\xef\xbb\xbf"
 
 
 class SequenceRows:
     """Rows of a list, or of any object with a length and an index."""
 
-    def __init__(self, rows: Any, *, needs_prompt: bool = True) -> None:
+    def __init__(self, rows: Any) -> None:
         self._rows = list(rows) if isinstance(rows, list | tuple) else rows
         self.column_names: tuple[str, ...] = ()
         if len(self._rows):
-            self.column_names = row_columns(self._rows[0], 0, None, needs_prompt=needs_prompt)
+            self.column_names = row_columns(self._rows[0], 0, None)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -29,13 +31,13 @@ class SequenceRows:
     def row(self, index: int) -> Mapping[str, Any]:
         return self._rows[index]
 
-    def prompts(self, start: int, stop: int) -> list[Any]:
+    def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
         found, names = [], set(self.column_names)
         for index in range(start, stop):
             row = self._rows[index]
             if type(row) is not dict or row.keys() != names:
                 row_columns(row, index, self.column_names)
-            found.append(row.get(PROMPT_COLUMN))
+            found.append(row.get(column))
         return found
 
     def values(self, name: str) -> Iterator[Any]:
@@ -47,16 +49,19 @@ class SequenceRows:
 class HubRows:
     """Rows of a `datasets.Dataset`."""
 
-    def __init__(self, dataset: Any, *, needs_prompt: bool = True) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.column_names: tuple[str, ...] = tuple(dataset.column_names)
         self._prompts: Any = None
         if len(dataset):
-            check_column_names(self.column_names, "the dataset", needs_prompt=needs_prompt)
+            check_plain_names(self.column_names, "the dataset")
         if len(dataset) and PROMPT_COLUMN in self.column_names:
-            # Without the other columns (images, say), and without the user's tensor format, which makes arrays of
-            # messages.
-            self._prompts = dataset.select_columns([PROMPT_COLUMN]).with_format(None)
+            self._prompts = self._plain(PROMPT_COLUMN)
+
+    def _plain(self, column: str) -> Any:
+        """One column, without decoding others (images, say), and without the user's tensor format, which makes arrays
+        of messages."""
+        return self._dataset.select_columns([column]).with_format(None)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -64,10 +69,11 @@ class HubRows:
     def row(self, index: int) -> Mapping[str, Any]:
         return self._dataset[index] if self._prompts is None else {**self._dataset[index], **self._prompts[index]}
 
-    def prompts(self, start: int, stop: int) -> list[Any]:
-        if self._prompts is None:
+    def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
+        if column not in self.column_names:
             return [None] * (stop - start)
-        return list(self._prompts[start:stop][PROMPT_COLUMN])
+        values = self._prompts if column == PROMPT_COLUMN else self._plain(column)
+        return list(values[start:stop][column])
 
     def values(self, name: str) -> Iterator[Any]:
         """Yield one column, row by row."""
@@ -79,11 +85,11 @@ class HubRows:
 class ArrowRows:
     """Rows of a `pyarrow.Table`."""
 
-    def __init__(self, table: Any, *, needs_prompt: bool = True) -> None:
+    def __init__(self, table: Any) -> None:
         self._table = table
         self.column_names: tuple[str, ...] = tuple(table.column_names)
         if table.num_rows:
-            check_column_names(self.column_names, "the table", needs_prompt=needs_prompt)
+            check_plain_names(self.column_names, "the table")
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -91,10 +97,10 @@ class ArrowRows:
     def row(self, index: int) -> Mapping[str, Any]:
         return self._table.slice(index, 1).to_pylist()[0]
 
-    def prompts(self, start: int, stop: int) -> list[Any]:
-        if PROMPT_COLUMN not in self.column_names:
+    def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
+        if column not in self.column_names:
             return [None] * (stop - start)
-        return self._table.column(PROMPT_COLUMN).slice(start, stop - start).to_pylist()
+        return self._table.column(column).slice(start, stop - start).to_pylist()
 
     def values(self, name: str) -> Iterator[Any]:
         """Yield one column, row by row."""
@@ -102,8 +108,8 @@ class ArrowRows:
 
 
 Rows = SequenceRows | HubRows | ArrowRows
-"""Random access to the rows of a dataset. `prompts` reads only that column, None for each row if there is none;
-`values` yields one column, row by row, without decoding any other."""
+"""Random access to the rows of a dataset. `prompts` reads only that column (another one if it is named), None for each
+row if there is none; `values` yields one column, row by row, without decoding any other."""
 
 
 def _python(scalar: Any) -> Any:
@@ -120,28 +126,35 @@ def frame_table(frame: Any) -> Any:
         raise DataError(f"the pandas.DataFrame cannot be read: {error}; pass frame.to_dict('records')") from error
 
 
-def read_path(path: Path) -> Any:
-    """Read the rows of a dataset file or saved folder. Raises DataError if it is missing, unknown or damaged."""
+def read_path(path: Path, refused: list[str] | None = None) -> Any:
+    """Read the rows of a dataset file, of a saved folder, or of a folder of JSON files with one object each.
+
+    refused: takes what is wrong with each line of JSON, instead of an error for the first.
+    Raises DataError if the path is missing, unknown or damaged.
+    """
     if not path.exists():
         raise DataError(
             f"the dataset {str(path)!r} is neither a file nor a folder; correct the path. For a dataset on a hub "
             "pass datasets.load_dataset(...)"
         )
     if path.is_dir():
-        return _read_folder(path)
+        return _read_folder(path, refused)
     if path.suffix in (".jsonl", ".json"):
-        return _read_json_lines(path)
+        return _read_json(path, refused)
     if path.suffix == ".parquet":
         return _read_parquet(path)
     raise DataError(f"the dataset file {str(path)!r} ends in {path.suffix!r}; use .jsonl, .json or .parquet")
 
 
-def _read_folder(path: Path) -> Any:
+def _read_folder(path: Path, refused: list[str] | None) -> Any:
     if not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-        raise DataError(
-            f"the folder {str(path)!r} was not saved by datasets' save_to_disk (it has no state.json); pass such a "
-            "folder or a .jsonl or .parquet file"
-        )
+        files = sorted(path.rglob("*.json"), key=lambda file: [_by_number(part) for part in file.parts])
+        if not files:
+            raise DataError(
+                f"the folder {str(path)!r} was not saved by datasets' save_to_disk (it has no state.json), and has no "
+                ".json files with a row each (as MATH was published); pass such a folder or a .jsonl or .parquet file"
+            )
+        return _read_files(path, files, refused)
     import datasets
 
     try:
@@ -150,22 +163,79 @@ def _read_folder(path: Path) -> Any:
         raise DataError(f"the folder {str(path)!r} cannot be read: {error}; save the dataset again") from error
 
 
-def _read_json_lines(path: Path) -> list[Any]:
+def _by_number(name: str) -> tuple[int, int, str]:
+    """A key that sorts 2.json before 10.json."""
+    stem = name.partition(".")[0]
+    return (0, int(stem), name) if stem.isdecimal() else (1, 0, name)
+
+
+def _read_files(folder: Path, files: list[Path], refused: list[str] | None) -> list[Any]:
+    splits = sorted({file.relative_to(folder).parts[0] for file in files} & {"train", "test", "validation", "val"})
+    if len(splits) > 1:
+        raise DataError(
+            f"the folder {str(folder)!r} holds the splits {', '.join(splits)}; give one of them, such as "
+            f"{str(folder / splits[-1])!r}"
+        )
+    rows: list[Any] = []
+    for file in files:
+        with _collected(refused):
+            rows.append(_json_object(file.read_bytes(), str(file)))
+    return rows
+
+
+@contextlib.contextmanager
+def _collected(refused: list[str] | None) -> Iterator[None]:
+    """Add an error to the list instead of raising it; raise it if there is no list."""
+    try:
+        yield
+    except DataError as error:
+        if refused is None:
+            raise
+        refused.append(str(error))
+
+
+def _read_json(path: Path, refused: list[str] | None) -> list[Any]:
+    """Read JSON lines; of a file that ends in .json also one array of objects, or one object over several lines."""
+    if path.suffix == ".json":
+        start = path.read_bytes().removeprefix(BOM).lstrip()
+        first = start.split(b"\n", 1)[0].strip()
+        if first[:1] == b"[" or (first[:1] == b"{" and first[-1:] != b"}"):
+            value = _json_value(start, str(path))
+            for place, row in enumerate(value if isinstance(value, list) else [value]):
+                if not isinstance(row, dict):
+                    raise DataError(f"{path}, entry {place}: {shorten(row)} is not an object; give one object per row")
+            return value if isinstance(value, list) else [value]
     rows = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                # A byte order mark is allowed only at the start.
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # bad UTF-8 and bad JSON
-                hint = " (a JSON array? write one object per line)" if line.lstrip()[:1] == b"[" else ""
-                raise DataError(f"{path}, line {number}: not valid JSON: {error}{hint}; correct the line") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: {shorten(row)} is not an object; write one object per line")
-            rows.append(row)
+            if line.strip():
+                with _collected(refused):
+                    # A byte order mark is allowed only at the start.
+                    rows.append(_json_object(line.removeprefix(BOM) if number == 1 else line, f"{path}, line {number}"))
     return rows
+
+
+def _json_object(content: bytes, where: str) -> Any:
+    row = _json_value(content, where)
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: {shorten(row)} is not an object; write one object per line")
+    return row
+
+
+def _json_value(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        is_wide = content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:4]
+        raise DataError(
+            f"{where}: not valid JSON: not UTF-8, but {'perhaps UTF-16' if is_wide else 'another encoding'} "
+            f"({error.reason} at byte {error.start}); save the file as UTF-8: iconv -f "
+            f"{'UTF-16' if is_wide else 'LATIN1'} -t UTF-8"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        hint = " (a JSON array? write one object per line, or name the file .json)"
+        is_array = content.lstrip()[:1] == b"["
+        raise DataError(f"{where}: not valid JSON: {error}{hint * is_array}; correct the line") from error
 
 
 def _read_parquet(path: Path) -> Any:
@@ -178,16 +248,14 @@ def _read_parquet(path: Path) -> Any:
         raise DataError(f"the parquet file {str(path)!r} cannot be read: {error}; write it again") from error
 
 
-def row_columns(
-    row: Any, index: int, expected: tuple[str, ...] | None, *, needs_prompt: bool = True
-) -> tuple[str, ...]:
+def row_columns(row: Any, index: int, expected: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return a row's column names. Raises DataError unless it is a dict with the `expected` ones (None = first row)."""
     if not isinstance(row, Mapping):
         raise DataError(
             f"row {index}: {shorten(row)} is of type {type(row).__name__}; every row must be a dict with a `prompt`"
         )
     if expected is None:
-        check_column_names(list(row), f"row {index}", needs_prompt=needs_prompt)
+        check_plain_names(list(row), f"row {index}")
     elif len(row) != len(expected) or any(name not in row for name in expected):
         missing = [name for name in expected if name not in row]
         extra = [name for name in row if name not in expected]

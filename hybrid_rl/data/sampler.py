@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,25 @@ class PromptSampler:
             return self._epoch + self._position / len(self._source)
         return float(self._epoch)
 
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The shares of several datasets, by name; empty for a single one."""
+        return {}
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, float]) -> None:
+        raise ConfigError(
+            f"weights={weights!r}: there is one dataset without a name; pass several by name, such as "
+            'train_dataset={"easy": ..., "hard": ...}'
+        )
+
+    def observe(self, rows: Sequence[PromptRow], rates: Sequence[float]) -> None:
+        """Note measured success rates of these rows (0 to 1, NaN = not measured). This sampler needs none."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is worth a curve, by name."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the identity of the data that it belongs to, as plain JSON values."""
         return {
@@ -91,12 +110,7 @@ class PromptSampler:
                 f"the saved data position cannot be read (missing: {missing}, version: {state.get('version')!r}, "
                 f"this library reads {_STATE_VERSION}); resume from another checkpoint"
             )
-        changed = [f"{key}: saved {state[key]!r}, now {now!r}" for key, now in identity.items() if state[key] != now]
-        if changed:
-            raise DataError(
-                f"the saved data position belongs to other data or settings ({'; '.join(changed)}); resume with the "
-                "same dataset, tokenizer, prompt limits, seed and shuffle, or start a new run"
-            )
+        self._check_identity(state)
         epoch, position = state["epoch"], state["position"]
         limit = len(self._source) - 1 if isinstance(self._source, SizedSource) else math.inf
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= limit):
@@ -106,6 +120,18 @@ class PromptSampler:
             )
         self._epoch, self._position = epoch, position
         self._stream = None
+
+    def _check_identity(self, state: Mapping[str, Any]) -> None:
+        """Raise DataError for a state of other data or settings."""
+        identity = self._identity()
+        changed = [
+            f"{key}: saved {state.get(key)!r}, now {now!r}" for key, now in identity.items() if state.get(key) != now
+        ]
+        if changed:
+            raise DataError(
+                f"the saved data position belongs to other data or settings ({'; '.join(changed)}); resume with the "
+                "same dataset, tokenizer, prompt limits, seed and shuffle, or start a new run"
+            )
 
     def _identity(self) -> dict[str, Any]:
         return {

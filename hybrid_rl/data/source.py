@@ -16,13 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybrid_rl.data.formats import Format
+from hybrid_rl.data.gym import gym_rows, is_gym
 from hybrid_rl.data.prompts import (
     PROMPT_COLUMN,
     PromptEncoder,
+    PromptKind,
     PromptRow,
+    check_column_names,
     is_shown_elsewhere,
     shorten,
 )
+from hybrid_rl.data.reading import Reader, ReadRows
 from hybrid_rl.data.rows import (
     CHUNK_ROWS,
     ArrowRows,
@@ -46,14 +51,20 @@ class SizedSource:
     Token ids are kept as one int32 array; the other columns are read when a row is requested.
 
     Attributes:
-        column_names: the dataset's columns, `prompt` included.
+        column_names: the dataset's columns, `prompt` included, and those that its format adds.
+        kind: of all prompts.
+        num_rows: of the dataset, those of dropped prompts included.
+        note: how the rows are read, for people; empty if they are taken as they are.
+        is_gym: whether the rows are problems of reasoning-gym, which scores them.
         fingerprint: hash of all token ids and row indices; equal for equal prompts under an equal tokenizer.
     """
 
-    def __init__(self, rows: Rows, encoder: PromptEncoder) -> None:
+    def __init__(self, rows: Rows | ReadRows, encoder: PromptEncoder, note: str = "") -> None:
+        """note: how the rows are read, for people."""
+        self.note, self.is_gym = note, False
         if len(rows) == 0:
             raise DataError("the dataset is empty; give at least one row with a `prompt`")
-        self._rows = rows
+        self._rows, self.num_rows = rows, len(rows)
         self._empty = encoder.empty_prompt
         self.column_names: tuple[str, ...] = rows.column_names
         for name in (name for name in encoder.media_columns if name in rows.column_names):
@@ -67,6 +78,7 @@ class SizedSource:
         self._has_prompts = PROMPT_COLUMN in rows.column_names
         with _collector_paused():
             kind = encoder.kind(rows.prompts(0, 1)[0] if self._has_prompts else self._empty, 0)
+            self.kind: PromptKind = kind
             for start in range(0, len(rows), CHUNK_ROWS):
                 prompts = rows.prompts(start, min(start + CHUNK_ROWS, len(rows)))
                 if not self._has_prompts:
@@ -97,7 +109,7 @@ class SizedSource:
             )
         self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
         self._ids = np.concatenate(chunks)
-        self.fingerprint = _digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
+        self.fingerprint = digest(self._kept.tobytes(), self._offsets.tobytes(), self._ids.tobytes())
 
     @property
     def max_length(self) -> int:
@@ -118,6 +130,10 @@ class SizedSource:
         prompt = row[PROMPT_COLUMN] if self._has_prompts else self._empty
         return PromptRow(index, prompt, tuple(ids.tolist()), _other_columns(row), self._has_prompts)
 
+    def position(self, index: int) -> int:
+        """Return the position of the prompt of a row, given the row's index in the dataset."""
+        return int(np.searchsorted(self._kept, index))
+
     def values(self, name: str) -> Iterator[Any]:
         """Yield one column, row by row, those of dropped rows too."""
         return self._rows.values(name)
@@ -135,16 +151,26 @@ class StreamSource:
         """open_rows: starts a pass over the rows, given the number of the pass."""
         self._open_rows = open_rows
         self._encoder = encoder
+        self._reader = Reader(encoder)
         self._shortest_dropped = 2**62
         for row in open_rows(0):
-            self.column_names: tuple[str, ...] = row_columns(row, 0, None, needs_prompt=encoder.needs_prompts)
+            self._columns = row_columns(row, 0, None)
+            self._reader.look_at(self._columns, row, "row 0")
+            self.column_names: tuple[str, ...] = self._reader.names(self._columns)
+            check_column_names(self.column_names, "row 0", needs_prompt=encoder.needs_prompts)
+            row = self._reader.row(row, 0)
             self._has_prompts = PROMPT_COLUMN in self.column_names
             self._kind = encoder.kind(self._prompt_of(row), 0)
             ids = self._ids_of(row, 0)
             break
         else:
             raise DataError("the stream is empty; it must yield at least one row with a `prompt`")
-        self.fingerprint = _digest(json.dumps([sorted(self.column_names), ids]).encode())
+        self.fingerprint = digest(json.dumps([sorted(self.column_names), ids]).encode())
+
+    @property
+    def note(self) -> str:
+        """How the rows are read, for people."""
+        return self._reader.note
 
     def __iter__(self) -> Iterator[PromptRow]:
         return self.iterate()
@@ -167,7 +193,9 @@ class StreamSource:
                 "needs a stream that yields the same rows in the same order: restore it or start a new run"
             )
         num_prompts = num_dropped = 0
-        for index, row in rows:
+        for index, given in rows:
+            row_columns(given, index, self._columns)
+            row = self._reader.row(given, index)
             ids = self._encode(row, index)
             if ids is None:
                 num_dropped += 1
@@ -185,7 +213,6 @@ class StreamSource:
             )
 
     def _encode(self, row: Any, index: int) -> list[int] | None:
-        row_columns(row, index, self.column_names)
         ids = self._ids_of(row, index)
         limited = self._encoder.limit(ids, index)
         if limited is None:
@@ -215,36 +242,65 @@ def load_source(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSou
     Args:
         dataset: a list of dicts; a `datasets.Dataset` or `IterableDataset`; any object with length and index, or one
             that can be iterated repeatedly; a function that returns a new iterator; a `pyarrow.Table`; a
-            `pandas.DataFrame`; a path to JSON lines (`.jsonl`, `.json`), `.parquet`, or a `save_to_disk` folder.
+            `pandas.DataFrame`; a path to JSON lines (`.jsonl`, `.json`), `.parquet`, or a folder (of `save_to_disk`, or
+            of JSON files with a row each); a task of reasoning-gym (`reasoning_gym:chain_sum`).
         encoder: tokenises the prompts.
 
     Raises:
         DataError: the dataset cannot be read, is empty or has a bad row.
     """
+    if isinstance(dataset, str | Mapping) and is_gym(dataset):
+        problems, form = gym_rows(dataset)
+        source = _sized(SequenceRows(problems), encoder, "row 0", form)
+        source.is_gym = True
+        return source
     if isinstance(dataset, str | os.PathLike):
         dataset = read_path(Path(dataset))
-    if isinstance(dataset, Mapping):
-        raise _mapping_error(dataset)
-    if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
-        # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
-        return SizedSource(HubRows(dataset, needs_prompt=encoder.needs_prompts), encoder)
-    if is_instance(dataset, "pandas", "DataFrame"):
-        dataset = frame_table(dataset)
-    if is_instance(dataset, "pyarrow", "Table"):
-        return SizedSource(ArrowRows(dataset, needs_prompt=encoder.needs_prompts), encoder)
-    if isinstance(dataset, bytes) or not (hasattr(dataset, "__iter__") or callable(dataset) or _is_indexed(dataset)):
-        raise DataError(
-            f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
-            "datasets.Dataset, a path, or a function that returns an iterator of dicts"
-        )
-    if _is_indexed(dataset):
-        return SizedSource(SequenceRows(dataset, needs_prompt=encoder.needs_prompts), encoder)
+    if is_stream(dataset):
+        return StreamSource(_opener(dataset), encoder)
+    rows = rows_of(dataset)
+    return _sized(rows, encoder, {HubRows: "the dataset", ArrowRows: "the table"}.get(type(rows), "row 0"))
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether the rows of a dataset arrive one by one: it has no length, but can be iterated or called."""
+    if isinstance(dataset, bytes | Mapping) or _is_indexed(dataset) or is_instance(dataset, "pyarrow", "Table"):
+        return False
     if hasattr(dataset, "__next__"):
         raise DataError(
             f"the dataset is a one-shot {type(dataset).__name__}, which cannot start again for another epoch or after "
             "a resume; pass the function that makes it (without calling it), or a datasets.IterableDataset"
         )
-    return StreamSource(_opener(dataset), encoder)
+    return hasattr(dataset, "__iter__") or callable(dataset)
+
+
+def rows_of(dataset: Any) -> Rows:
+    """Return the rows of a dataset of known length, as they are. Raises DataError if it is none."""
+    if isinstance(dataset, Mapping):
+        raise _mapping_error(dataset)
+    if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
+        # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
+        return HubRows(dataset)
+    if is_instance(dataset, "pandas", "DataFrame"):
+        dataset = frame_table(dataset)
+    if is_instance(dataset, "pyarrow", "Table"):
+        return ArrowRows(dataset)
+    if isinstance(dataset, bytes) or not _is_indexed(dataset):
+        raise DataError(
+            f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
+            "datasets.Dataset, a path, or a function that returns an iterator of dicts"
+        )
+    return SequenceRows(dataset)
+
+
+def _sized(rows: Rows, encoder: PromptEncoder, where: str, form: Format | None = None) -> SizedSource:
+    """Make the source of a dataset of known length. where: the dataset, in messages; form: if it is known."""
+    if len(rows) == 0:
+        return SizedSource(rows, encoder)
+    reader = Reader(encoder)
+    reader.look_at(rows.column_names, rows.row(0), where, form)
+    check_column_names(reader.names(rows.column_names), where, needs_prompt=encoder.needs_prompts)
+    return SizedSource(ReadRows(rows, reader) if reader.changes_rows else rows, encoder, reader.note)
 
 
 def _opener(dataset: Any) -> Callable[[int], Iterable[Any]]:
@@ -296,7 +352,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _digest(*parts: bytes) -> str:
+def digest(*parts: bytes) -> str:
+    """Return a hash of all parts, in hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)

@@ -16,6 +16,9 @@ MEANINGS: dict[str, str] = {
     "rewards/*/mean": "reward of this function, unweighted, mean over samples",
     "rewards/*/std": "its standard deviation over samples",
     "accuracy": "share of samples that satisfy the first reward function",
+    "accuracy_low": "lower end of its 95 % confidence interval over prompts",
+    "accuracy_high": "upper end of its 95 % confidence interval over prompts",
+    "maj@*": "chance that the answer which most of so many completions of a prompt give is right",
     "pass@1": "share of samples that satisfy the first reward function",
     "pass@*": "chance that at least one of so many completions of a prompt satisfies the first reward function",
     "loss": "the policy's loss; its size says little, since advantages have mean zero",
@@ -101,4 +104,6 @@ MEANINGS: dict[str, str] = {
 def meaning_of(metric: str) -> str:
     """Return what a metric means in a line; "" for one that is not known, such as a reward function's own."""
     name = metric.removeprefix(EVALUATION)
-    return next((text for pattern, text in MEANINGS.items() if fnmatchcase(name, pattern)), "")
+    names = (name, name.partition("/")[2]) if name != metric else (name,)  # eval/<set>/... too
+    found = (text for one in names for pattern, text in MEANINGS.items() if fnmatchcase(one, pattern))
+    return next(found, "")

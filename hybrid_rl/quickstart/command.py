@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,4 +153,30 @@ def show_results(run: Path, rows: Sequence[Row], *, compares: bool) -> None:
     if compares:
         console.print("Supervised learning copies what it is shown; GRPO was shown no solution.")
     (run / "comparison.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    console.print(f"curves, metrics and samples: {run}", soft_wrap=True)
+    show_what_is_next(run)
+
+
+def show_what_is_next(run: Path) -> None:
+    """Print where the results of a run are, and commands to go on with."""
+    picture, program = run / "curves.png", own_program()
+    if picture.is_file():
+        console.print(f"picture of the curves: {picture}", soft_wrap=True)
+    console.print(f"metrics and samples:   {run}", soft_wrap=True)
+    console.print("\nnext:")
+    for command, what in (
+        (f"{program} report {run}", "the run as a web page: curves, phases, samples"),
+        (f"{program} quickstart algorithm=gspo", "the same with another algorithm"),
+        (f"{program} train model.path=... data.train_path=... reward=...", "your model, data and reward"),
+    ):
+        console.print(f"  {command}", soft_wrap=True, markup=False)
+        console.print(f"      {what}", style="dim")
+
+
+def own_program() -> str:
+    """Return what to type for `hybrid-rl` here: its path if it is not the one that the shell finds."""
+    installed = Path(sys.executable).with_name("hybrid-rl")
+    found = shutil.which("hybrid-rl")
+    if not installed.is_file() or (found is not None and Path(found).resolve() == installed.resolve()):
+        return "hybrid-rl" if found is not None else f"{Path(sys.executable).name} -m hybrid_rl"
+    here = Path.cwd()
+    return str(installed.relative_to(here) if installed.is_relative_to(here) else installed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_POINTS = 1000
 DIGITS = 8
@@ -29,7 +29,7 @@ def curves(records: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS) -
     return {"axes": [list(axis) for axis in axes], "metrics": metrics}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value of a record can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -6,6 +6,7 @@ from hybrid_rl.rewards.code import code_reward
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import GivenReward, RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
+from hybrid_rl.rewards.gym import reasoning_gym_reward
 from hybrid_rl.rewards.judge import LLMJudge
 from hybrid_rl.rewards.judging import JudgeStyle
 from hybrid_rl.rewards.marks import dense_reward, group_reward
@@ -27,6 +28,14 @@ from hybrid_rl.rewards.shaping import (
     tag_count_reward,
 )
 from hybrid_rl.rewards.state import TrainerState
+from hybrid_rl.rewards.trl import (
+    accuracy_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
 from hybrid_rl.rewards.verifiers import completion_text, exact_match, math_reward
 
 __all__ = [
@@ -42,6 +51,7 @@ __all__ = [
     "RewardResult",
     "RewardRunner",
     "TrainerState",
+    "accuracy_reward",
     "check_failure_share",
     "check_not_ended",
     "code_reward",
@@ -52,12 +62,18 @@ __all__ = [
     "format_completion",
     "format_failures",
     "format_reward",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
     "group_reward",
     "kimi_length_reward",
     "lcpo_exact",
     "lcpo_max",
     "math_reward",
     "overlong_penalty",
+    "reasoning_accuracy_reward",
+    "reasoning_gym_reward",
     "tag_count_reward",
+    "think_format_reward",
     "with_model_entries",
 ]

@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -23,14 +24,23 @@ def completion_text(completion: str | Messages) -> str:
     return completion if isinstance(completion, str) else "\n".join(str(message["content"]) for message in completion)
 
 
-def exact_match(completions: Sequence[str | Messages], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+def exact_match(
+    completions: Sequence[str | Messages],
+    answer: Sequence[Any],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
     """Give 1.0 if the completion equals the `answer` column, both as text without surrounding white space, else 0.0.
 
-    A sample whose answer is None gets None: the function does not apply to it.
+    A sample whose answer is None gets None: the function does not apply to it. The text of a completion is also its
+    answer in majority votes (`extracted_answer`).
     """
+    texts = [completion_text(completion).strip() for completion in completions]
+    if log_extra is not None:
+        log_extra("extracted_answer", list(texts))
     return [
-        None if expected is None else float(completion_text(completion).strip() == str(expected).strip())
-        for completion, expected in zip(completions, answer, strict=True)
+        None if expected is None else float(text == str(expected).strip())
+        for text, expected in zip(texts, answer, strict=True)
     ]
 
 
@@ -40,7 +50,8 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
     column: the dataset column with the expected answer: a number, LaTeX, a worked solution that ends in \\boxed{...},
     or GSM8K's text after "####". None: `answer`, or `solution` if there is none. A sample whose expected answer is
     missing or cannot be parsed gets None. Of a completion with </think> only what follows it is read. Of several
-    answers the last one counts; answers in boxes side by side are a set.
+    answers the last one counts; answers in boxes side by side are a set. What was read is kept with the sample
+    (`extracted_answer`), and is its answer in majority votes.
 
     math-verify stops an expression that takes longer than MATH_SECONDS by a signal, which only the main thread can get.
     In reward processes (reward_processes=1 or more) this works, and it protects a run from an answer that takes for
@@ -48,10 +59,12 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
     warns of this (naming an option that users of this function do not have); only this warning is silenced.
     Raises ConfigError if math-verify is not installed.
     """
-    _math_verify()
+    load_math_verify()
 
-    def score(completions: Sequence[str | Messages], golds: Sequence[Any]) -> list[float | None]:
-        library: Any = _math_verify()
+    def score(
+        completions: Sequence[str | Messages], golds: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None
+    ) -> list[float | None]:
+        library: Any = load_math_verify()
         seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
         targets = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
 
@@ -61,26 +74,42 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
         texts = [None if gold is None else str(gold) for gold in golds]
         parsed = {text: parse(delimited(text)) for text in set(texts) if text is not None}
         rewards: list[float | None] = []
+        answers: list[str | None] = []
         for completion, gold in zip(completions, texts, strict=True):
             if gold is None or not parsed[gold]:
                 rewards.append(None)
+                answers.append(None)
                 continue
             found = parse(completion_text(completion).rpartition(THINK_END)[2])
             rewards.append(float(library.verify(parsed[gold], found, timeout_seconds=seconds)))
+            answers.append(answer_text(found))
+        if log_extra is not None:
+            log_extra("extracted_answer", answers)
         return rewards
 
     def math_reward(completions: Sequence[str | Messages], **columns: Any) -> list[float | None]:
         names = ("answer", "solution") if column is None else (column,)
         for name in names:
             if name in columns:
-                return score(completions, columns[name])
+                return score(completions, columns[name], columns.get("log_extra"))
         raise ValueError(f"math_reward needs the dataset column {' or '.join(names)}; there is none")
 
     if column is not None:  # the check before the run then sees that it is needed
         kinds = inspect.Parameter
         parameters = [kinds(name, kinds.KEYWORD_ONLY) for name in ("completions", column)]
+        parameters.append(kinds("log_extra", kinds.KEYWORD_ONLY, default=None))
         math_reward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return math_reward
+
+
+def answer_text(parsed: Sequence[Any]) -> str | None:
+    """Write an answer that math-verify has read so that equal ones are mostly written alike, to be counted: 0.5 and
+    1/2 are, expressions that need algebra to be equal are not. None if nothing was read."""
+    if not parsed:
+        return None
+    answer = parsed[0]
+    is_decimal = type(answer).__name__ == "Float" and bool(answer.is_finite)
+    return str(Fraction(str(answer))) if is_decimal else str(answer)
 
 
 def delimited(gold: str) -> str:
@@ -96,11 +125,13 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Timeout is disabled as ")
 
 
-def _math_verify() -> ModuleType:
+def load_math_verify(wanted_by: str = "math_reward") -> ModuleType:
+    """Import math-verify, without its warning of a limit that threads do not have. Raises ConfigError if it is not
+    installed."""
     try:
         found = importlib.import_module("math_verify")
-        for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).addFilter(_is_other_warning)  # the same filter is not added twice
-        return found
     except ImportError as error:
-        raise ConfigError("math_reward needs math-verify, which is not installed: pip install math-verify") from error
+        raise ConfigError(f"{wanted_by} needs math-verify, which is not installed: pip install math-verify") from error
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).addFilter(_is_other_warning)  # the same filter is not added twice
+    return found

@@ -24,8 +24,10 @@ from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.observed import dataset_metrics, success_rates
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport
+from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -84,10 +86,9 @@ class Collector:
     """Collects scored samples from a worker group.
 
     reward_names, reward_weights: of the reward functions; weights None: 1 each.
-    plan: of training steps; None if only `rollout` and `evaluate` are called.
+    plan: of training steps; None if only `rollout` is called.
     max_failure_share: of the samples that may have no reward.
-    success_reward: what counts as a success, see `success_metrics`; tells_success: whether the first of the reward
-        functions is the user's own.
+    success: what counts as a success; None = it is not known.
     """
 
     def __init__(
@@ -98,11 +99,9 @@ class Collector:
         *,
         max_failure_share: float,
         reward_weights: Sequence[float] | None = None,
-        success_reward: float | None = None,
-        tells_success: bool = True,
+        success: SuccessRule | None = FIRST_FUNCTION,
     ) -> None:
-        self._workers, self._plan = workers, plan
-        self._success_reward, self._tells_success = success_reward, tells_success
+        self._workers, self._plan, self._rule = workers, plan, success
         self._names = tuple(reward_names)
         self._weights = tuple(reward_weights) if reward_weights is not None else (1.0,) * len(self._names)
         self._max_failure_share = max_failure_share
@@ -143,25 +142,16 @@ class Collector:
             batch = self._counted(make(tasks, call), call, tally)
             if plan.demonstrates:
                 return tally.collected(batch, {})
+            self._observe(plan.sampler, rows, batch)
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
             metrics |= baseline_metrics(batch)
-        metrics |= reward_metrics(batch, self._names)
+        metrics |= reward_metrics(batch, self._names) | dataset_metrics(rows, batch) | plan.sampler.metrics()
         if not plan.max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
         collected = tally.collected(batch, metrics)
         self._warn_of_no_numbers(collected.logged, state.global_step)
         return collected
-
-    def evaluate(
-        self, rows: Sequence[PromptRow], num_generations: int, params: SamplingParams, version: int, state: TrainerState
-    ) -> dict[str, float]:
-        """Return metrics of num_generations samples for each of these prompts; their names begin with `eval/`."""
-        purpose = f"evaluation/{state.global_step}"
-        collected = self.rollout(rows, num_generations, params, version, state, purpose=purpose)
-        metrics = {f"eval/{n}": value for n, value in collected.metrics.items() if "std" not in n.split("/")[-1]}
-        accuracy = metrics.pop("eval/pass@1", None)
-        return metrics if accuracy is None else metrics | {"eval/accuracy": accuracy}
 
     def _warn_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
         """Warn, once for each name, of means that records leave out because JSON has no such numbers."""
@@ -175,7 +165,7 @@ class Collector:
                 )
 
     def _success(self, batch: AnyBatch) -> dict[str, float]:
-        return success_metrics(batch, self._success_reward) if self._tells_success else {}
+        return {} if self._rule is None else self._rule.metrics(batch)
 
     def rollout(
         self,
@@ -241,6 +231,7 @@ class Collector:
         while refill.num_missing:
             rows = sampler.take(refill.num_wanted)
             made = self._roll_out(rows, replace(call, purpose=purpose), tally)
+            self._observe(sampler, rows, made)
             places, samples = refill.keep(made)
             kept_rows += [rows[place] for place in places]
             if places:
@@ -249,6 +240,11 @@ class Collector:
             refill.check(call.state.global_step)
             purpose = f"{call.purpose}/refill/{refill.num_rollouts}"
         return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
+
+    def _observe(self, sampler: PromptSampler, rows: Sequence[PromptRow], batch: AnyBatch) -> None:
+        """Tell the sampler how often these prompts were solved, by the first of the user's reward functions."""
+        if self._rule is not None:
+            sampler.observe(rows, success_rates(batch, self._rule))
 
     def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
         """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""
@@ -382,33 +378,6 @@ def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
         (~GroupRewards.of(rewards, batch["group"][first]).has_signal).double().mean()
     )
     metrics |= {"rewards/num_failed": float(rewards.isnan().sum()), "rewards/num_retried": 0.0}
-    return metrics
-
-
-def success_metrics(batch: AnyBatch, threshold: float | None) -> dict[str, float]:
-    """Return the rates of success by the first reward function: others may only shape the reward.
-    threshold: the smallest value that is a success; None: 1, if all values are 0 or 1, else there are no such metrics.
-
-    pass@1 is the share of successful trajectories; pass@n, for groups of n, the share with at least one. A trajectory
-    without a reward is not successful; one to which the function does not apply is left out.
-    """
-    if not batch["function_rewards"] or not batch["function_rewards"][0]:
-        return {}
-    first = Trajectories.of(batch).first
-    values = torch.tensor([values[0] for values in batch["function_rewards"]], dtype=torch.float64)[first]
-    known = values[~values.isnan()]
-    if threshold is None and not (known.numel() and ((known == 0) | (known == 1)).all()):
-        return {}
-    counts = ~values.isnan() | batch["rewards"][first].isnan()
-    success, group = (values >= (1.0 if threshold is None else threshold))[counts], batch["group"][first][counts]
-    if not success.numel():
-        return {}
-    metrics = {"pass@1": float(success.double().mean())}
-    _, place, sizes = group.unique(return_inverse=True, return_counts=True)
-    size = int(sizes.max())
-    if size > 1:
-        successes = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, place, success.double())
-        metrics[f"pass@{size}"] = float((successes > 0).double().mean())
     return metrics
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.messages import message_text
 from hybrid_rl.batch.trajectories import sample_keys
+from hybrid_rl.rollout.successes import ANSWER
 
 MAX_COLUMN = 2000  # characters of a column of the dataset in a record
 
@@ -20,8 +21,10 @@ def sample_records(
     names: Sequence[str],
     first: tuple[int, int],
     token_values: Mapping[SampleKey, Mapping[str, Any]] | None = None,
+    eval_set: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Write down key, prompt, completion and rewards of every sample of a batch.
+    """Write down key, prompt, completion and rewards of every sample of a batch. eval_set: the name of the evaluation
+    set that they belong to, which is written too; None for samples of training.
 
     names: of the reward functions. first: the smallest group and trajectory of the step, over all ranks. Records count
     from there, so that a resumed run writes the same ones, whatever it generated besides. Samples of agents have also
@@ -51,6 +54,8 @@ def sample_records(
         }
         if "conversation" in batch:
             record |= {name: value for name, value in batch["conversation"][index].items() if value is not None}
+        if eval_set is not None:
+            record = {"step": step, "set": eval_set} | record
         if "row" in batch and (row := batch["row"][index]):
             record["row"] = {str(name): _bounded(value) for name, value in row.items()}
         if advantages is not None:
@@ -61,6 +66,16 @@ def sample_records(
             record["extra"] = {column: batch["extra"][index].get(column) for column in columns}
         records.append(record)
     return records
+
+
+def extracted_answers(batch: Batch) -> list[tuple[SampleKey, str | None]]:
+    """Return what a reward function read in each sample and left in `log_extra("extracted_answer", ...)`, as text; of
+    samples for which it left nothing, nothing."""
+    return [
+        (key, None if extra[ANSWER] is None else str(extra[ANSWER]))
+        for key, extra in zip(sample_keys(batch), batch["extra"], strict=True)
+        if ANSWER in extra
+    ]
 
 
 def mean_advantages(batch: Batch) -> list[float | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
 from hybrid_rl.agents.setup import AgentSetup
-from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptRow, shorten
+from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow, shorten
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.run.prepare import Run, check_stop_strings
@@ -44,7 +44,7 @@ def generation_of(
     for place, row in enumerate(given_rows):
         _check_row(run.agents, row, place)
     encoder = run.data.encoder
-    shown = [row.get(PROMPT_COLUMN, encoder.empty_prompt) for row in given_rows]
+    shown = [_shown(encoder, row, place) for place, row in enumerate(given_rows)]
     return [
         PromptRow(
             place,
@@ -55,6 +55,19 @@ def generation_of(
         )
         for place, (row, prompt, ids) in enumerate(zip(given_rows, shown, encoder.encode(shown), strict=True))
     ], params
+
+
+def _shown(encoder: PromptEncoder, row: Mapping[str, Any], place: int) -> Any:
+    """Return the prompt of a row as training would show it; one that has a message of the system as it is."""
+    prompt = row.get(PROMPT_COLUMN, encoder.bare_prompt)
+    if (
+        isinstance(prompt, list | tuple)
+        and prompt
+        and isinstance(prompt[0], Mapping)
+        and prompt[0].get("role") == "system"
+    ):
+        return prompt
+    return encoder.dressed(prompt, place)
 
 
 def _check_row(agents: AgentSetup | None, row: Mapping[str, Any], place: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.process.interrupts import deferred_interrupt
@@ -16,7 +17,6 @@ class StepGuard:
     Ctrl-C waits (a second one does not). Between `commit` and `complete` the weights belong to no step: if the step
     breaks off there, they are torn.
 
-    data_position: state of the sampler after the last complete step.
     is_stepping: whether a step is under way that is not complete.
     is_torn: whether the weights are between two training steps.
     """
@@ -24,19 +24,24 @@ class StepGuard:
     def __init__(self, sampler: PromptSampler) -> None:
         self._sampler = sampler
         self._hold = contextlib.ExitStack()
-        self.data_position = sampler.state_dict()
+        self._position = sampler.state_dict()
         self.is_stepping = self.is_torn = False
+
+    @property
+    def data_position(self) -> dict[str, Any]:
+        """State of the sampler after the last complete step, with what the user changed since."""
+        return self._position if self.is_stepping else self._sampler.state_dict()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Enclose a training step, and the work that is due after it."""
         with self._hold:
-            self.is_stepping = True
+            self._position, self.is_stepping = self._sampler.state_dict(), True
             try:
                 yield
             except BaseException:
                 if self.is_stepping:
-                    self._sampler.load_state_dict(self.data_position)
+                    self._sampler.load_state_dict(self._position)
                 raise
             finally:
                 self.is_stepping = False
@@ -48,5 +53,4 @@ class StepGuard:
 
     def complete(self) -> None:
         """Note that the step is done: an error from here on does not take it back."""
-        self.data_position = self._sampler.state_dict()
         self.is_stepping = self.is_torn = False

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.data.gym import is_gym
+from hybrid_rl.data.mixture import is_named, load_sources
 from hybrid_rl.data.prompts import AUDIO_COLUMNS, IMAGE_COLUMNS, PromptEncoder, PromptRoom, PromptRow
-from hybrid_rl.data.source import SizedSource, StreamSource, load_source
+from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.load import Medium
+from hybrid_rl.rewards import reasoning_gym_reward
 from hybrid_rl.run.agents import check_rows, widest
+from hybrid_rl.run.evaluation import load_sets
 
 Source = SizedSource | StreamSource
 MEDIA_COLUMNS: dict[Medium, tuple[str, ...]] = {"images": IMAGE_COLUMNS, "audio": AUDIO_COLUMNS}
@@ -53,12 +61,13 @@ def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom 
 
 @dataclass(frozen=True)
 class Data:
-    """The prompt sources of a run and the encoder that made them. grows: whether prompts become longer when they are
-    used, by environments or agents. given_length: max_prompt_length as configured."""
+    """The prompt sources of a run and the encoder that made them. eval: sets by name (`load_sets`). grows: whether
+    prompts become longer when they are used, by environments or agents. given_length: max_prompt_length as
+    configured."""
 
     encoder: PromptEncoder
     train: Source
-    eval: SizedSource | None
+    eval: Mapping[str, SizedSource]
     grows: bool = False
     given_length: int | None = None
 
@@ -68,7 +77,7 @@ class Data:
         extend prompts: what those may have."""
         if not isinstance(self.train, SizedSource):
             return None
-        longest = max(source.max_length for source in (self.train, self.eval) if source is not None)
+        longest = max(source.max_length for source in (self.train, *self.eval.values()))
         if not self.grows:
             return longest
         room = self.encoder.room
@@ -79,6 +88,18 @@ class Data:
     def first(self) -> PromptRow:
         """The first training prompt."""
         return self.train[0] if isinstance(self.train, SizedSource) else next(iter(self.train))
+
+    @property
+    def own_reward(self) -> Any:
+        """The reward function that comes with the training data; None if there is none."""
+        return reasoning_gym_reward if isinstance(self.train, SizedSource) and self.train.is_gym else None
+
+    @property
+    def notes(self) -> list[str]:
+        """How the datasets are read, if they are not taken as they are, for people."""
+        named = {"training data": self.train}
+        named |= {f"evaluation data {name}".strip(): source for name, source in self.eval.items()}
+        return [f"{what}: {source.note}" for what, source in named.items() if source.note]
 
     @property
     def probe_ids(self) -> tuple[int, ...]:
@@ -111,22 +132,57 @@ def load_data(
         room=room,
         media_columns=[name for medium in media for name in MEDIA_COLUMNS[medium]],
         needs_prompts=not grows,
+        prompt_column=config.data.prompt_column,
+        system_prompt=config.data.system_prompt,
+        apply_chat_template=config.data.apply_chat_template,
     )
     train = config.data.train_path if train is None else train
     if train is None and agents is not None and agents.kinds:
         train = _empty_rows(agents, config)
     if train is None:
         raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
-    source = load_source(train, encoder)
+    source = load_sources(train, encoder)
     evaluation = config.data.eval_path if evaluation is None else evaluation
-    held_out = None if evaluation is None else load_source(evaluation, encoder)
-    if held_out is not None and not isinstance(held_out, SizedSource):
-        raise ConfigError("eval_dataset is a stream; give a dataset of fixed size, so that evaluations can be compared")
+    held_out = {} if evaluation is None else load_sets(evaluation, encoder)
     if agents is not None:
         check_rows(source, agents, "the training data")
-        if held_out is not None:
-            check_rows(held_out, agents, "the evaluation data")
+        for one in held_out.values():
+            check_rows(one, agents, "the evaluation data")
     return Data(encoder, source, held_out, grows, config.data.max_prompt_length)
+
+
+def paths_of(dataset: Any) -> Any:
+    """Return what a run folder records of a dataset or model that was passed: a path or a task as text, or a mapping of
+    names to these; None if it is something else."""
+    if isinstance(dataset, str | os.PathLike):
+        return str(dataset)
+    if not isinstance(dataset, Mapping) or not (is_gym(dataset) or is_named(dataset)):
+        return None
+    found = {str(n): value if is_gym(dataset) else paths_of(value) for n, value in dataset.items()}
+    return None if None in found.values() else found
+
+
+def with_template(tokenizer: Any, config: TrainerConfig) -> Any:
+    """Return the tokenizer with the chat template of data.chat_template_path, if there is one; the given one is not
+    changed. Raises ConfigError if the file cannot be read or is no template."""
+    path = config.data.chat_template_path
+    if path is None:
+        return tokenizer
+    if "chat_template" in config.data.chat_template_kwargs:
+        raise ConfigError("chat_template_path and chat_template in chat_template_kwargs are both set; leave one out")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template_path={path!r} cannot be read: {error}; give a Jinja file in UTF-8") from error
+    changed = copy.copy(tokenizer)
+    changed.chat_template = text
+    try:
+        changed.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template_path={path!r}, line {error.lineno}: {error.message}; correct it") from error
+    except Exception:  # what it demands of messages is checked with those of the data
+        pass
+    return changed
 
 
 def _empty_rows(agents: AgentSetup, config: TrainerConfig) -> list[dict[str, Any]]:

@@ -186,7 +186,7 @@ class Live(Tenant):
         object.__setattr__(self, "config", config)
         object.__setattr__(self, "collector", make_collector(after, self.policy, self._sampler).after(self.collector))
         if is_other or config.algorithm != run.config.algorithm:
-            self._signal_watch = SignalWatch(config)
+            self._signal_watch = SignalWatch(config, is_chat=run.is_chat)
         self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])
 
     def _differences(self, config: TrainerConfig) -> Iterator[Change]:
@@ -200,7 +200,7 @@ class Live(Tenant):
             given,
             config,
             run.rewards.available_columns,
-            has_eval=run.data.eval is not None,
+            has_eval=bool(run.data.eval),
             sources=reward_sources(run.agents),
             has_environments=run.rewards.has_environments,
         )
@@ -338,7 +338,7 @@ def changed_config(run: Run, keys: Mapping[str, Any], first_length: int) -> Trai
     given = frozenset(path for path, _ in leaves_of(loaded) if path.rpartition(".")[2] in keys)
     machine: Any = {"hardware": run.hardware, "module_device": device_of(run.choice.module)}
     after = resolve(
-        dataclasses.replace(loaded, resume=None), given, has_eval=run.data.eval is not None, **machine
+        dataclasses.replace(loaded, resume=None), given, has_eval=bool(run.data.eval), **machine
     )  # the checkpoint that the run came from may be gone by now
     after = dataclasses.replace(after, resume=before.resume)
     beside = [

@@ -37,13 +37,15 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
-from hybrid_rl.logging.report import check_trackers
+from hybrid_rl.logging.trackers import check_trackers
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
+from hybrid_rl.rollout.successes import SuccessRule
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
+from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
     check_attention,
     check_critic,
@@ -55,7 +57,8 @@ from hybrid_rl.run.checks import (
     check_teacher,
     load_settings,
 )
-from hybrid_rl.run.inputs import Data, load_data
+from hybrid_rl.run.evaluation import rows_of, success_rule
+from hybrid_rl.run.inputs import Data, load_data, paths_of, with_template
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
@@ -105,8 +108,8 @@ def record_arguments(
     Raises ConfigError if argument and key disagree, and ModelError for a module whose dtype cannot be trained.
     """
     named = {"model.path": model, "data.train_path": train, "data.eval_path": evaluation}
-    found = {key: str(value) for key, value in named.items() if isinstance(value, (str, os.PathLike))}
-    configured = {"model.path": config.model.path, "data.train_path": config.data.train_path}
+    found: dict[str, Any] = {key: paths_of(value) for key, value in named.items() if paths_of(value) is not None}
+    configured: dict[str, Any] = {"model.path": config.model.path, "data.train_path": config.data.train_path}
     configured["data.eval_path"] = config.data.eval_path
     for key, value in named.items():
         if value is not None and configured[key] is not None and configured[key] != found.get(key):
@@ -184,13 +187,13 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
         check_tokenizer(tokenizer, model)
-        return ModelChoice(model, None, tokenizer, model.config)
+        return ModelChoice(model, None, with_template(tokenizer, config), model.config)
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    return ModelChoice(None, path, tokenizer, load_settings(path, config))
+    return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config))
 
 
 def check_stop_strings(
@@ -259,6 +262,16 @@ class Run:
         return None if isinstance(self.config.controller, RayControllerConfig) else self.choice.module
 
     @property
+    def eval_rows(self) -> dict[str, list[PromptRow]]:
+        """The prompts of the evaluation data, by set."""
+        return rows_of(self.data.eval)
+
+    @property
+    def success(self) -> SuccessRule | None:
+        """What counts as a success."""
+        return success_rule(self.config, self.reward_names, self.rewards.num_added)
+
+    @property
     def about(self) -> dict[str, Any]:
         """What environment.json says of the run itself: the keys that were set to something else than their default,
         the model, the reward functions."""
@@ -273,10 +286,9 @@ class Run:
         return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
 
     @property
-    def eval_rows(self) -> list[PromptRow]:
-        """The prompts of the evaluation data."""
-        data = self.data.eval
-        return [] if data is None else [data[index] for index in range(len(data))]
+    def is_chat(self) -> bool:
+        """Whether prompts, and so completions, are lists of messages."""
+        return not isinstance(self.data.first.prompt, str)
 
     @property
     def max_length(self) -> int:
@@ -323,7 +335,7 @@ def prepare(
     warn_of_devices(resolved, hardware, module_device)
     for notice in notices(resolved, given):
         logger.warning(notice)
-    check_trackers(resolved.report_to)
+    check_trackers(resolved.report_to, resolved.tracker_arguments)
     library = resolved.rollout.library
     if library is not None and importlib.util.find_spec(library[0]) is None:
         raise ConfigError(
@@ -350,15 +362,18 @@ def prepare(
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None
+    sources = reward_sources(made_by)
     rewards, names = check_rewards(
-        reward_funcs,
+        data.own_reward if reward_funcs is None and not sources else reward_funcs,
         resolved,
         columns,
-        has_eval=data.eval is not None,
+        has_eval=bool(data.eval),
         processing_classes=processing_classes,
-        sources=reward_sources(made_by),
+        sources=sources,
         has_environments=made_by is not None and bool(made_by.kinds),
     )
+    success_rule(resolved, names, rewards.num_added)  # or an unknown name is refused
+    check_metric(resolved.eval, data.eval, names)
     phases = memory_phases(resolved, has_reward_models=rewards.has_models)
     skeleton = choice.skeleton(resolved)
     check_tokenizer(choice.tokenizer, skeleton)

@@ -19,12 +19,15 @@ from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
+from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.rollout.collector import Collector, StepPlan
+from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.weights.sources import ObjectSource
@@ -35,11 +38,12 @@ from hybrid_rl.workers.reference import ReferenceWorker
 from hybrid_rl.workers.setup import WorkerSetup
 
 
-def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
+def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack, *, is_trained: bool = True) -> PolicyGroup:
     """Start the ranks of a run.
 
     log_folder: where ranks in other processes write their logs.
     closing: ends them when it is closed.
+    is_trained: False for ranks that only generate, which have no optimizer.
 
     Raises ConfigError if they cannot run here, and whatever a rank raised while it made its worker.
     """
@@ -56,6 +60,7 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
         teacher=_recipe(run.teacher_path, run.config),
         expected=None if run.plan is None else run.plan.expected(),
         agents=run.agents,
+        is_trained=is_trained,
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
     if isinstance(run.config.controller, RayControllerConfig):
@@ -69,6 +74,14 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack) -> 
     policy = PolicyGroup(LocalBackend("policy", partial(HybridWorker, setup), device), has_scores=setup.has_scores)
     closing.callback(policy.close)
     return policy
+
+
+def starting(display: ProgressDisplay, config: TrainerConfig, folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Show inside the block that a run starts, and with what it is busy. folder: of the run."""
+    if isinstance(config.controller, RayControllerConfig):
+        hint = f"each imports PyTorch and transformers and loads its part of the model; {folder / 'logs'}"
+        return display.starting(f"starting {config.num_ranks} ranks", hint, is_long=True)
+    return display.starting("starting", is_long=config.rollout.library is not None)
 
 
 def local_device(kind: str) -> torch.device:
@@ -115,6 +128,18 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
     return policy
 
 
+def make_sampler(run: Run) -> PromptSampler:
+    """Make the sampler of the training data. Raises ConfigError or DataError for options that the data cannot use."""
+    data = run.config.data
+    return sampler_of(
+        run.data.train,
+        shuffle=data.shuffle,
+        seed=run.config.seed,
+        weights=data.dataset_weights,
+        floor=data.curriculum_floor,
+    )
+
+
 def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
     """Make the collector of a run."""
     config, rewards, needs = run.config, run.config.rewards, run.config.advantage.needs
@@ -134,9 +159,14 @@ def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Col
         plan,
         max_failure_share=rewards.max_reward_failure_share,
         reward_weights=run.rewards.weights(rewards.reward_weights),
-        success_reward=config.eval.success_reward,
-        tells_success=run.rewards.num_added < len(run.reward_names),
+        success=run.success,
     )
+
+
+def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:
+    """Make the evaluator of a run."""
+    longest = None if run.data.grows else run.max_length - run.config.rollout.max_completion_length
+    return Evaluator(policy, collector, run.success, run.eval_params, run.config.eval.num_generations_eval, longest)
 
 
 class RayRanks:

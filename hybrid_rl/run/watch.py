@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ logger = logging.getLogger("hybrid_rl")
 
 MAX_LOST_STEPS = 3
 NUM_MUTE_STEPS = 3
+NAME_OF_MEAN = re.compile(r"rewards/.+/mean")
 ROLES = {"policy": "", "critic": "critic/"}
 
 
@@ -86,40 +88,89 @@ class LearningWatch:
 
 
 class SignalWatch:
-    """Warns, once in a run, of training steps in a row in which no completion got an advantage: the rewards then give
-    no gradient, and only a KL penalty, an entropy bonus or weight decay changes the weights. Warns once, too, of a step
-    in which every trajectory of agents ran into trajectory_timeout_seconds."""
+    """Warns of steps in a row that cannot teach what the user wants, each kind once in a run.
 
-    def __init__(self, config: TrainerConfig) -> None:
+    - No completion got an advantage: rewards give no gradient, and only a KL penalty, an entropy bonus or weight decay
+      changes the weights.
+    - A reward function gave the same number to all completions since the run began: it says nothing so far.
+    - The gradient was 0, though there were advantages.
+
+    And of a single step in which every trajectory of agents ran into trajectory_timeout_seconds. is_chat: whether
+    completions are lists of messages.
+    """
+
+    def __init__(self, config: TrainerConfig, *, is_chat: bool = False) -> None:
         self._masks_truncated = config.algorithm.mask_truncated_completions
         options = {item.name: getattr(config.advantage, item.name) for item in dataclasses.fields(config.advantage)}
         self._estimator = options["estimator"]
         self._thresholds = {n: v for n, v in options.items() if n.endswith("_threshold") and v is not None}
         self._seconds = config.agents.trajectory_timeout_seconds
-        self._num_mute = 0
-        self._has_warned = self._has_warned_of_time = False
+        self._is_chat = is_chat
+        self._num_mute = self._num_still = 0
+        self._same: dict[str, tuple[float, int]] = {}  # of each function: its only value, and for how many steps
+        self._told: set[str] = set()
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a training step."""
-        if metrics.get("agents/ended_time") == 1.0 and not self._has_warned_of_time:
-            self._has_warned_of_time = True
-            logger.warning(
-                "step %d: all trajectories were ended by trajectory_timeout_seconds=%s, before their agents were done; "
-                "look for what they wait for (samples.jsonl), or raise the limit",
-                *(step, self._seconds),
+        if metrics.get("agents/ended_time") == 1.0:
+            self._tell(
+                "time",
+                f"step {step}: all trajectories were ended by trajectory_timeout_seconds={self._seconds}, before their "
+                "agents were done; look for what they wait for (samples.jsonl), or raise the limit",
             )
         if "skipped_updates" not in metrics:  # the policy is not updated while its critic warms up
             return
         is_mute = metrics.get("advantages/zero_share", 1.0) == 1.0  # absent if no token is in the loss
         self._num_mute = self._num_mute + 1 if is_mute else 0
-        if self._num_mute < NUM_MUTE_STEPS or self._has_warned:
-            return
-        self._has_warned = True
-        logger.warning(
-            "the last %d training steps, up to step %d, taught nothing: no completion had an advantage, so the rewards "
-            "gave no gradient. %s",
-            *(self._num_mute, step, self._reason(metrics)),
-        )
+        self._num_still = self._num_still + 1 if metrics.get("grad_norm") == 0.0 and not is_mute else 0
+        silent = self._silent_functions(metrics)
+        if self._num_mute >= NUM_MUTE_STEPS:
+            self._tell(
+                "mute",
+                f"the last {self._num_mute} training steps, up to step {step}, taught nothing: no completion had an "
+                f"advantage, so the rewards gave no gradient. {self._reason(metrics)}",
+            )
+        elif silent:
+            names = " and ".join(silent)
+            self._tell(
+                f"silent {names}",
+                f"up to step {step}, {names} gave every completion the same reward "
+                f"({', '.join(f'{self._same[name][0]:g}' for name in silent)}), from which nothing is learned. "
+                f"{self._check_functions}",
+            )
+        if self._num_still >= NUM_MUTE_STEPS:
+            self._tell(
+                "still",
+                f"the gradient was 0 in the last {self._num_still} training steps, up to step {step}, though "
+                "completions had advantages: check which parameters of the model require gradients, and whether the "
+                "policy loss clips everything (clip_ratio)",
+            )
+
+    def _silent_functions(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return the functions that have given a single number so far, for long enough. One that gave another once is
+        not among them again: a reward for the format may well become the same for all."""
+        for name in filter(NAME_OF_MEAN.fullmatch, metrics):
+            function, mean = name.removeprefix("rewards/").removesuffix("/mean"), metrics[name]
+            value, count = self._same.get(function, (mean, 0))
+            is_same = value == mean and metrics.get(f"rewards/{function}/std") == 0.0
+            self._same[function] = (value, count + 1) if is_same and count >= 0 else (value, -1)
+        return [name for name, (_, count) in self._same.items() if count >= NUM_MUTE_STEPS]
+
+    def _tell(self, what: str, sentence: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s", sentence)
+
+    @property
+    def _check_functions(self) -> str:
+        """What to look at if all rewards are the same."""
+        if self._is_chat:
+            return (
+                "Completions of chat prompts are lists of messages, [{'role': 'assistant', 'content': ...}]: a "
+                'function that takes them for texts finds nothing in them; use completion[0]["content"]. Or check the '
+                "completions (samples.jsonl)"
+            )
+        return "Check the completions (samples.jsonl) and the reward functions"
 
     def _reason(self, metrics: Mapping[str, float]) -> str:
         """Name the likely cause in the last of these steps, and a remedy."""
@@ -139,8 +190,8 @@ class SignalWatch:
             )
         if metrics.get("reward_std") == 0.0:
             return (
-                f"All rewards were {reward:g}: check the completions (samples.jsonl) and the reward functions, and "
-                "use prompts that the policy solves some of the time"
+                f"All rewards were {reward:g}. {self._check_functions}, and use prompts that the policy solves some of "
+                "the time"
             )
         if metrics.get("frac_reward_zero_std") == 1.0:
             return (

@@ -16,6 +16,7 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.process import progress
 from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.tensors.transfer import start_download
 from hybrid_rl.training.entropy import EntropyWeight
@@ -25,6 +26,7 @@ from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
 from hybrid_rl.training.mismatch import rollout_gap
+from hybrid_rl.training.no_optimizer import NoOptimizer
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import router_columns
@@ -47,9 +49,11 @@ class Actor(TrainedModel):
         *,
         num_optimizer_steps: int,
         reference: CausalLM | None = None,
+        is_trained: bool = True,
     ) -> None:
+        """is_trained: False for a policy that only generates, without an optimizer."""
         self._spec = spec = LossSpec.of(config)
-        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer
+        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer if is_trained else NoOptimizer
         super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps, optimizer=optimizer)
         algorithm = config.algorithm
         self._old_logprobs = algorithm.old_logprobs
@@ -98,6 +102,7 @@ class Actor(TrainedModel):
         version: of the weights before the first of them. Collective."""
         spec, sums = self._spec, MetricSums()
         self.trained_logprobs = {}
+        progress.count(self._num_iterations * len(plan), "optimizer steps", is_common=True)
         changed = start_download(self.optimizer.take_over())
         recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:

@@ -121,23 +121,31 @@ class PolicyGroup(RankGroup):
 
     # ------------------------------------------------------------------------------------------ samples and checkpoints
 
-    def log_samples(self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int]) -> None:
+    def log_samples(
+        self, batch: AnyBatch, step: int, folder: Path, first: tuple[int, int], eval_set: str | None = None
+    ) -> None:
         """Append the samples of each rank to its file in the run folder. Samples that cannot be written now wait.
-        first: the smallest group and trajectory of the step, from which records count."""
-        self._ranks.call(HybridWorker.log_samples, batch, step, folder, first)
+        first: the smallest group and trajectory of the step, from which records count. eval_set: the name of their
+        evaluation set; None = they are of training."""
+        self._ranks.call(HybridWorker.log_samples, batch, step, folder, first, eval_set)
+
+    def answers(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str | None]]]:
+        """Read what reward functions extracted from each rank's samples, of those that have it."""
+        return self._ranks.call(HybridWorker.answers, batch)
 
     def lost_samples(self) -> list[Path]:
         """Write the samples that wait, and return the files that cannot be written. Dead ranks were reported when they
         died."""
         try:
-            files: list[Path | None] = self._ranks.call(HybridWorker.flush_samples)
+            files: list[list[Path]] = self._ranks.call(HybridWorker.flush_samples)
         except WorkerError:
             return []
-        return [path for path in files if path is not None]
+        return [path for of_rank in files for path in of_rank]
 
-    def texts(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str, str, float]]]:
-        """Read key, prompt, completion and reward of each rank's samples."""
-        return self._ranks.call(HybridWorker.texts, batch)
+    def records(self, batch: AnyBatch, step: int, first: tuple[int, int]) -> list[dict[str, Any]]:
+        """Read the records of samples, as `log_samples` would write them, in their order."""
+        parts: list[list[dict[str, Any]]] = self._ranks.call(HybridWorker.records, batch, step, first)
+        return sorted((record for part in parts for record in part), key=lambda one: (one["trajectory"], one["turn"]))
 
     def save_rollout(self, batch: AnyBatch, step: int, folder: Path, *, must: bool) -> None:
         """Save the samples of a step for replay. A full disk is an error only if it `must` be done."""

@@ -34,6 +34,9 @@ logger = logging.getLogger("hybrid_rl")
 
 PRODUCT, COPY, ALL_REDUCE = "a matrix product", "a copy", "an all-reduce"
 
+# By the kind of device: rows of the square matrices, and MiB of the copy.
+SIZES = {"cuda": (4096, 256), "cpu": (1024, 32)}
+
 # Healthy GPUs of a kind differ by some per cent. Ranks on CPUs share cores with each other and with strangers: the
 # best of five runs differed up to 5-fold between four healthy ranks on two cores that twenty other programs used too.
 MAX_SLOWDOWN = {"cuda": 5.0, "cpu": 20.0}
@@ -111,7 +114,7 @@ def _measure_seconds(device: torch.device) -> dict[str, float]:
     """Time the tests, which are large enough to show a device's speed and small enough to go unnoticed. On a core about
     15 ms each: a test shorter than the turns that programs take on a core would be a matter of luck."""
     is_cuda = device.type == "cuda"
-    size, num_mib = (4096, 256) if is_cuda else (1024, 32)
+    size, num_mib = SIZES[device.type]
     matrix = torch.ones(size, size, dtype=torch.bfloat16 if is_cuda else torch.float32, device=device)
     source = torch.ones(num_mib << 18, device=device)
     target = torch.empty_like(source)

@@ -82,7 +82,8 @@ class WorkerSetup:
     probe_ids: the prompt on which engine and trainer are compared; first_prompt: one as the dataset has it. teacher:
     the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
     fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned. agents: what
-    makes trajectories of many turns, None = each sample is one completion."""
+    makes trajectories of many turns, None = each sample is one completion. is_trained: False for a policy without an
+    optimizer, which only generates."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -98,6 +99,7 @@ class WorkerSetup:
     fingerprint: list[float] | None = None
     expected: Expected | None = None
     agents: AgentSetup | None = None
+    is_trained: bool = True
 
     @property
     def engine_length(self) -> int:

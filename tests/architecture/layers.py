@@ -44,7 +44,7 @@ LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
 
 # Private names of other libraries stand here only. Python's own, and operators (torch.ops.aten._x), are found by name.
 COMPAT = "hybrid_rl/compat/"
-PRIVATE_NAMES_ALLOWED = frozenset({"_current_frames", "_fields", "_make", "_replace"})
+PRIVATE_NAMES_ALLOWED = frozenset({"_asdict", "_current_frames", "_fields", "_make", "_replace"})
 # Of flash-attn, which has no others: the package is optional, and its names are looked up in one place.
 PRIVATE_NAMES_LEFT = frozenset({"_flash_attn_varlen_backward", "_flash_attn_varlen_forward"})
 

@@ -19,35 +19,10 @@ NAMES = frozenset(habit.name for habit in RECORDS)
 
 
 # Last words of many keys, which alone say nothing.
-PLAIN_WORDS = frozenset(
-    [
-        "backend",
-        "betas",
-        "device",
-        "dtype",
-        "enable",
-        "format",
-        "horizon",
-        "len",
-        "loss_type",
-        "lr_scheduler_type",
-        "metric",
-        "mode",
-        "name",
-        "optimizer",
-        "path",
-        "quantization",
-        "reshard_after_forward",
-        "seed",
-        "shuffle",
-        "strategy",
-        "temperature",
-        "tokenizer",
-        "trust_remote_code",
-        "type",
-        "weight_decay",
-    ]
-)
+_PLAIN = """backend betas device dtype enable format horizon len loss_type lr_scheduler_type metric mode name path
+optimizer quantization reshard_after_forward seed shuffle strategy temperature tokenizer trust_remote_code type
+weight_decay"""
+PLAIN_WORDS = frozenset(_PLAIN.split())
 
 
 def _by_end(found: Iterable[Habit]) -> dict[str, Habit]:

@@ -6,7 +6,7 @@ from hybrid_rl.config.habits.records import records
 
 _MICRO = ("tokens_per_micro_batch", "micro-batches are cut by tokens, always")
 _REWARDS = "pass reward functions, and names or folders of reward models, as reward_funcs="
-_LOWER_CLIP = ("epsilon", "it is the lower bound (1 - epsilon) if epsilon_high is given as well")
+_LOWER_CLIP = "epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given as well"
 _NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
 
 OTHERS = tuple(
@@ -65,13 +65,13 @@ OTHERS = tuple(
             "use_wandb use_tensorboard": "report_to",
             "flash_attn": "attention",
             "adam_offload": "cpu_offload",
+            "prompt_data_probs": ("dataset_weights", "with the datasets named in train_path"),
             "max_ckpt_num": "save_total_limit",
+            "input_key": "prompt_column",
         },
         not_needed={
             "eval_batch_size": "evaluation is batched by the engine",
-            "input_key": "prompts are the column named prompt",
             "label_key": "all other columns of the data reach the reward functions by their names",
-            "apply_chat_template": "prompts that are lists of messages go through the chat template",
             "packing_samples": "samples are always packed",
             "colocate_all_models": "trainer and engine always share the GPUs",
             "bnpo": "with global denominators bnpo is loss_type=dapo",

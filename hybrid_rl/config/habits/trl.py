@@ -9,7 +9,6 @@ _NO_SERVER = "there is no server: with rollout.engine=vllm it runs in the traine
 _ONE_BATCH = "the unit here is prompts over all ranks, not completions per device"
 _UPPER = ("correction_cap (of correction=tis) or correction_high (of correction=mis)", "the upper bound of the weight")
 _NO_HUB = "nothing is uploaded; upload the folder of a checkpoint"
-_BEST = "no checkpoint is marked as the best: the evaluations are in metrics.jsonl"
 _CHECKED = "what training does is fixed by its seed; no key asks for more"
 _DATA = "prompts are short: they are tokenised once, in this process"
 _FSDP = "several ranks train with FSDP2: set num_ranks, and see the keys of fsdp"
@@ -38,7 +37,7 @@ TRL = tuple(
                 "kv_cache_memory_bytes",
                 "the size of the cache, which is all that the engine has for itself",
             ),
-            "sync_ref_model": ("ref_model_sync_steps", "and ref_model_mixup_alpha"),
+            "sync_ref_model": "ref_model_sync_steps, with ref_model_mixup_alpha",
             "use_adaptive_entropy": "entropy_target",
             "vllm_importance_sampling_correction": (
                 "correction",
@@ -97,8 +96,10 @@ TRANSFORMERS = tuple(
         "transformers",
         same="""output_dir num_train_epochs max_steps lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2
             adam_epsilon max_grad_norm gradient_checkpointing torch_compile report_to run_name eval_steps eval_on_start
-            save_steps save_total_limit seed""",
+            save_steps save_total_limit seed
+            load_best_model_at_end metric_for_best_model greater_is_better log_level""",
         other_name={
+            "disable_tqdm": "log_level=quiet",
             "per_device_train_batch_size": ("prompts_per_step", f"{_ONE_BATCH}; tokens_per_micro_batch fits memory"),
             "warmup_ratio": ("warmup_steps", "a number of optimizer steps"),
             "bf16 bf16_full_eval": _PRECISION,
@@ -148,13 +149,11 @@ TRANSFORMERS = tuple(
             "torch_compile_backend torch_compile_mode": "blocks are compiled with PyTorch's defaults",
             "eval_delay": "set eval_on_start=false and eval_steps",
             "save_only_model enable_jit_checkpoint": "a checkpoint always has what a resumed run needs",
-            "load_best_model_at_end metric_for_best_model greater_is_better": _BEST,
             "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision": _NO_HUB,
             "trackio_bucket_id trackio_static_space_id": _NO_HUB,
             "full_determinism": _CHECKED,
             "debug": "set save_rollouts, or mode=rollout, to look at samples",
             "log_level_replica": "ranks write logs of their own, in the run folder",
-            "disable_tqdm log_level": "the console has no key yet; redirect stderr",
         },
     )
 )

@@ -83,6 +83,17 @@ def test_doctor_describes_machine_and_rank(capsys: pytest.CaptureFixture[str], t
     assert not folder.parent.exists()
 
 
+def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {name: (version, use) for name, version, use in doctor.optional_parts()}
+    assert {"ray", "vllm", "tensorboard", "wandb", "trackio", "mlflow", "math-verify", "libnuma"} <= found.keys()
+    monkeypatch.setattr(doctor, "version_of", lambda name: "not installed")
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    found = {name: (version, use) for name, version, use in doctor.optional_parts()}
+    assert found["wandb"] == ("not installed", "report_to=wandb; pip install wandb")
+    assert "apt install libnuma1" in found["libnuma"][1]
+    assert "1024 x 1024, float32" in doctor.what_is_normal("cpu") and "ms" in doctor.what_is_normal("cuda")
+
+
 def test_doctor_names_problems_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     probe_ranks = doctor._probe_ranks
 

@@ -23,7 +23,15 @@ PATHS = {path for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"}) for p
 ARGUMENTS = set(inspect.signature(Trainer).parameters)
 # Words with an underscore or a dot in them that are no keys.
 FILES = {"metrics.jsonl", "samples.jsonl", "num_tokens", "trainer.plan", "requires_grad", "torch.backends.cuda.matmul"}
-FILES |= {"allow_tf", "fsdp_size", "chat_template", "torch.backends.cuda.matmul.allow_tf32", "low_var_kl"}
+FILES |= {
+    "allow_tf",
+    "fsdp_size",
+    "chat_template",
+    "torch.backends.cuda.matmul.allow_tf32",
+    "low_var_kl",
+    "rollout.vllm",
+    "rollout.vllm.model_impl",
+}
 
 
 def names_of(file: str) -> list[str]:

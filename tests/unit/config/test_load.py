@@ -56,7 +56,7 @@ def example(leaf: Leaf) -> Any:
     if leaf.default is None:
         element = next(iter(typing.get_args(kind)), float)  # of a list
         in_list = typing.get_args(element)[0] if typing.get_origin(element) is Literal else 1.5
-        return {int: 3, float: 1.5, bool: True, str: "text"}.get(kind, [in_list])
+        return {int: 3, float: min(1.5, leaf.metadata["maximum"] or 1.5), bool: True, str: "text"}.get(kind, [in_list])
     if typing.get_origin(leaf.type) is Literal:
         return typing.get_args(leaf.type)[-1]
     if isinstance(leaf.default, bool):
@@ -190,7 +190,11 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("device", "gpu", "set device=cuda"),
         ("device", "mps", "set device=cpu"),
         ("importance_sampling_level", "seq", "level='seq' must be one of token, sequence"),
-        ("report_to", ["wandb", "mlflow"], r"report_to\[1\]='mlflow' must be one of none, tensorboard, wandb"),
+        (
+            "report_to",
+            ["wandb", "comet"],
+            r"report_to\[1\]='comet' must be one of none, tensorboard, wandb",
+        ),
         ("stop_token_ids", [1, "x"], r"stop_token_ids\[1\]='x' must be of type int"),
         ("chat_template_kwargs", "x", "must be a mapping"),
     ],

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Jagged, SampleKey
 from hybrid_rl.rollout.records import sample_records
 
 
@@ -66,3 +66,20 @@ def test_no_samples_no_records():
 def test_names_that_are_not_those_of_the_rewards():
     with pytest.raises(ValueError):
         sample_records(1, batch(), ["exact"], (0, 0))
+
+
+def test_columns_of_the_dataset_are_bounded():
+    rows = [{"answer": "2", "long": "x" * 3000, "ids": [1, 2], "set": {1}, "nan": math.nan}, {}]
+    first, second = sample_records(1, batch().with_columns(row=rows), ["exact", "short"], (0, 0))
+    assert first["row"]["answer"] == "2" and first["row"]["ids"] == [1, 2] and first["row"]["set"] == '"{1}"'
+    assert first["row"]["long"] == "x" * 2000 + "... (3,000 characters)" and first["row"]["nan"] == "NaN"
+    assert "row" not in second and "advantage" not in second
+
+
+def test_the_advantage_is_the_mean_over_what_the_policy_made():
+    advantages = Jagged.from_rows([[1.0, 2.0, 9.0], [5.0]], torch.float32)
+    mask = advantages.with_values(torch.tensor([True, True, False, False]))
+    made = batch().with_columns(advantages=advantages, completion_mask=mask)
+    records = sample_records(1, made, ["exact", "short"], (0, 0), {SampleKey(9, 1): {"text": ["a"]}})
+    assert [record["advantage"] for record in records] == [1.5, None]
+    assert [record.get("token_values") for record in records] == [None, {"text": ["a"]}]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.rollout.collector import success_metrics
+from hybrid_rl.rollout.successes import SuccessRule
 from tests.tiny import exact, sums
 
 NAN = math.nan
@@ -20,7 +20,7 @@ def of(values, threshold=None, rewards=None, groups=None):
         "rewards": torch.tensor(rewards, dtype=torch.float64),
         "group": torch.tensor(groups or [n // 2 for n in range(len(values))]),
     }
-    return success_metrics(Batch(columns), threshold)
+    return SuccessRule(threshold=threshold).metrics(Batch(columns))
 
 
 def test_the_other_functions_do_not_count():

@@ -11,7 +11,7 @@ from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.errors import DivergedError
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
-from tests.tiny import sums
+from tests.tiny import build_model, build_tokenizer, spread, sums
 
 FIRST = "model.layers.0.mlp.up_proj.weight"
 
@@ -240,3 +240,63 @@ def test_the_critic_is_watched_too(make_trainer) -> None:
     parameter.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(DivergedError, match=f"the critic has not changed in the last 3 .* first that of {name}"):
         trainer.fit()
+
+
+def texts(completions, **_):
+    return [float(completion.count("1")) for completion in completions]  # of a list: 0 for ever
+
+
+def constant(completions, **_):
+    return [0.5] * len(completions)
+
+
+def by_group(completions, prompts, **_):
+    """The same for all completions of a prompt, and another for each prompt."""
+    return [float(len(str(prompt)) % 2 + hash(str(prompt)) % 7) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("reward", "keys", "cause"),
+    [
+        (constant, {}, r"All rewards were 0.5\. Check the completions"),
+        (texts, {"is_chat": True}, r"All rewards were 0\. Completions of chat prompts are lists of messages.*content"),
+        (by_group, {}, "The completions of each prompt had equal rewards.*use prompts that the policy solves some"),
+        (constant, {"advantage": "rloo"}, r"All rewards were 0.5\. Check"),
+        (constant, {"advantage": "remax"}, r"All rewards were 0.5\. Check"),
+        (constant, {"algorithm": "ppo"}, "constant gave every completion the same reward .0.5., from which nothing"),
+        ([constant, spread], {}, "up to step 3, constant gave every completion the same reward .0.5., from which"),
+        (
+            [texts, spread],
+            {"is_chat": True},
+            'texts gave every completion the same reward .0.*use completion.0.."content".',
+        ),
+    ],
+)
+def test_a_run_without_a_gradient_is_told_of_within_three_steps(make_trainer, reward, keys, cause, caplog) -> None:
+    keys = dict(keys)
+    if is_chat := keys.pop("is_chat", False):
+        keys["tokenizer"] = build_tokenizer(chat=True)
+    make_trainer(build_model(), reward, sums(12, chat=is_chat), max_steps=3, **keys).fit()
+    told = [record.getMessage() for record in caplog.records if "step 3" in record.getMessage()]
+    assert len(told) == 1 and re.search(cause, told[0]), caplog.text
+
+
+def test_a_function_that_became_the_same_for_all_is_not_told_of(caplog) -> None:
+    watch = SignalWatch(TrainerConfig())
+    for step, std in enumerate([0.1, 0.0, 0.0, 0.0, 0.0], 1):
+        watch.look(step, TAUGHT | {"rewards/form/mean": 1.0, "rewards/form/std": std})
+    assert not caplog.records
+
+
+def test_a_gradient_of_zero_is_told_of(caplog) -> None:
+    watch = SignalWatch(TrainerConfig())
+    for step in range(1, 6):
+        watch.look(step, TAUGHT | {"grad_norm": 0.0})
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "the gradient was 0 in the last 3 training steps"
+    ]
+
+
+def test_a_learning_rate_that_ruins_a_model_is_told_of(make_trainer, caplog) -> None:
+    make_trainer(learning_rate=1e6)
+    assert "learning_rate=1e+06: AdamW moves each weight by about this much" in caplog.text

@@ -1,0 +1,251 @@
+"""A look at datasets before they are used: what the model will see, lengths, and every row that would be refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_rl.data.gym import gym_rows, is_gym
+from hybrid_rl.data.mixture import is_named
+from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptKind, check_column_names, shorten
+from hybrid_rl.data.reading import Reader
+from hybrid_rl.data.rows import SequenceRows, read_path, row_columns
+from hybrid_rl.data.source import is_stream, rows_of
+from hybrid_rl.errors import DataError
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+NUM_BINS = 8
+STREAM_ROWS = 1000  # of a stream that are looked at
+_CHUNK = 512
+
+
+class NoTokenizer:
+    """Stands in for a tokenizer where there is none: prompts are shown as text, and lengths are in characters."""
+
+    chat_template = "messages"
+
+
+@dataclass(frozen=True)
+class ShownPrompt:
+    """A prompt as the model will see it. text: with special tokens, if there is a tokenizer; columns: what reward
+    functions get."""
+
+    row: int
+    text: str
+    length: int
+    columns: Mapping[str, Any]
+
+
+@dataclass
+class DatasetPreview:
+    """What is in one dataset.
+
+    name: as it was given. note: how it is read. columns: for each the types of its values, with their numbers, and a
+    value. lengths: of all prompts that can be used, in tokens, or in characters if there is no tokenizer. refused: row
+    (or None for a line that cannot be read) and reason. too_long: rows over max_prompt_length. duplicates: pairs of a
+    row and the first row with the same prompt.
+    """
+
+    name: str
+    num_rows: int = 0
+    note: str = ""
+    columns: dict[str, tuple[dict[str, int], str]] = field(default_factory=dict)
+    shown: list[ShownPrompt] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    unit: str = "tokens"
+    limit: int | None = None
+    overlong: str = "error"
+    refused: list[tuple[int | None, str]] = field(default_factory=list)
+    too_long: list[int] = field(default_factory=list)
+    duplicates: list[tuple[int, int]] = field(default_factory=list)
+    keys: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def would_start(self) -> bool:
+        """Whether a run would take this dataset as it is."""
+        return bool(self.lengths) and not self.refused and not (self.too_long and self.overlong == "error")
+
+    def quantiles(self) -> dict[str, int]:
+        """Return the median and other quantiles of the lengths, `max` included."""
+        if not self.lengths:
+            return {}
+        values = np.quantile(self.lengths, QUANTILES, method="higher").tolist()
+        return dict(zip(("50 %", "90 %", "99 %", "max"), map(int, values), strict=True))
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """Return (first length, last length, number of prompts) of a few equal ranges."""
+        if not self.lengths:
+            return []
+        low, high = min(self.lengths), max(self.lengths)
+        width = max(-(-(high - low + 1) // NUM_BINS), 1)
+        starts = range(low, high + 1, width)
+        counts = Counter((length - low) // width for length in self.lengths)
+        return [(start, min(start + width - 1, high), counts[place]) for place, start in enumerate(starts)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain JSON values."""
+        return {
+            "name": self.name,
+            "rows": self.num_rows,
+            "read_as": self.note,
+            "would_start": self.would_start,
+            "columns": {name: {"types": kinds, "example": one} for name, (kinds, one) in self.columns.items()},
+            "lengths": {"unit": self.unit, **self.quantiles(), "histogram": self.histogram()},
+            "max_prompt_length": self.limit,
+            "over_max_prompt_length": self.too_long,
+            "refused": [{"row": row, "why": why} for row, why in self.refused],
+            "duplicates": [{"row": row, "first": first} for row, first in self.duplicates],
+            "shown": [
+                {"row": one.row, "text": one.text, "length": one.length, "columns": _plain(one.columns)}
+                for one in self.shown
+            ],
+        }
+
+
+def preview_datasets(dataset: Any, encoder: PromptEncoder, *, num_shown: int = 2) -> list[DatasetPreview]:
+    """Look at a dataset, or at several by name; in a form that `load_sources` takes. num_shown: prompts to show.
+
+    Raises DataError for a dataset that cannot be read at all, and ConfigError if reasoning-gym is not installed.
+    """
+    if isinstance(dataset, Mapping) and not is_gym(dataset) and is_named(dataset):
+        return [_preview(part, encoder, str(name), num_shown) for name, part in dataset.items()]
+    return [_preview(dataset, encoder, _name_of(dataset), num_shown)]
+
+
+def overlap(train: Sequence[DatasetPreview], held_out: Sequence[DatasetPreview]) -> list[tuple[str, int, str, int]]:
+    """Return the prompts that are in both: dataset and row of evaluation, dataset and row of training."""
+    return [
+        (other.name, row, one.name, one.keys[key])
+        for other in held_out
+        for key, row in other.keys.items()
+        for one in train
+        if key in one.keys
+    ]
+
+
+def _preview(dataset: Any, encoder: PromptEncoder, name: str, num_shown: int) -> DatasetPreview:
+    has_tokenizer = not isinstance(encoder.tokenizer, NoTokenizer)
+    found = DatasetPreview(name, unit="tokens" if has_tokenizer else "characters")
+    found.limit = encoder.max_prompt_length if has_tokenizer else None
+    found.overlong = encoder.overlong_prompts
+    unread: list[str] = []
+    rows, form = dataset, None
+    if isinstance(dataset, str | Mapping) and is_gym(dataset):
+        rows, form = gym_rows(dataset)
+    elif isinstance(dataset, str | Path):
+        rows = read_path(Path(dataset), unread)
+    found.refused += [(None, why) for why in unread]
+    if is_stream(rows):
+        rows = list(islice(rows() if callable(rows) else iter(rows), STREAM_ROWS))
+        found.note = f"a stream; its first {len(rows)} rows"
+    held = rows_of(rows)
+    found.num_rows = len(held)
+    if not len(held):
+        found.refused.append((None, "the dataset is empty; give at least one row with a `prompt`"))
+        return found
+    reader = Reader(encoder)
+    reader.look_at(held.column_names, held.row(0), "row 0", form)
+    check_column_names(reader.names(held.column_names), "the dataset", needs_prompt=encoder.needs_prompts)
+    found.note = "; ".join(filter(None, (found.note, reader.note)))
+    kinds: dict[str, Counter[str]] = {column: Counter() for column in reader.names(held.column_names)}
+    usable = list(_usable_rows(held, reader, encoder, found, kinds))
+    examples = usable[0][1] if usable else {}
+    found.columns = {name: (dict(counts), shorten(examples.get(name), 60)) for name, counts in kinds.items()}
+    _measure(usable, encoder, found, num_shown)
+    return found
+
+
+def _usable_rows(
+    held: Any, reader: Reader, encoder: PromptEncoder, found: DatasetPreview, kinds: dict[str, Counter[str]]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the rows that can be read, after reading; note why the others cannot, and count the types of values."""
+    first: PromptKind | None = None
+    for index in range(len(held)):
+        try:
+            row = held.row(index)
+            if isinstance(held, SequenceRows):
+                row_columns(row, index, held.column_names)
+            row = reader.row(row, index)
+            for column, counts in kinds.items():
+                value = row.get(column)
+                counts["null" if value is None else type(value).__name__] += 1
+            if PROMPT_COLUMN in row:
+                kind = encoder.kind(row[PROMPT_COLUMN], index)
+                first = first or kind
+                if kind != first:
+                    raise DataError(f"row {index}: the prompt is {kind}, but those before are {first}; give all as one")
+        except DataError as error:
+            found.refused.append((index, str(error)))
+            continue
+        yield index, row
+
+
+def _measure(
+    usable: Sequence[tuple[int, Mapping[str, Any]]], encoder: PromptEncoder, found: DatasetPreview, num_shown: int
+) -> None:
+    """Tokenise prompts, and note lengths, duplicates and what is too long or cannot be tokenised."""
+    for start in range(0, len(usable), _CHUNK):
+        chunk = usable[start : start + _CHUNK]
+        for (index, row), ids in zip(chunk, _encoded(chunk, encoder, found), strict=True):
+            if ids is None:
+                continue
+            prompt = row.get(PROMPT_COLUMN, encoder.bare_prompt)
+            key = json.dumps(prompt, sort_keys=True, default=str)
+            if key in found.keys:
+                found.duplicates.append((index, found.keys[key]))
+            found.keys.setdefault(key, index)
+            text = _transcript(prompt) if isinstance(ids, str) else encoder.tokenizer.decode(ids)
+            found.lengths.append(len(ids))
+            if found.limit is not None and len(ids) > found.limit:
+                found.too_long.append(index)
+            if len(found.shown) < num_shown:
+                columns = {name: value for name, value in row.items() if name != PROMPT_COLUMN}
+                found.shown.append(ShownPrompt(index, text, len(ids), columns))
+
+
+def _encoded(
+    chunk: Sequence[tuple[int, Mapping[str, Any]]], encoder: PromptEncoder, found: DatasetPreview
+) -> list[list[int] | str | None]:
+    """Return the ids of each prompt, None for one that is refused; its text if there is no tokenizer."""
+    prompts = [row.get(PROMPT_COLUMN, encoder.bare_prompt) for _, row in chunk]
+    if isinstance(encoder.tokenizer, NoTokenizer):
+        return [_transcript(prompt) for prompt in prompts]
+    indices = [index for index, _ in chunk]
+    try:
+        return list(encoder.encode(prompts, indices))
+    except DataError:
+        pass
+    ids: list[list[int] | str | None] = []
+    for prompt, index in zip(prompts, indices, strict=True):
+        try:
+            ids.append(encoder.encode([prompt], [index])[0])
+        except DataError as error:
+            found.refused.append((index, str(error)))
+            ids.append(None)
+    return ids
+
+
+def _transcript(prompt: Any) -> str:
+    """Return a prompt as text: messages one after the other, with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"[{message.get('role')}] {message.get('content') or ''}" for message in prompt)
+
+
+def _name_of(dataset: Any) -> str:
+    if isinstance(dataset, str | Path):
+        return str(dataset)
+    if isinstance(dataset, Mapping):
+        return ":".join(map(str, next(iter(dataset.items()), ())))
+    return f"a {type(dataset).__name__}"
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))

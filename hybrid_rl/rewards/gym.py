@@ -1,0 +1,52 @@
+"""The reward of reasoning-gym's problems: the score that their own task gives to an answer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from hybrid_rl.data.gym import ENTRY_COLUMN, reasoning_gym
+from hybrid_rl.data.prompts import Messages, shorten
+from hybrid_rl.errors import DataError
+from hybrid_rl.rewards.verifiers import THINK_END, completion_text
+
+TAGS = ("<answer>", "</answer>")
+
+
+def reasoning_gym_reward(
+    completions: Sequence[str | Messages], entry: Sequence[Any], **kwargs: Any
+) -> list[float | None]:
+    """Give the score of each answer, 0 to 1, by the task that made the problem; None for a sample without a problem.
+
+    The answer is what stands between the last <answer> and </answer> of a completion, or else all of it; of a
+    completion with </think> only what follows it is read. entry: the column that `reasoning_gym:TASK` makes.
+    """
+    return [
+        None if problem is None else _score(answer_in(completion_text(completion)), problem)
+        for completion, problem in zip(completions, entry, strict=True)
+    ]
+
+
+def answer_in(text: str) -> str:
+    """Return the answer in a completion."""
+    text = text.rpartition(THINK_END)[2]
+    before, tag, rest = text.rpartition(TAGS[0])
+    return (rest.partition(TAGS[1])[0] if tag else text).strip()
+
+
+def _score(answer: str, problem: Any) -> float:
+    if not isinstance(problem, Mapping) or "source_dataset" not in problem.get("metadata", {}):
+        raise DataError(
+            f"the column {ENTRY_COLUMN!r} holds {shorten(problem)}, which is no problem of reasoning-gym; make rows by "
+            'train_dataset="reasoning_gym:TASK"'
+        )
+    return float(_scorer(problem["metadata"]["source_dataset"])(answer, problem))
+
+
+@cache
+def _scorer(task: str) -> Callable[[str, Any], float]:
+    reasoning_gym("reasoning_gym_reward")
+    found: Callable[[str, Any], float] = importlib.import_module("reasoning_gym.factory").get_score_answer_fn(task)
+    return found

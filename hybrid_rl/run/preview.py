@@ -1,0 +1,100 @@
+"""The preview of a run's data, by its configuration: `hybrid_rl.preview` and `hybrid-rl data`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.data.preview import NoTokenizer, overlap, preview_datasets
+from hybrid_rl.data.preview_text import Preview, RewardNeeds
+from hybrid_rl.data.prompts import RESERVED_COLUMNS, PromptEncoder
+from hybrid_rl.errors import ConfigError
+
+# What is ready-made, and the columns that it reads.
+READY_MADE = (
+    RewardNeeds("exact_match", (("answer",),)),
+    RewardNeeds("math_reward", (("answer",), ("solution",))),
+    RewardNeeds("reasoning_gym_reward", (("entry",),)),
+)
+
+
+def preview(
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    reward_funcs: Any = None,
+    config: TrainerConfig | Mapping[str, Any] | str | Path | None = None,
+    num_shown: int = 2,
+    **overrides: Any,
+) -> Preview:
+    """Look at data before a run: prompts as the model will see them, lengths, columns, what would be refused, prompts
+    that occur twice, and those of evaluation that are trained on.
+
+    Datasets, config and overrides are as in `Trainer`. model: a name or folder, of which only the tokenizer is read;
+    without it (and without tokenizer=) prompts are shown as text, and lengths are in characters. num_shown: prompts.
+
+    Raises ConfigError or DataError for what cannot be read at all.
+    """
+    settings = load_config(config, overrides)[0]
+    data = settings.data
+    train = data.train_path if train_dataset is None else train_dataset
+    held_out = data.eval_path if eval_dataset is None else eval_dataset
+    if train is None:
+        raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
+    path = settings.model.path if model is None else str(model)
+    if tokenizer is None and path is not None:
+        # Imported here, so that a preview of text does not wait for it.
+        from hybrid_rl.models import load_tokenizer
+
+        tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
+    if tokenizer is None:
+        tokenizer = NoTokenizer()
+    else:
+        from hybrid_rl.run.inputs import with_template
+
+        tokenizer = with_template(tokenizer, settings)
+    encoder = PromptEncoder(
+        tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        overlong_prompts=data.overlong_prompts,
+        chat_template_kwargs={} if isinstance(tokenizer, NoTokenizer) else data.chat_template_kwargs,
+        prompt_column=data.prompt_column,
+        system_prompt=data.system_prompt,
+        apply_chat_template=data.apply_chat_template,
+    )
+    seen = preview_datasets(train, encoder, num_shown=num_shown)
+    others = [] if held_out is None else preview_datasets(held_out, encoder, num_shown=0)
+    shared = overlap(seen, others)
+    return Preview(tuple(seen), tuple(others), tuple(shared), _needs(reward_funcs, seen))
+
+
+def _needs(reward_funcs: Any, seen: Sequence[Any]) -> tuple[RewardNeeds, ...]:
+    """Return what the given reward functions need; of the ready-made ones those whose columns are there, if none is
+    given."""
+    if reward_funcs is None:
+        columns = [name for one in seen for name in one.columns]
+        return tuple(one for one in READY_MADE if not one.missing(columns))
+    functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    return tuple(_needs_of(function) for function in functions)
+
+
+def _needs_of(function: Any) -> RewardNeeds:
+    """Return the parameters of a function that only columns can fill."""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return RewardNeeds(name, ())
+    ready = next((one for one in READY_MADE if one.name == name), None)
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = tuple(
+        one.name
+        for one in parameters
+        if one.kind not in kinds and one.default is inspect.Parameter.empty and one.name not in RESERVED_COLUMNS
+    )
+    return ready if ready is not None and not needed else RewardNeeds(name, (needed,) if needed else ())

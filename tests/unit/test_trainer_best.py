@@ -1,0 +1,182 @@
+"""The best step of a run, its checkpoint and its weights at the end, and stopping early; also after a kill."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError
+from tests.tiny import build_model, spread, sums
+
+SCRIPT = {0: 0.5, 1: 0.2, 2: 0.6, 3: 0.55, 4: 0.61, 5: 0.3, 6: 0.3, 7: 0.3, 8: 0.9}
+
+
+def scripted(completions, trainer_state, **_):
+    """The value of an evaluation after each step, which nothing is learned from."""
+    return [SCRIPT[trainer_state.global_step]] * len(completions)
+
+
+@pytest.fixture
+def make(make_trainer):
+    """Runs of up to 8 steps, evaluated after each."""
+
+    def made(**keys):
+        base = {"reward_funcs": [spread, scripted], "reward_weights": [1.0, 0.0], "eval_dataset": sums(2)}
+        base |= {"max_steps": 8, "eval_steps": 1, "metric_for_best_model": "rewards/scripted/mean"}
+        return make_trainer(**(base | keys))
+
+    return made
+
+
+def best_of(trainer):
+    return json.loads((trainer.run_folder / "best.json").read_text())
+
+
+def weights(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
+
+
+def test_the_best_step_is_recorded_and_kept(make):
+    """Steps 1, 2, 4 and 8 are each the best so far; of checkpoints only they and the last are written."""
+    trainer = make(save_steps=100)
+    trainer.fit()
+    assert best_of(trainer) == {
+        "metric": "eval/rewards/scripted/mean",
+        "value": pytest.approx(0.9),
+        "step": 8,
+        "checkpoint": "checkpoint-8",
+        "before_training": 0.5,
+        "evaluations_since_better": 0,
+    }
+    assert sorted(path.name for path in trainer.run_folder.glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in (1, 2, 4, 8)
+    ]
+    bare = make(max_steps=2)  # without save_steps it is recorded, and nothing is saved
+    bare.fit()
+    assert best_of(bare)["checkpoint"] is None and not list(bare.run_folder.glob("checkpoint-*"))
+
+
+def test_less_may_be_better(make):
+    assert make(greater_is_better=False)._best._sign == -1
+    assert make(metric_for_best_model="completions/mean_length")._best._sign == -1
+    trainer = make(greater_is_better=False, max_steps=5)
+    trainer.fit()
+    assert (best_of(trainer)["step"], best_of(trainer)["evaluations_since_better"]) == (1, 4)
+
+
+def test_its_weights_are_taken_at_the_end(make, capsys):
+    """Of step 4, from which a run of 4 steps ends with the same ones; what follows generates with them."""
+    until_4 = make(max_steps=4)
+    until_4.fit()
+    trainer = make(max_steps=7, save_steps=100, load_best_model_at_end=True)
+    trainer.fit()
+    mine, theirs = weights(trainer), weights(until_4)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert "the best step by eval/rewards/scripted/mean is 4 (0.61): its weights are loaded" in capsys.readouterr().err
+    prompts = [row["prompt"] for row in sums(3)]
+    assert trainer.generate(prompts) == until_4.generate(prompts)
+    trainer.fit()  # again: nothing to do, and nothing to load
+    later = make(
+        max_steps=7, load_best_model_at_end=True, save_steps=100, resume=str(trainer.run_folder / "checkpoint-7")
+    )
+    later.fit()
+    assert all(torch.equal(one, theirs[name]) for name, one in weights(later).items())
+
+
+def test_a_best_that_is_no_better_than_before_is_said(make, capsys):
+    make(max_steps=1, save_steps=1, load_best_model_at_end=True).fit()
+    assert "is 1 (0.2), which is not better than before training (0.5), the last one" in capsys.readouterr().err
+
+
+def test_a_missing_checkpoint_is_said(make):
+    trainer = make(max_steps=5, save_steps=100, load_best_model_at_end=True)
+    for _ in trainer.steps():
+        pass
+    (trainer.run_folder / "checkpoint-4").rename(trainer.run_folder / "elsewhere")
+    with pytest.raises(CheckpointError, match="checkpoint-4 is missing, so its weights cannot be loaded"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(("patience", "threshold", "last"), [(1, 0.0, 3), (3, 0.0, 7), (3, 0.02, 5), (None, 0.0, 8)])
+def test_stopping_early(make, patience, threshold, last, capsys):
+    """By hand: 0.2 0.6 0.55 0.61 0.3 0.3 0.3. With a threshold of 0.02, 0.61 does not count as better than 0.6 and
+    3, 4 and 5 are bad, though 4 is still the best."""
+    keys = {} if patience is None else {"early_stopping_patience": patience}
+    trainer = make(**keys, **({"early_stopping_threshold": threshold} if threshold else {}))
+    trainer.fit()
+    assert trainer.global_step == last
+    if patience is not None:
+        assert f"stopped early: eval/rewards/scripted/mean was not better in the last {patience}" in (
+            capsys.readouterr().err
+        )
+        assert trainer.max_steps == 8  # so that a schedule of the learning rate keeps its length
+        trainer.fit()
+        assert trainer.global_step == last
+        assert not list(trainer.steps())
+        trainer.fit(steps=1)  # asked for by number, it goes on
+        assert trainer.global_step == last + 1
+
+
+def test_a_killed_run_keeps_its_best_and_its_patience(make):
+    """Killed after step 6, resumed from checkpoint-5: one bad evaluation is behind it, and it stops at 7."""
+    keys = {"save_steps": 5, "early_stopping_patience": 3, "run_name": "killed", "model": build_model()}
+    run = make(**keys)
+    for _ in range(6):
+        run.step()
+    run.close()
+    resumed = make(**(keys | {"resume": "auto", "model": build_model()}))
+    assert (resumed.global_step, resumed._best.step, resumed._best.value, resumed._best.num_worse) == (
+        *(5, 4, pytest.approx(0.61), 1),
+    )
+    resumed.fit()
+    assert resumed.global_step == 7
+    assert best_of(resumed)["step"] == 4 and best_of(resumed)["before_training"] is None
+    resumed.close()
+    over = make(**(keys | {"resume": "auto", "model": build_model()}))
+    over.fit()
+    assert over.global_step == 7  # it had stopped, and does not begin again
+    over.close()
+    longer = make(**(keys | {"resume": "auto", "early_stopping_patience": 4, "model": build_model()}))
+    longer.fit()
+    assert longer.global_step == 8 and best_of(longer)["step"] == 8
+
+
+def test_another_metric_begins_again(make, caplog):
+    run = make(save_steps=2, max_steps=2)
+    run.fit()
+    run.close()
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        other = make(metric_for_best_model="reward", resume=str(run.run_folder / "checkpoint-2"))
+    assert "eval/reward now, and was eval/rewards/scripted/mean: the best step so far is forgotten" in caplog.text
+    assert other._best.step is None
+
+
+def test_metrics_that_cannot_exist_are_refused_before_anything_is_loaded(make):
+    for name, hint in [
+        ("eval/rewards/scriptd/mean", "have .*eval/rewards/scripted/mean"),
+        ("eval_loss", "is no metric of the evaluations"),
+        ("pass@4", "only up to num_generations_eval"),
+        ("gsm8k/accuracy", "have eval/accuracy"),
+    ]:
+        with pytest.raises(ConfigError, match=f"metric_for_best_model='eval/.*{hint}"):
+            make(metric_for_best_model=name)
+    sampled = {"eval_temperature": 1.0, "num_generations_eval": 6}
+    make(metric_for_best_model="eval_pass@6", **sampled)
+    make(metric_for_best_model="eval/a/maj@4", eval_dataset={"a": sums(1), "b": sums(1)}, **sampled)
+    with pytest.raises(ConfigError, match="which have eval/b/accuracy, eval/a/accuracy"):
+        make(metric_for_best_model="accuracy", eval_dataset={"a": sums(1), "b": sums(1)})
+    with pytest.raises(ConfigError, match="eval/accuracy.*; there is an accuracy only if the first reward function"):
+        make(metric_for_best_model="accuracy").fit()  # known only once rewards are seen: these are not 0 and 1
+
+
+def test_keys_without_effect_are_refused(make):
+    for keys, message in [
+        ({"early_stopping_patience": 2, "metric_for_best_model": None}, "set metric_for_best_model"),
+        ({"early_stopping_patience": 2, "eval_steps": None}, "set eval_steps"),
+        ({"load_best_model_at_end": True}, "set save_steps"),
+        ({"early_stopping_threshold": 0.1}, "set early_stopping_patience"),
+        ({"metric_for_best_model": "reward", "eval_dataset": None, "eval_steps": None}, "no eval_dataset"),
+    ]:
+        with pytest.raises(HybridRLError, match=f"would do nothing: .*{message}"):
+            make(**keys)
