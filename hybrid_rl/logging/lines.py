@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ COLUMNS = (
 SUMMED_UP = [column for column in COLUMNS if column[1] in ("reward", "eval/reward", "eval/accuracy")]
 # What a narrow terminal goes without, the first first. The step and the reward always stay.
 CUT = ("entropy", "|g|", "eval reward", "s/step", "len", "eval accuracy")
+OF_SET = re.compile(r"eval/([^/]+)/(accuracy|reward)")  # of an evaluation set with a name
 LARGE = 1e6  # from here on an exponent is shorter than the digits
 GAP = "  "
 BAR_CELLS = 40
@@ -38,9 +40,20 @@ def number(form: str, value: float) -> str:
     return f"{value:g}" if abs(value) >= LARGE else form.format(value)
 
 
+def set_columns(metrics: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return a column for each evaluation set with a name: its accuracy, or its reward if it has none."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for name in metrics:
+        if (match := OF_SET.fullmatch(name)) and (match[2] == "accuracy" or match[1] not in found):
+            form = "{:.1%}" if match[2] == "accuracy" else "{:.3f}"
+            found[match[1]] = (f"eval {match[1]}", name, form)
+    return list(found.values())
+
+
 def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return title and value of the main metrics, those that exist."""
-    return [(title, number(form, metrics[name])) for title, name, form in COLUMNS if name in metrics]
+    columns = (*COLUMNS, *set_columns(metrics))
+    return [(title, number(form, metrics[name])) for title, name, form in columns if name in metrics]
 
 
 def line_of(metrics: Mapping[str, float]) -> str:
@@ -79,6 +92,8 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float], width: in
             if length() <= width:
                 break
             pieces = [piece for piece in pieces if piece[0] != cut]
+        while length() > width and pieces[-1][0].startswith("eval "):  # evaluation sets
+            pieces.pop()
     line = Text.assemble((head, "bold"))
     for title, value in pieces:
         style = "green" if title.startswith("eval") else ""
@@ -186,7 +201,7 @@ class History:
         if step:
             self.num_steps += 1
         self.step_seconds += metrics.get("step_time", 0.0)
-        for _, name, _ in SUMMED_UP:
+        for _, name, _ in (*SUMMED_UP, *set_columns(metrics)):
             if name in metrics and math.isfinite(metrics[name]):
                 self.series.setdefault(name, []).append((step, metrics[name]))
 
@@ -195,7 +210,7 @@ class History:
         parts, the first and the last of which are its before and after."""
         found = []
         arrow = "->" if is_plain else "→"
-        for title, name, form in SUMMED_UP:
+        for title, name, form in (*SUMMED_UP, *set_columns(self.series)):
             values = [value for _, value in self.series.get(name, [])]
             if not values:
                 continue
