@@ -8,8 +8,10 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.config.habits import habit_of
@@ -24,6 +26,7 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_rewards
 from hybrid_rl.run.others import ARGUMENTS, Tenant
 from hybrid_rl.run.prepare import Run, device_of, sampling_params
+from hybrid_rl.run.signature import KeySignature
 from hybrid_rl.run.start import make_collector
 from hybrid_rl.run.watch import SignalWatch
 from hybrid_rl.workers.groups import PolicyGroup
@@ -82,6 +85,8 @@ class Change:
 
 class Live(Tenant):
     """The base of Trainer whose settings can be changed between training steps: `trainer.learning_rate = 1e-4`."""
+
+    __signature__ = KeySignature()
 
     learning_rate: float
     critic_learning_rate: float
@@ -251,6 +256,10 @@ class Live(Tenant):
         return {f"set/{name}": float(now) for name, now in values.items() if isinstance(now, int | float)}
 
     # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def _forget_old(self, *kept: Path | None) -> None:
+        """Delete the checkpoints that save_total_limit does not allow, but not these, nor the one that was resumed."""
+        delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, (*kept, self._run.resume))
 
     def _changes_state(self) -> list[dict[str, Any]]:
         """Return what a checkpoint records of changes."""
