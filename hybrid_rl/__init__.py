@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rl.process.importing import told
+
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
     from hybrid_rl.evaluation.evaluations import Evaluation
@@ -43,7 +45,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # Lazy, so that `import hybrid_rl.algos` loads only torch.
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        with told("PyTorch and transformers"):
+            return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'hybrid_rl' has no attribute {name!r}")
 
 

@@ -24,7 +24,6 @@ from hybrid_rl.errors import (
     NotYetSupportedError,
     do_all,
 )
-from hybrid_rl.logging.progress import line_of, still
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
@@ -45,7 +44,7 @@ from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
-from hybrid_rl.run.start import make_collector, make_sampler, start_workers
+from hybrid_rl.run.start import make_collector, make_sampler, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
@@ -134,18 +133,16 @@ class Trainer(Evaluating):
             self._log.display.message(note)
         if run.memory.offload:
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
-        hint = f"each imports PyTorch and transformers and loads its part of the model; {self._log.path / 'logs'}"
-        starting = still(self._log.display.message, f"starting {run.config.num_ranks} ranks", hint)
-        with starting if run.config.num_ranks != 1 else contextlib.nullcontext():
+        with starting(self._log.display, run.config, self.run_folder):
             self.policy = start_workers(run, self._log.path, closing)
-        self.collector = make_collector(run, self.policy, self._sampler)
-        self._timeline = Timeline(self.policy, self.run_folder)
-        self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
-        self._best = BestStep(run.config.eval, self.run_folder)
-        if run.resume is not None:
-            self._restore(run.resume)
-        self._guard = StepGuard(self._sampler)
-        self._handoff = largest(self.policy.update_weights(self.global_step))
+            self.collector = make_collector(run, self.policy, self._sampler)
+            self._timeline = Timeline(self.policy, self.run_folder)
+            self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan, self._timeline.phase)
+            self._best = BestStep(run.config.eval, self.run_folder)
+            if run.resume is not None:
+                self._restore(run.resume)
+            self._guard = StepGuard(self._sampler)
+            self._handoff = largest(self.policy.update_weights(self.global_step))
         self._policy_version = self.global_step
         self._has_begun = self._log.begin(self.global_step)
         self._enter()
@@ -410,7 +407,6 @@ class Trainer(Evaluating):
         if self._run.data.eval and self.config.eval.eval_on_start:
             record |= self.evaluate()
             self._best.look(0, record)
-            self._log.display.message(f"before training: {line_of(record)}")
         self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
         self._log.metrics(0, record)
 
@@ -440,10 +436,10 @@ class Trainer(Evaluating):
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:
         """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
+        first = (int(batch["group"].min()), int(batch["trajectory"].min()))
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
-            self._log.display.completions(step, sorted(text for part in self.policy.texts(shown) for text in part))
-        first = (int(batch["group"].min()), int(batch["trajectory"].min()))
+            self._log.samples(self.policy.records(shown, step, first))
         with self._timeline.phase("samples written"):
             self.policy.log_samples(batch, step, self._log.path, first)
 

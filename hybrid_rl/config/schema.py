@@ -20,6 +20,7 @@ from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
+from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -365,7 +366,7 @@ class RayControllerConfig(ControllerConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class TrainerConfig(Shown):
+class TrainerConfig(LoggingKeys, Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
@@ -388,8 +389,6 @@ class TrainerConfig(Shown):
     num_train_epochs: float = key(1.0, "passes over the training data", above=0, maximum=1e9)
     output_dir: str = key("runs", "folder for run folders")
     run_name: str | None = key(None, "name of the run folder; None = algorithm and time")
-    report_to: list[Literal["none", "tensorboard", "wandb"]] = key([], "trackers in addition to metrics.jsonl")
-    log_completions: int = key(0, "completions shown in the console after every training step", minimum=0)
     save_steps: int | None = key(
         None, "write a checkpoint every n training steps, at the end and at Ctrl-C; None = never", minimum=1
     )

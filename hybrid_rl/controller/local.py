@@ -12,6 +12,7 @@ import torch
 from hybrid_rl.controller.dispatch import Worker, dispatch_of
 from hybrid_rl.controller.exchange import Parts, collect
 from hybrid_rl.controller.ranks import CPU, RankContext
+from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import deferred_interrupt
 
 
@@ -48,7 +49,8 @@ class LocalBackend:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         try:
             # A Ctrl-C inside a call would leave engine, memory or optimizer half changed: it waits for the call's end.
-            with deferred_interrupt(), self._on_device(), record.leased(self._worker):
+            work = progress.doing(name.replace("_", " "))
+            with work, deferred_interrupt(), self._on_device(), record.leased(self._worker):
                 answer = getattr(self._worker, name)(*args)
         except Exception as error:
             error.add_note(f"in {self.role}.{name}() on rank 0 of 1{self.label and f', {self.label}'}")

@@ -19,6 +19,7 @@ from hybrid_rl.controller.session import at_end
 from hybrid_rl.controller.supervise import Transport, supervise
 from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.errors import WorkerError
+from hybrid_rl.process import progress
 
 SHARED_ARGUMENT_BYTES = 100_000
 
@@ -75,7 +76,8 @@ class RemoteBackend:
         self._end = at_end(self, _close, ranks, self._ids)
         try:
             data, handles = pack(make_worker, ranks.is_handle, "make_worker")
-            store = ranks.open(role, mesh.num_ranks, options)
+            with progress.doing("starting processes"):
+                store = ranks.open(role, mesh.num_ranks, options)
             call_id, driver, timeout = next(self._ids), Driver.here(), options.collective_timeout
             seats = [Seat(role, rank, mesh, store, logs[rank], timeout, driver) for rank in range(self.num_ranks)]
             shared = self._share(data)
@@ -117,7 +119,8 @@ class RemoteBackend:
         )
         doing = f"{name}(){self.label and f' at {self.label}'}"
         try:
-            values = supervise(self._ranks, self._site, call_id, doing, self._options)
+            with progress.doing(name.replace("_", " ")):
+                values = supervise(self._ranks, self._site, call_id, doing, self._options)
         except BaseException as error:
             self._reason = summary_of(error)
             raise

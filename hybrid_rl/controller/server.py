@@ -34,6 +34,7 @@ from hybrid_rl.controller.ranks import (
     take_device,
 )
 from hybrid_rl.controller.travel import Driver, pack, unpack
+from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress, seconds_since_progress
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 
@@ -77,11 +78,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Health:
-    """How a rank is. idle_seconds: since it last made progress; stack: of the thread that works."""
+    """How a rank is. idle_seconds: since it last made progress; stack: of the thread that works; progress: of what it
+    does."""
 
     idle_seconds: float
     stack: str = ""
     warnings: Sequence[tuple[int, str]] = ()
+    progress: progress.Progress = progress.Progress()
 
 
 @dataclass
@@ -131,7 +134,9 @@ class RankServer:
             )
             seat.driver.adopt()
             context = RankContext(seat.role, seat.rank, seat.mesh, device, gather, self.get)
-            self._worker = unpack(data, handles)(context)
+            with progress.doing("importing libraries"):
+                make_worker = unpack(data, handles)
+            self._worker = make_worker(context)
 
         return self._run(call_id, start)
 
@@ -168,7 +173,7 @@ class RankServer:
         warnings = self._log.drain() if self._log is not None else ()
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None and self._call_id is not None else ""
-        return Health(seconds_since_progress(), stack, warnings)
+        return Health(seconds_since_progress(), stack, warnings, progress.here())
 
     def interrupt(self, call_id: int) -> None:
         """Ask a call to end at its next safe point; do nothing if it has ended."""
@@ -186,7 +191,8 @@ class RankServer:
         value, failure = None, None
         try:
             enter_device()  # calls may come in a thread that the start did not
-            value = work()
+            with progress.doing(""):  # what is counted before anything is named belongs to this call
+                value = work()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the driver decides
             failure = failure_of(error)
             if not failure.is_interrupt:

@@ -11,12 +11,15 @@ from typing import Any, Protocol
 from hybrid_rl.controller.failures import Failure, Site, error_of
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.server import Health, Outcome
+from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import deferred_interrupt, interrupt_requested
 
 logger = logging.getLogger("hybrid_rl")
 
 POLL_SECONDS = 0.2
 MAX_HEALTH_SECONDS = 10.0
+# How often ranks are asked if somebody watches their progress, and for how many of them.
+WATCHED_SECONDS, WATCHED_RANKS = 1.0, 16
 COLLECTIVE_CODE = "/torch/distributed/"
 
 
@@ -62,6 +65,8 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
         if watch.pending:
             transport.kill()
         raise
+    finally:
+        progress.forget(site.role)
     return watch.answers
 
 
@@ -84,7 +89,7 @@ class _Watch:
         """Wait until all are back, or no more can be expected."""
         deadline: float | None = None
         is_interrupted = False
-        next_health = time.monotonic() + self._health_every
+        next_health = time.monotonic() + self._interval()
         while self.pending:
             self._take(self._transport.wait(self.pending, POLL_SECONDS))
             now = time.monotonic()
@@ -97,8 +102,14 @@ class _Watch:
                 self._transport.interrupt(self.pending, self._call_id)
                 is_interrupted = True
             if now > next_health and self.pending and deadline is None:
-                next_health = now + self._health_every
+                next_health = now + self._interval()
                 self._look(now)
+
+    def _interval(self) -> float:
+        """Return seconds until ranks are asked how they are: sooner if somebody watches, and less often if there are
+        many."""
+        watched = WATCHED_SECONDS * max(1.0, self._site.num_ranks / WATCHED_RANKS)
+        return min(watched, self._health_every) if progress.is_watched() else self._health_every
 
     def _take(self, outcomes: Mapping[int, Outcome]) -> None:
         for rank, outcome in outcomes.items():
@@ -114,6 +125,7 @@ class _Watch:
         for rank, health in reports.items():
             self._moved[rank] = max(self._moved[rank], now - health.idle_seconds)
             self._answered[rank], self._stacks[rank] = now, health.stack
+        progress.hear(self._site.role, {rank: health.progress for rank, health in reports.items()})
         _forward_warnings(self._site.role, reports)
         # A rank may wait for another one as long as it takes: the call hangs only if none makes progress.
         if now - max(self._moved[rank] for rank in self.pending) > self._options.watchdog_seconds:

@@ -14,6 +14,7 @@ from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMes
 from hybrid_rl.engines.guards import RolloutEngine, known_pause
 from hybrid_rl.engines.step_thread import StepThread
 from hybrid_rl.errors import DataError, EngineStateError
+from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.process.interrupts import interrupt_requested
 
@@ -255,13 +256,15 @@ class EngineClient:
     def _step(self) -> None:
         """Pass a step boundary, and run a step of the engine if there is anything to do."""
         mark_progress()
-        num_expected = self._boundary(generates=True)
+        num_expected, num_before = self._boundary(generates=True), self.engine.num_generated_tokens
         try:
             events = self.engine.step() if self.engine.num_unfinished else []
         except BaseException:
             if self._coordinator:
                 self._forget()
             raise
+        made = self.engine.num_generated_tokens - num_before
+        progress.add_tokens(made / self._coordinator.num_ranks if self._coordinator else made)
         for event in self._coordinator.own(events) if self._coordinator else events:
             self._handles.pop(event.id).put(event)
         if self._coordinator:

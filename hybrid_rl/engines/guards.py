@@ -203,6 +203,11 @@ class Generator(ABC):
         """Go on after `pause`."""
         self._paused = None
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated since the engine was made."""
+        return self._counters.num_generated_tokens
+
     def stats(self) -> EngineStats:
         """Counters and state."""
         num_bytes, used_share = self._cache_usage()

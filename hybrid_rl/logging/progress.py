@@ -1,140 +1,218 @@
-"""Progress of a run for a person who watches: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a run for a person who watches: a line for steps, live lines on a terminal, signs of life elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import sys
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from hybrid_rl.batch import SampleKey
-
-COLUMNS = (
-    ("reward", "reward", "{:.3f}"),
-    ("eval reward", "eval/reward", "{:.3f}"),
-    ("eval accuracy", "eval/accuracy", "{:.1%}"),
-    ("len", "completions/mean_length", "{:.1f}"),
-    ("entropy", "entropy", "{:.2f}"),
-    ("|g|", "grad_norm", "{:.2f}"),
-    ("s/step", "step_time", "{:.2f}"),
+from hybrid_rl.compat.noise import hush
+from hybrid_rl.logging.completions import completion_block
+from hybrid_rl.logging.lines import (
+    History,
+    bar_line,
+    clock,
+    detail_lines,
+    fitted,
+    line_of,
+    step_line,
+    summary_lines,
+    work_line,
 )
-LARGE = 1e6  # from here on an exponent is shorter than the digits
-NUM_LINES = 40  # plain lines over a whole run, if there is no live display
+from hybrid_rl.logging.screens import Screen, make_screen
+from hybrid_rl.logging.warned import LibraryWarnings
+from hybrid_rl.process import progress
 
-STILL_SECONDS = 20.0  # between messages about something slow
+__all__ = ["ProgressDisplay", "line_of"]
 
-
-@contextlib.contextmanager
-def still(show: Callable[[str], None], what: str, hint: str) -> Iterator[None]:
-    """Report repeatedly, with the hint, that something is still going on while the block lasts, so that a
-    silent program is not taken for a dead one."""
-    begun, is_over = time.monotonic(), threading.Event()
-
-    def remind() -> None:
-        while not is_over.wait(STILL_SECONDS):
-            show(f"still {what}, for {time.monotonic() - begun:.0f} s: {hint}")
-
-    show(what)
-    thread = threading.Thread(target=remind, name="still", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+NUM_LINES = 40  # of steps over a whole run, besides evaluations
+START_SECONDS = 15.0  # between signs of life while a run starts
+STEP_SECONDS = 60.0  # and while a step is under way
+SOON_SECONDS = 2.0  # what is over sooner needs no sign
+NUM_RECENT = 20  # steps whose mean tells the time that is left
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class ProgressDisplay:
-    """Display of the training steps of a run of `max_steps`."""
+    """Display of the training steps of a run of `max_steps`. level: as the key log_level. file: instead of stderr."""
 
-    def __init__(self, max_steps: int, *, file: TextIO | None = None) -> None:
-        self.console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
+    def __init__(self, max_steps: int, level: str = "normal", *, file: TextIO | None = None) -> None:
+        self._screen: Screen = make_screen(level, file)
+        hush(shows_all=level == "debug")
+        self._is_debug = level == "debug"
         self._max_steps = max_steps
         self._every = max(1, max_steps // NUM_LINES)
         self._latest: dict[str, float] = {}
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._step = self._first_step = 0
+        self._history = History()
+        self._begun = self._ended = self._said_at = time.monotonic()
+        self._moments: deque[float] = deque(maxlen=NUM_RECENT + 1)
+        self._open = contextlib.ExitStack()
+        warnings = LibraryWarnings(partial(_warn, self._screen), is_json=level == "json")
+        self.close = weakref.finalize(self, warnings.close)  # forgets the warnings that were shown; idempotent
+        self.close.atexit = False
+
+    # ------------------------------------------------------------------------------------------------ start and end
+
+    @contextlib.contextmanager
+    def starting(self, what: str, hint: str = "", *, is_long: bool = False) -> Iterator[None]:
+        """Show that a run starts, and with what it is busy, while the block lasts, so that a silent program is not
+        taken for a dead one. is_long: say so at once."""
+        begun = time.monotonic()
+        if is_long and not self._screen.is_live:
+            self.message(what)
+
+        def words() -> str:
+            work = work_line(progress.everywhere())
+            return f"{what}: {work}" if work else what
+
+        def live(width: int) -> list[Text]:
+            seconds = time.monotonic() - begun
+            if seconds < SOON_SECONDS and not is_long:
+                return [Text("")]
+            turn = "" if self._screen.is_plain else SPINNER[int(seconds * 4) % len(SPINNER)] + " "
+            tail = f"  {clock(seconds)}"
+            return [Text(fitted(f"{turn}{words()}", width - len(tail)) + tail)]
+
+        def remind() -> str:
+            about = f" ({hint})" if hint else ""
+            return f"still {words()}, for {time.monotonic() - begun:.0f} s{about}"
+
+        with self._shown(live, remind, START_SECONDS):
+            yield
 
     def start(self, step: int) -> None:
-        """Begin the display after so many completed training steps."""
-        if not self.console.is_terminal:
-            return
-        columns = (
-            TextColumn("training"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[line]}"),
-        )
-        self._bar = Progress(*columns, console=self.console, transient=True)
-        self._task = self._bar.add_task("training", total=self._max_steps, completed=step, line="")
-        self._bar.start()
+        """Begin the display of `fit` after so many completed training steps."""
+        self.stop()
+        self._history = History()
+        self._step = self._first_step = step
+        self._begun = time.monotonic()
+        self._moments.clear()
+        self._moments.append(self._begun)
+        self._open.enter_context(self._shown(self._live_lines, self._remind, STEP_SECONDS))
 
     def retotal(self, max_steps: int) -> None:
         """Count up to another last step."""
         self._max_steps, self._every = max_steps, max(1, max_steps // NUM_LINES)
-        if self._bar is not None:
-            self._bar.update(self._task, total=max_steps)
 
     def stop(self) -> None:
-        """Clear the live line."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Remove the live lines."""
+        self._ended = time.monotonic()
+        self._open.close()
+
+    @contextlib.contextmanager
+    def _shown(self, live: Any, remind: Any, every: float) -> Iterator[None]:
+        """Have live lines on a screen that can show them inside the block; elsewhere a line after every so many seconds
+        of silence."""
+        with contextlib.ExitStack() as stack:
+            if not self._screen.is_live:
+                stack.enter_context(self._reminding(remind, every))
+            stack.enter_context(progress.watching())
+            stack.callback(self._screen.end)
+            self._screen.watch(live)
+            yield
+
+    @contextlib.contextmanager
+    def _reminding(self, words: Any, every: float) -> Iterator[None]:
+        is_over = threading.Event()
+        self._said_at = time.monotonic()
+
+        def run() -> None:
+            while not is_over.wait(max(0.001, self._said_at + every - time.monotonic())):
+                if time.monotonic() - self._said_at >= every:
+                    self._say("progress", Text(words()))
+
+        thread = threading.Thread(target=run, name="still", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    # ------------------------------------------------------------------------------------------------------- lines
+
+    def _say(self, kind: str, text: Text, **fields: Any) -> None:
+        self._said_at = time.monotonic()
+        self._screen.say(kind, text, fields)
 
     def message(self, text: str) -> None:
         """Print one line."""
-        self.console.print(Text(text))
+        self._say("message", Text(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a training step."""
+        """Show a training step, or (step 0) the evaluation before the first."""
+        self._history.add(step, metrics)
+        if not step:
+            if line := line_of(metrics):
+                self._say("step", Text(f"before training: {line}"), step=0, metrics=metrics)
+            return
+        self._step = step
+        self._moments.append(time.monotonic())
         self._latest.update(metrics)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, line=escape(line_of(self._latest)))
-        elif step % self._every == 0 or step in (1, self._max_steps) or "eval/reward" in metrics:
-            self.message(f"step {step}/{self._max_steps}  {line_of(metrics)}  {handoff_line(metrics)}")
+        if self._screen.takes_all:
+            self._say("step", Text(), step=step, max_steps=self._max_steps, metrics=metrics)
+        elif self._has_line(step, metrics):
+            self._say("step", step_line(step, self._max_steps, metrics, self._screen.width))
+            if self._is_debug:
+                for line in detail_lines(metrics):
+                    self._say("step", Text(f"  {line}", "dim"))
 
-    def completions(self, step: int, samples: Sequence[tuple[SampleKey, str, str, float]]) -> None:
-        """Print a table of samples. samples: key, prompt, completion and reward (NaN = none) of each."""
-        table = Table(title=f"completions of step {step}", title_justify="left")
-        for title in ("prompt", "completion", "reward"):
-            table.add_column(title, overflow="fold")
-        for _, prompt, completion, reward in samples:
-            # Text, not str, so that markup and emoji codes from a model are shown as they are.
-            table.add_row(Text(prompt), Text(completion), "masked" if math.isnan(reward) else number("{:.3f}", reward))
-        self.console.print(table)
+    def _has_line(self, step: int, metrics: Mapping[str, float]) -> bool:
+        is_evaluated = any(name.startswith("eval/") for name in metrics)
+        return is_evaluated or step % self._every == 0 or step in (1, self._max_steps)
+
+    def completions(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Print samples of a step. samples: their records, as in samples.jsonl."""
+        for sample in samples:
+            self._say("completions", completion_block(sample, self._screen.width), step=step, sample=dict(sample))
+
+    def summary(self, folder: Path) -> None:
+        """Print how the run went since `start`, and where its results are. Does nothing if it made no step."""
+        if not self._history.num_steps:
+            return
+        near = os.path.relpath(folder)
+        place = str(folder) if near.startswith("..") else near
+        seconds = self._ended - self._begun
+        lines = summary_lines(self._history, seconds, place, is_plain=self._screen.is_plain)
+        fields = {"steps": self._history.num_steps, "seconds": round(seconds, 3), "folder": str(folder)}
+        self._say("summary", Text("\n").join(lines), **fields)
+
+    # -------------------------------------------------------------------------------------------------- live lines
+
+    def _seconds_left(self) -> float | None:
+        """Estimate the rest of the run from its last steps, with what came between them."""
+        if len(self._moments) < 2:
+            return None
+        each = (self._moments[-1] - self._moments[0]) / (len(self._moments) - 1)
+        since = min(time.monotonic() - self._moments[-1], each)
+        return max(0.0, each * (self._max_steps - self._step) - since)
+
+    def _live_lines(self, width: int) -> list[Text]:
+        elapsed = time.monotonic() - self._begun
+        is_plain = self._screen.is_plain
+        lines = [bar_line(self._step, self._max_steps, elapsed, self._seconds_left(), width, is_plain=is_plain)]
+        if self._every > 1 and self._latest:  # most steps have no line of their own
+            lines.append(Text(fitted(line_of(self._latest), width), "dim"))
+        lines.append(Text(fitted(work_line(progress.everywhere()), width), "dim"))
+        return lines
+
+    def _remind(self) -> str:
+        work = work_line(progress.everywhere())
+        since = time.monotonic() - self._moments[-1]
+        return f"step {self._step + 1}/{self._max_steps}: {work or 'under way'}, for {since:.0f} s"
 
 
-def line_of(metrics: Mapping[str, float]) -> str:
-    """Format the main metrics, those that exist, as one line."""
-    return "  ".join(f"{title} {number(form, metrics[name])}" for title, name, form in COLUMNS if name in metrics)
-
-
-def number(form: str, value: float) -> str:
-    """Format a number; in exponential form if it is very large."""
-    return f"{value:g}" if abs(value) >= LARGE else form.format(value)
-
-
-def handoff_line(metrics: Mapping[str, float]) -> str:
-    """Describe the last handoff: version, bytes of the rank with the most, seconds, and how it was verified."""
-    if "handoff/version" not in metrics:
-        return ""
-    gap = f", probe gap {metrics['handoff/probe_gap']:.1e}" if "handoff/probe_gap" in metrics else ""
-    unproven = int(metrics.get("handoff/unproven_bytes", 0))
-    verified = f", all but {unproven:,} B verified" if unproven else ", every byte verified"
-    proof = verified if "timing/verify" in metrics else ""
-    return (
-        f"handoff v{int(metrics['handoff/version'])}: {int(metrics['handoff/bytes']):,} B in "
-        f"{metrics['timing/handoff'] * 1000:.1f} ms{gap}{proof}"
-    )
+def _warn(screen: Screen, text: str, level: str) -> None:
+    """Show a warning or an error. A function, so that what keeps it alive does not keep the display alive."""
+    style = "yellow" if level == "warning" else "red"
+    screen.say("warning", Text.assemble((f"{level}: ", style), text), {"level": level, "text": text})

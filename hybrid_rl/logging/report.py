@@ -1,30 +1,21 @@
-"""The folder of a run: config.yaml, metrics.jsonl, samples.jsonl and a picture of the curves; and trackers."""
+"""The folder of a run: config.yaml, metrics.jsonl, samples.jsonl, and a picture of the curves."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.logging import curves
+from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.metrics import finite
 
 logger = logging.getLogger("hybrid_rl")
-
-CURVES = (
-    ("reward", ("reward", "eval/reward")),
-    ("accuracy", ("eval/accuracy",)),
-    ("entropy", ("entropy",)),
-    ("completion length (tokens)", ("completions/mean_length",)),
-    ("rollout vs trainer, mean |difference of logprobs|", ("sampling/sampling_logp_difference/mean",)),
-    ("step time (s)", ("step_time",)),
-)
-
 
 # Besides metrics.jsonl: files with a record, or several, of each step.
 LOGS = ("samples*.jsonl", "eval-samples*.jsonl", "timeline.jsonl")
@@ -74,11 +65,12 @@ class JsonLines:
         except OSError as error:
             self._take_back(size)
             if not self._warned:
-                logger.warning("cannot write %s (%s): keeping its records in memory and trying again", self.path, error)
+                text = "cannot write %s (%s): keeping its records in memory and trying again"
+                logger.warning(text, self.path, error, extra=AGAIN)
             self._warned = True
             return False
         if self._warned:
-            logger.warning("%s is writable again; nothing was lost", self.path)
+            logger.warning("%s is writable again; nothing was lost", self.path, extra=AGAIN)
         self._warned = False
         self._pending.clear()
         return True
@@ -189,27 +181,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Draw the main metrics of a metrics.jsonl over training steps as a PNG."""
-    from matplotlib.figure import Figure
-
-    records = read_jsonl(metrics)
-    shown = [(title, [n for n in names if any(n in r for r in records)]) for title, names in CURVES]
-    shown = [(title, names) for title, names in shown if names]
-    if not shown:
-        return
-    rows = -(-len(shown) // 2)
-    figure = Figure(figsize=(10, 2.8 * rows), layout="constrained")
-    for axes, (title, names) in zip(figure.subplots(rows, 2, squeeze=False).flat, shown, strict=False):
-        for name in names:
-            points = [(r["step"], r[name]) for r in records if name in r]
-            axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 12 else None, markersize=3, label=name)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("training step", fontsize=8)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    for axes in figure.axes[len(shown) :]:
-        axes.remove()
-    figure.savefig(picture, dpi=110)
+    """Draw the main metrics of a metrics.jsonl over training steps as a PNG in the run's folder."""
+    curves.draw(read_jsonl(metrics), picture)
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -244,43 +217,3 @@ def _claim(base: Path, name: str, keep: bool) -> Path:
             f"cannot make the run folder {base / name}: {error}; set output_dir to a writable folder"
         ) from error
     raise ConfigError(f"{base / name} and 9,998 numbered variants of it exist; choose another run_name")
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker that is not installed."""
-    missing = [name for name in names if name != "none" and importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"report_to={list(names)}: {missing[0]} is not installed; pip install {' '.join(missing)}")
-
-
-class Trackers:
-    """Experiment trackers in addition to metrics.jsonl: "tensorboard" (into the run folder) and "wandb"."""
-
-    def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
-        self._writer: Any = None
-        self._wandb: Any = None
-        if "tensorboard" in names:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(run / "tensorboard"))
-        if "wandb" in names:
-            import wandb
-
-            self._wandb = wandb.init(name=run.name, dir=str(run), config=dict(config), reinit="create_new")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a step's finite metrics."""
-        metrics = finite(metrics)
-        if self._writer is not None:
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=step)
-
-    def close(self) -> None:
-        """Flush and end; idempotent."""
-        if self._writer is not None:
-            self._writer.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._writer = self._wandb = None

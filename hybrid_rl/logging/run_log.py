@@ -23,7 +23,8 @@ from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.files import set_aside
 from hybrid_rl.logging.environment import environment
 from hybrid_rl.logging.progress import ProgressDisplay
-from hybrid_rl.logging.report import RunFolder, Trackers
+from hybrid_rl.logging.report import RunFolder
+from hybrid_rl.logging.trackers import Trackers
 from hybrid_rl.metrics import Timings
 from hybrid_rl.owners import FolderLock
 
@@ -57,7 +58,8 @@ class RunLog:
         self._run = _open_folder(config)
         self._lock = lock or FolderLock(self._run.path)
         self._trackers: Trackers | None = None
-        self.display = ProgressDisplay(max_steps)
+        self.display = ProgressDisplay(max_steps, config.log_level)
+        self._shown: list[dict[str, Any]] = []
         self._has_warned = self._has_environment = False
         self._about = dict(about or {})
         self._first_step = 0  # where it resumes
@@ -78,7 +80,8 @@ class RunLog:
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step
-        self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config))
+        config = self._config
+        self._trackers = Trackers(config.report_to, self._run.path, to_dict(config), step, config.tracker_arguments)
         if not self._run.is_continued:
             self._write_config()
             return False
@@ -202,9 +205,15 @@ class RunLog:
         if not self._has_environment:
             self._write_environment()
         self._run.log_metrics(step, metrics)
-        self._trackers.log(step, metrics)
-        if step:
-            self.display.step(step, metrics)
+        self._trackers.table(step, self._shown)
+        self._trackers.log(step)
+        self.display.step(step, metrics)
+        self.display.completions(step, self._shown)
+        self._shown = []
+
+    def samples(self, samples: Iterable[dict[str, Any]]) -> None:
+        """Show these samples after the line of the step that is recorded next. samples: records as in samples.jsonl."""
+        self._shown = list(samples)
 
     def stop(self, lost: Iterable[Path] = ()) -> None:
         """Stop showing progress, write pending records and draw the curves. lost: sample files that ranks cannot
@@ -212,12 +221,15 @@ class RunLog:
         self.display.stop()
         if self._is_taken_up:
             self._run.finish(lost)
+            self.display.summary(self.path)
 
     def close(self) -> None:
         """Close the trackers; idempotent. The folder of a run that never began is removed if nothing else is in it."""
         self._lock.release()
         if self._trackers is not None:
             self._trackers.close()
+        self.display.close()
+        if self._trackers is not None:
             return
         with contextlib.suppress(OSError):
             if not self._run.is_continued:

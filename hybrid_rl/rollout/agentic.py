@@ -16,6 +16,7 @@ from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import Timings, now
+from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardFailure, RewardRunner
 from hybrid_rl.rollout.agent_columns import (
     AGENT,
@@ -117,6 +118,7 @@ class AgentRollout:
         with self._client.session():
             episodes = Episodes(self._settings, attempts, call, rewards, limits_of(self._limits, tasks, call))
             start = now()
+            progress.count(len(attempts), "trajectories")
             self._turns.run(episodes.run, call.version)
             end = now()
             timings.add("rollout", episodes.made_at - start)

@@ -16,6 +16,7 @@ from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.errors import AgentError, DataError
 from hybrid_rl.metrics import now
+from hybrid_rl.process import progress
 from hybrid_rl.process.threads import CANCEL_SECONDS
 from hybrid_rl.rewards import RewardInput, RewardRunner
 from hybrid_rl.rewards.results import Part
@@ -138,6 +139,7 @@ class Episodes:
         if running.done() and not running.cancelled():
             running.result()  # an AgentError
         self._num_open -= 1
+        progress.advance()
         self._ended(attempt)
 
     async def _run_function(self, function: RolloutFunction) -> None:

@@ -11,6 +11,7 @@ from hybrid_rl.data.prompts import Messages, PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.metrics import MetricSums
+from hybrid_rl.process import progress
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
 from hybrid_rl.rewards.judging import Question
 from hybrid_rl.rollout.call import RolloutCall
@@ -78,8 +79,10 @@ class JudgeRound:
                 )
                 failures += [RewardFailure(self._names[place], keys[i], "long", detail) for i in question.samples]
         answers: dict[int, str] = {}
-        for events in self._client.stream(list(requests.values()), call.version):
-            answers.update((event.id, self._decode(event.completion_ids)) for event in events)
+        with progress.doing("judges", len(requests), "answers"):
+            for events in self._client.stream(list(requests.values()), call.version):
+                answers.update((event.id, self._decode(event.completion_ids)) for event in events)
+                progress.advance(len(events))
         values: dict[int, list[float | None]] = {}
         logged = MetricSums()
         for place, judge in self._judges.items():

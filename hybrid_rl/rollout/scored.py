@@ -15,6 +15,7 @@ from hybrid_rl.engines.base import FinishedSample, RolloutRequest, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, RewardRunner
 from hybrid_rl.rewards.results import Part
@@ -91,12 +92,14 @@ class ScoredRollout:
         futures: list[Future[list[tuple[int, Part]]]] = []
         unscored: dict[int, list[RewardInput]] = {}  # of groups that are not whole yet
         ready: list[RewardInput] = []
+        progress.count(len(requests), "samples")
         with ExitStack() as stack:
             if rewards is not None and self._judges is not None:
                 stack.enter_context(self._client.session())  # the judges' round finds the prefixes of this one
             with timings.measure("rollout"):
                 for events in self._client.stream(requests, call.version):
                     finished.update((event.id, event) for event in events)
+                    progress.advance(len(events))
                     texts.update((event.id, self._decode(event.completion_ids)) for event in events)
                     if rewards is not None:
                         new = [_reward_input(e, tasks_of[e.id], texts[e.id], call) for e in events]
@@ -110,7 +113,7 @@ class ScoredRollout:
             samples = [finished[request.id] for request in requests]
             columns = sample_columns([tasks_of[sample.id] for sample in samples], samples, call)
             columns["completion"] = [texts[sample.id] for sample in samples]
-            with timings.measure("reward"):
+            with timings.measure("reward"), progress.doing("rewards"):
                 parts = _parts(futures)
             if rewards is None:
                 return Batch(columns), RolloutReport(timings.seconds)

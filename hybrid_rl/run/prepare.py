@@ -37,7 +37,7 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
-from hybrid_rl.logging.report import check_trackers
+from hybrid_rl.logging.trackers import check_trackers
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
 from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
@@ -335,7 +335,7 @@ def prepare(
     warn_of_devices(resolved, hardware, module_device)
     for notice in notices(resolved, given):
         logger.warning(notice)
-    check_trackers(resolved.report_to)
+    check_trackers(resolved.report_to, resolved.tracker_arguments)
     library = resolved.rollout.library
     if library is not None and importlib.util.find_spec(library[0]) is None:
         raise ConfigError(

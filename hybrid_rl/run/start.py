@@ -22,6 +22,7 @@ from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
@@ -73,6 +74,14 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack, *, 
     policy = PolicyGroup(LocalBackend("policy", partial(HybridWorker, setup), device), has_scores=setup.has_scores)
     closing.callback(policy.close)
     return policy
+
+
+def starting(display: ProgressDisplay, config: TrainerConfig, folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Show inside the block that a run starts, and with what it is busy. folder: of the run."""
+    if isinstance(config.controller, RayControllerConfig):
+        hint = f"each imports PyTorch and transformers and loads its part of the model; {folder / 'logs'}"
+        return display.starting(f"starting {config.num_ranks} ranks", hint, is_long=True)
+    return display.starting("starting", is_long=config.rollout.library is not None)
 
 
 def local_device(kind: str) -> torch.device:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hybrid_rl.batch.html import escaped, folded, page_part, pairs_html, sparkline
 from hybrid_rl.config.views import changed_html
 from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.report import write_report
 from hybrid_rl.run.live import Live
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -16,6 +18,11 @@ MAX_BARS = 40
 
 class ShownTrainer(Live):
     """The base of Trainer that shows itself in terminals and notebooks."""
+
+    def report(self, target: str | Path | None = None) -> Path:
+        """Write one page of HTML about this run so far, and return its path. target: default report.html in the run
+        folder."""
+        return write_report(self.run_folder, target)
 
     def __repr__(self) -> str:
         if not self._is_made:

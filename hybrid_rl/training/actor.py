@@ -16,6 +16,7 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.process import progress
 from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.tensors.transfer import start_download
 from hybrid_rl.training.entropy import EntropyWeight
@@ -101,6 +102,7 @@ class Actor(TrainedModel):
         version: of the weights before the first of them. Collective."""
         spec, sums = self._spec, MetricSums()
         self.trained_logprobs = {}
+        progress.count(self._num_iterations * len(plan), "optimizer steps", is_common=True)
         changed = start_download(self.optimizer.take_over())
         recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:

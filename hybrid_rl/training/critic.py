@@ -17,6 +17,7 @@ from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.process import progress
 from hybrid_rl.sharding.build import build_critic
 from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.tensors.boxes import local_tensor
@@ -85,6 +86,7 @@ class Critic(TrainedModel):
         counts = [sum(parts) for parts in zip(*self._context.data_gather(mine), strict=True)]
         sums = value_metrics(batch, mask, self._context)
         self._begin_at_the_mean(batch["returns"].values[mask])
+        progress.count(self._num_iterations * len(plan), "optimizer steps of the critic", is_common=True)
         for _ in range(self._num_iterations):
             for micro_batches, num_tokens in zip(plan, counts, strict=True):
                 step, losses = MetricSums(), []

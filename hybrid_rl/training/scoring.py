@@ -11,6 +11,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
+from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.tensors.transfer import finish_downloads, start_download
 from hybrid_rl.training.plan import micro_batch
@@ -33,6 +34,7 @@ def token_columns(
         mark_progress()
         computed = compute(micro_batch(batch, rows))
         devices |= {values.device for values in computed.values()}
+        progress.advance(len(rows))
         parts.append((rows, {name: start_download(values) for name, values in computed.items()}))
     for device in devices:
         finish_downloads(device)

@@ -17,6 +17,7 @@ from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.saving import save_weights
+from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.tensors.transfer import finish_downloads, start_download
@@ -71,6 +72,7 @@ class TrainedModel:
         """
         learning_rate = self.optimizer.learning_rate
         norm, updated = self.optimizer.step()
+        progress.advance()
         if not updated:
             self.skipped = self._why_skipped(batch, micro_batches, norm, losses)
         sums, once = MetricSums(), int(self._context.data_rank == 0)

@@ -142,9 +142,10 @@ class PolicyGroup(RankGroup):
             return []
         return [path for of_rank in files for path in of_rank]
 
-    def texts(self, batch: AnyBatch) -> list[list[tuple[SampleKey, str, str, float]]]:
-        """Read key, prompt, completion and reward of each rank's samples."""
-        return self._ranks.call(HybridWorker.texts, batch)
+    def records(self, batch: AnyBatch, step: int, first: tuple[int, int]) -> list[dict[str, Any]]:
+        """Read the records of samples, as `log_samples` would write them, in their order."""
+        parts: list[list[dict[str, Any]]] = self._ranks.call(HybridWorker.records, batch, step, first)
+        return sorted((record for part in parts for record in part), key=lambda one: (one["trajectory"], one["turn"]))
 
     def save_rollout(self, batch: AnyBatch, step: int, folder: Path, *, must: bool) -> None:
         """Save the samples of a step for replay. A full disk is an error only if it `must` be done."""

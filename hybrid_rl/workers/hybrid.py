@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.batch.origins import check_origins
-from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
@@ -25,11 +24,12 @@ from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.likeness import check_fingerprint
+from hybrid_rl.process import progress
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.records import extracted_answers, sample_records, shown_completions
+from hybrid_rl.rollout.records import extracted_answers, sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.actor import Actor
@@ -68,8 +68,10 @@ class HybridWorker(WorkerBase):
         self._tokenizer = setup.tokenizer
         self._cycle = memory_phases(config, has_reward_models=setup.rewards.has_models).cycle
         self._is_live = isinstance(setup.model, PreTrainedModel)  # the module is the user's own
-        model = build_model(setup.model, config, context, is_trained=True)
-        model.verify()
+        with progress.doing("loading the model"):
+            model = build_model(setup.model, config, context, is_trained=True)
+        with progress.doing("checking the model"):
+            model.verify()
         model.check_length(setup.max_length)
         if setup.fingerprint is not None:
             check_fingerprint(model, setup.fingerprint)
@@ -94,7 +96,7 @@ class HybridWorker(WorkerBase):
         )
         self.hold(memory.optimizer(self._actor.optimizer))
         self.hold(memory.models(ACTOR, [model]))
-        with self.lease(frozenset({ACTOR})):
+        with self.lease(frozenset({ACTOR})), progress.doing("building the engine"):
             self._side = rollout_side(setup, model, context)
         for resident in self._side.residents:
             self.hold(resident)
@@ -153,6 +155,7 @@ class HybridWorker(WorkerBase):
         """Add the columns that the algorithm needs: logprobs of policy, reference and teacher, values. One model after
         the other is leased, if they move at all."""
         plan = self._plan(batch, step)
+        progress.count(sum(len(its) for _, its in self._scorers) * batch.num_samples, "samples")
         for tags, scorers in self._scorers:
             with self.lease(tags) if tags else nullcontext():
                 for phase, columns in scorers:
@@ -292,7 +295,7 @@ class HybridWorker(WorkerBase):
             batch, report = self._rollout.run(tasks, call)
         check_origins(batch)
         if call.is_scored and self._rewards.entries.models:
-            with self.phase(self._cycle.reward):
+            with self.phase(self._cycle.reward), progress.doing("reward models"):
                 late = self._reward_models.late_scores(batch)
             batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
         return batch, report
@@ -319,20 +322,23 @@ class HybridWorker(WorkerBase):
         if eval_set is not None:
             file.write(sample_records(step, batch, self._rewards.names, first, eval_set=eval_set))
             return
-        names = [DEMONSTRATION] if Needs.DEMONSTRATIONS in self._config.advantage.needs else self._rewards.names
         values = token_records(batch, self._tokenizer, self._actor.said, NUM_SHOWN // context.num_data_ranks)
-        file.write(sample_records(step, batch, names, first, values))
+        file.write(sample_records(step, batch, self._reward_names, first, values))
 
     @dispatch(split="groups", collect="all", objects=True)
     def answers(self, batch: Batch) -> list[tuple[SampleKey, str | None]]:
         """Return what a reward function extracted from each of this rank's samples, of those that have it."""
         return extracted_answers(batch)
 
+    @property
+    def _reward_names(self) -> Sequence[str]:
+        demonstrates = Needs.DEMONSTRATIONS in self._config.advantage.needs
+        return [DEMONSTRATION] if demonstrates else self._rewards.names
+
     @dispatch(split="groups", collect="all", objects=True)
-    def texts(self, batch: Batch) -> list[tuple[SampleKey, str, str, float]]:
-        """Return key, prompt, completion and reward of this rank's samples."""
-        columns = (sample_keys(batch), map(str, batch["prompt"]), shown_completions(batch))
-        return list(zip(*columns, batch["rewards"].tolist(), strict=True))
+    def records(self, batch: Batch, step: int, first: tuple[int, int]) -> list[dict[str, Any]]:
+        """Return the records of this rank's samples, as `log_samples` writes them."""
+        return sample_records(step, batch, self._reward_names, first) if self._context.is_data_leader else []
 
     @dispatch(collect="all")
     def flush_samples(self) -> list[Path]:

@@ -27,6 +27,7 @@ from hybrid_rl.models.heads.classifier import (
 from hybrid_rl.models.load import DTYPES, load_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
+from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
@@ -93,12 +94,14 @@ class RewardModel:
         cap = max(token_cap(self.model.device, self._tokens_per_micro_batch, sizes), *sizes, 1)
         micros = pack_by_tokens(sizes, cap) if sizes else []
         found = torch.full((batch.num_samples,), torch.nan, dtype=torch.float64)
+        progress.count(len(rows), "samples")
         for number in range(max(self._context.gather(len(micros)))):
             mark_progress()
             chosen = [rows[i] for i in micros[number]] if number < len(micros) else []
             values = sequence_scores(self.model, [sequences[row] for row in chosen] or FILLER)
             if chosen:
                 found[chosen] = values.double().cpu()
+            progress.advance(len(chosen))
         return found
 
     def _sequence(self, batch: Batch, row: int) -> tuple[Sequence[int], Sequence[int]]:

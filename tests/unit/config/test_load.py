@@ -190,7 +190,11 @@ def test_values_that_are_taken(path: str, value: Any, expected: Any) -> None:
         ("device", "gpu", "set device=cuda"),
         ("device", "mps", "set device=cpu"),
         ("importance_sampling_level", "seq", "level='seq' must be one of token, sequence"),
-        ("report_to", ["wandb", "mlflow"], r"report_to\[1\]='mlflow' must be one of none, tensorboard, wandb"),
+        (
+            "report_to",
+            ["wandb", "comet"],
+            r"report_to\[1\]='comet' must be one of none, tensorboard, wandb",
+        ),
         ("stop_token_ids", [1, "x"], r"stop_token_ids\[1\]='x' must be of type int"),
         ("chat_template_kwargs", "x", "must be a mapping"),
     ],

@@ -8,16 +8,14 @@ import math
 import os
 import re
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from hybrid_rl.errors import ConfigError, HybridRLError
-from hybrid_rl.logging.report import JsonLines, RunFolder, Trackers, check_trackers, draw_curves, read_jsonl
+from hybrid_rl.logging.report import JsonLines, RunFolder, draw_curves, read_jsonl
 from tests.forked import Forked
 
 FULL = Path("/dev/full")
@@ -237,12 +235,12 @@ def test_keep_until_without_files(run: RunFolder) -> None:
 
 def test_finish_draws_the_curves(run: RunFolder) -> None:
     for step in range(4):
-        run.log_metrics(step, {"reward": step / 4, "entropy": 2.0, "step_time": 1.0})
+        run.log_metrics(step, {"reward": step / 4, "entropy": 2.0, "timing/step": 1.0})
     run.log_metrics(4, {"eval/accuracy": 0.5, "eval/reward": 0.4})
     run.finish()
     with Image.open(run.path / "curves.png") as picture:
         picture.load()
-        assert picture.format == "PNG" and picture.size == (1100, 616)  # four pictures in two rows of 2.8 inches
+        assert picture.format == "PNG" and picture.size == (1419, 770)  # two rows of three pictures
         assert len(set(picture.convert("L").tobytes())) > 10
 
 
@@ -286,58 +284,3 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(run: RunFolder, caplog: pyte
     run.log_metrics(1, {"reward": 1.0})
     run.finish()
     assert "cannot draw" in caplog.text
-
-
-# ----------------------------------------------------------------------------------------------------------- trackers
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_tracker_that_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"report_to=\['{name}'\]: .*pip install {name}"):
-        check_trackers([name])
-
-
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """A module of this name for the length of a test."""
-    module = ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None)
-    vars(module).update(members)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-class Recorder(SimpleNamespace):
-    """Both trackers' modules: writes down what is called on it."""
-
-    def __getattr__(self, name: str) -> Any:
-        def record(*arguments: Any, **options: Any) -> Recorder:
-            self.calls.append((name, arguments, options))
-            return self
-
-        return record
-
-
-def test_trackers_get_finite_metrics_and_close_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    board, wandb = Recorder(calls=[]), Recorder(calls=[])
-    install(monkeypatch, "tensorboard")
-    install(monkeypatch, "torch.utils.tensorboard", SummaryWriter=board.open)
-    install(monkeypatch, "wandb", init=wandb.init)
-    trackers = Trackers(["tensorboard", "wandb"], tmp_path / "run", {"seed": 1})
-    trackers.log(4, {"reward": 0.5, "kl": math.nan})
-    trackers.close()
-    trackers.close()
-    assert board.calls == [
-        ("open", (str(tmp_path / "run" / "tensorboard"),), {}),
-        ("add_scalar", ("reward", 0.5, 4), {}),
-        ("close", (), {}),
-    ]
-    (_, _, options), *rest = wandb.calls
-    assert (options["name"], options["config"]) == ("run", {"seed": 1})
-    assert rest == [("log", ({"reward": 0.5},), {"step": 4}), ("finish", (), {})]
-
-
-def test_no_trackers(tmp_path: Path) -> None:
-    trackers = Trackers([], tmp_path, {})
-    trackers.log(1, {"reward": 1.0})
-    trackers.close()
-    assert list(tmp_path.iterdir()) == []

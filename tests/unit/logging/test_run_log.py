@@ -335,11 +335,16 @@ def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch
     calls: list[Any] = []
 
     class Tracker:
-        def __init__(self, names: list[str], folder: Path, config: dict[str, Any]) -> None:
-            calls.append((names, folder.name, config["seed"]))
+        def __init__(
+            self, names: list[str], folder: Path, config: dict[str, Any], first_step: int, arguments: Any
+        ) -> None:
+            calls.append((names, folder.name, config["seed"], first_step, arguments))
 
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            calls.append((step, metrics))
+        def table(self, step: int, samples: list[dict[str, Any]]) -> None:
+            calls.append((step, samples))
+
+        def log(self, step: int) -> None:
+            calls.append(step)
 
         def close(self) -> None:
             calls.append("closed")
@@ -350,18 +355,25 @@ def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch
     log.begin(0)
     log.metrics(1, {"reward": 1.0})
     log.close()
-    assert calls == [(["none"], "run", 3), (1, {"reward": 1.0}), "closed"]
+    assert calls == [(["none"], "run", 3, 0, {}), (1, []), 1, "closed"]
 
 
 def test_samples_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path), 5, None)
+    record = {"step": 1, "group": 0, "turn": 0, "rewards": {}}
+    first = {**record, "trajectory": 0, "prompt": "1+1=", "completion": "two", "reward": 0.5}
+    second = {**record, "trajectory": 1, "prompt": "2+1=", "completion": "three", "reward": None}
+    log.begin(0)
     log.display.start(0)
-    log.display.completions(1, [(0, "1+1=", "two", 0.5), (1, "2+1=", "three", float("nan"))])
+    log.samples([first, second])
+    assert capsys.readouterr().err == ""
+    log.metrics(1, {"reward": 0.5})
     log.stop()
-    shown = capsys.readouterr().err
-    for part in ("1+1=", "two", "three", "0.5"):
-        assert part in shown
-    assert "nan" not in shown
+    log.close()
+    shown = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert shown[0].startswith("step 1/5") and shown[1].startswith("-- step 1, prompt 0, sample 0  reward 0.5")
+    assert shown[2].split() == ["prompt", "1+1="] and shown[3].split() == ["completion", "two"]
+    assert shown[4].endswith("sample 1  reward masked")
 
 
 # -------------------------------------------------------------------------------------------------------------- costs

@@ -14,14 +14,14 @@ from hybrid_rl import Callback
 from hybrid_rl.errors import HybridRLError, RewardError
 from tests.tiny import sums
 
-PACKAGE = Path(hybrid_rl.__file__).parent
 HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith("on_")}
 
 
 def notified() -> dict[str, int]:
     """Hook to number of arguments, as `_notify("on_...", ...)` calls in the trainer have them; + the trainer."""
-    files = ("trainer.py", "run/evaluating.py")
-    nodes = [node for name in files for node in ast.walk(ast.parse((PACKAGE / name).read_text()))]
+    root = Path(hybrid_rl.__file__).parent
+    files = (root / "trainer.py", *sorted((root / "run").glob("*.py")))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     return {
         node.args[0].value: len(node.args)
         for node in nodes
