@@ -1,4 +1,4 @@
-"""Runs the notebooks of docs/notebooks in a kernel, and keeps them with their outputs: `python docs/notebooks.py [NAME]`.
+"""Runs the notebooks of docs/notebooks and keeps them with their outputs: `python docs/notebooks.py [NAME]`.
 
 A cell with the tag `interrupt` gets a real interrupt, as from the stop button, when a few training steps are recorded.
 One with the tag `again` is run a second time, as readers do.

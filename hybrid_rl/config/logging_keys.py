@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hybrid_rl.options import key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoggingKeys:
     """Keys at the top of the configuration that say what the console shows, and what is sent to trackers."""
 

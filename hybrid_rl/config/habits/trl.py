@@ -97,8 +97,9 @@ TRANSFORMERS = tuple(
         same="""output_dir num_train_epochs max_steps lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2
             adam_epsilon max_grad_norm gradient_checkpointing torch_compile report_to run_name eval_steps eval_on_start
             save_steps save_total_limit seed
-            load_best_model_at_end metric_for_best_model greater_is_better""",
+            load_best_model_at_end metric_for_best_model greater_is_better log_level""",
         other_name={
+            "disable_tqdm": "log_level=quiet",
             "per_device_train_batch_size": ("prompts_per_step", f"{_ONE_BATCH}; tokens_per_micro_batch fits memory"),
             "warmup_ratio": ("warmup_steps", "a number of optimizer steps"),
             "bf16 bf16_full_eval": _PRECISION,
@@ -111,7 +112,11 @@ TRANSFORMERS = tuple(
             "resume_from_checkpoint": ("resume", "auto finds the newest checkpoint of run_name"),
             "eval_strategy": "eval_steps",
             "save_strategy": "save_steps",
-            "project trackio_space_id wandb_project": ("run_name", "the tracker's own variables name its project"),
+            "project trackio_space_id wandb_project": (
+                "tracker_arguments",
+                "{wandb: {project: P}}, {trackio: {space_id: S}}",
+            ),
+            "disable_tqdm": "log_level=quiet",
         },
         not_needed={
             "gradient_accumulation_steps": "tokens_per_micro_batch cuts micro-batches, which never change the gradient",
@@ -153,7 +158,6 @@ TRANSFORMERS = tuple(
             "full_determinism": _CHECKED,
             "debug": "set save_rollouts, or mode=rollout, to look at samples",
             "log_level_replica": "ranks write logs of their own, in the run folder",
-            "disable_tqdm log_level": "the console has no key yet; redirect stderr",
         },
     )
 )

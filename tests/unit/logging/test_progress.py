@@ -113,6 +113,22 @@ def test_lines_fit_and_keep_step_and_reward(width: int) -> None:
     assert step_line(9, 120, METRICS, None).plain == step_line(9, 120, METRICS, 1000).plain
 
 
+def test_each_set_of_an_evaluation_has_its_accuracy_or_reward() -> None:
+    sets = {
+        "eval/math/reward": 0.5,
+        "eval/math/accuracy": 0.25,
+        "eval/chat/reward": 0.75,
+        "eval/chat/rewards/r/mean": 1.0,
+    }
+    metrics = {"reward": 0.68, **sets}
+    assert step_line(1, 1, metrics, None).plain == "step 1/1  reward 0.680  eval math 25.0%  eval chat 0.750"
+    assert step_line(1, 1, metrics, 40).plain == "step 1/1  reward 0.680  eval math 25.0%"
+    assert step_line(1, 1, metrics, 30).plain == "step 1/1  reward 0.680"
+    history = History()
+    history.add(1, metrics)
+    assert [title for title, _, _ in history.rows(is_plain=True)] == ["reward", "eval math", "eval chat"]
+
+
 @pytest.mark.parametrize("width", [20, 36, 40, 76, 176])
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_the_live_line_always_has_steps_and_times(width: int, is_plain: bool) -> None:

@@ -415,7 +415,7 @@ def real_run(folder: Path, name: str, arguments: dict[str, Any]) -> None:
     """Send 12 steps to a real tracker."""
     folder.mkdir()
     config = {**CONFIG, "tracker_arguments": {name: arguments}}
-    made = Trackers([name], folder, config)
+    made = Trackers([name], folder, config, 0, arguments)
     file = JsonLines(folder / "metrics.jsonl")
     for step in range(12):
         file.write([{"step": step, "reward": step / 10, "eval/pass@1": 0.5}])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.collector import Collector, StepPlan
@@ -50,7 +51,7 @@ def rows_of(*groups: Sequence[Any]) -> list[PromptRow]:
     return [row_of(index, *scores) for index, scores in enumerate(groups)]
 
 
-class ListSampler:
+class ListSampler(PromptSampler):
     """Hands out rows one after another, and then none."""
 
     def __init__(self, rows: Sequence[PromptRow]) -> None:

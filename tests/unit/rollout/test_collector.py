@@ -9,6 +9,7 @@ import torch
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.files import save_batch, save_rollout
 from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
@@ -71,7 +72,7 @@ def test_a_later_rollout_has_new_ids_and_for_the_same_purpose_the_same_noise():
         assert first[0].params.seed != first[1].params.seed
 
 
-class Sampler:
+class Sampler(PromptSampler):
     def __init__(self, rows=ROWS):
         self.rows = rows
 

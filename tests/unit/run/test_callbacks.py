@@ -19,12 +19,12 @@ HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith(
 
 def notified() -> dict[str, int]:
     """Hook to number of arguments, as `_notify("on_...", ...)` calls in the trainer have them; + the trainer."""
-    folder = Path(hybrid_rl.__file__).parent
-    trees = [ast.parse((folder / name).read_text()) for name in ("trainer.py", "run/evaluating.py")]
+    root = Path(hybrid_rl.__file__).parent
+    files = (root / "trainer.py", *sorted((root / "run").glob("*.py")))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     return {
         node.args[0].value: len(node.args)
-        for tree in trees
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "_notify"
