@@ -96,7 +96,7 @@ TRANSFORMERS = tuple(
         "transformers",
         same="""output_dir num_train_epochs max_steps lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2
             adam_epsilon max_grad_norm gradient_checkpointing torch_compile report_to run_name eval_steps eval_on_start
-            save_steps save_total_limit seed
+            save_steps save_total_limit seed log_level
             load_best_model_at_end metric_for_best_model greater_is_better""",
         other_name={
             "per_device_train_batch_size": ("prompts_per_step", f"{_ONE_BATCH}; tokens_per_micro_batch fits memory"),
@@ -111,10 +111,7 @@ TRANSFORMERS = tuple(
             "resume_from_checkpoint": ("resume", "auto finds the newest checkpoint of run_name"),
             "eval_strategy": "eval_steps",
             "save_strategy": "save_steps",
-            "project trackio_space_id wandb_project": (
-                "tracker_arguments",
-                "{wandb: {project: P}}, {trackio: {space_id: S}}",
-            ),
+            "project trackio_space_id wandb_project": ("tracker_arguments", "{wandb: {project: P}}"),
             "disable_tqdm": "log_level=quiet",
         },
         not_needed={
