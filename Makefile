@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | pins | wheel | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | browser | pins | wheel | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13

@@ -25,13 +25,13 @@ INTRODUCTION = """# Configuration reference
 Every key, written from the code by `python -m docs.reference`; `hybrid-rl keys WORD` searches them in a terminal. A key
 is given by its leaf name (`learning_rate`) or its path (`optimizer.learning_rate`), as a keyword of `Trainer`, in a
 YAML file, or as `key=value` on a command line. Keys that exist only with a certain choice say so in bold. *Elsewhere*
-lists names of TRL, verl and other libraries that mean the same; keys without it have TRL's name if TRL has such a key.
+lists the names of keys of TRL, verl and other libraries instead of which this one is set.
 """
 
 
 def row(key: Key) -> str:
     """The row of a key."""
-    named = ", ".join(f"`{name}`" for name in key.elsewhere)
+    named = "; ".join(key.elsewhere)
     meaning = (f"**{key.when}**: " if key.when else "") + key.doc + (f"<br>*Elsewhere:* {named}" if named else "")
     cells = (f"`{key.path}`<br>{key.values}", f"`{key.default}`", meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -12,7 +12,6 @@ from typing import Any
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
-from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
@@ -138,7 +137,7 @@ class Trainer(Evaluating):
             self.policy = start_workers(run, self._log.path, closing)
             self.collector = make_collector(run, self.policy, self._sampler)
             self._timeline = Timeline(self.policy, self.run_folder)
-            self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan)
+            self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan, self._timeline.phase)
             self._best = BestStep(run.config.eval, self.run_folder)
             if run.resume is not None:
                 self._restore(run.resume)
@@ -393,8 +392,7 @@ class Trainer(Evaluating):
             logger.warning("%s; trying again after the next step", error)
             return
         self._save_due = False
-        kept = (target, self._run.resume, self._best.checkpoint)
-        delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, kept)
+        self._forget_old(target, self._best.checkpoint)
 
     def _keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints were asked for and it has none yet."""

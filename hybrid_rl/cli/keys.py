@@ -19,8 +19,6 @@ from hybrid_rl.cli.tables import show, table, wide_console
 if TYPE_CHECKING:
     from hybrid_rl.config.listing import Key
 
-MOST_NAMES = 4  # of other libraries, for one key
-
 
 def print_keys(
     word: Annotated[
@@ -59,7 +57,9 @@ def print_keys(
     if console.is_terminal:
         show_sections(console, found)
         return
-    rows = ((k.path, k.default, k.values, (f"{k.when}: " if k.when else "") + k.doc, _names(k)) for k in found)
+    rows = (
+        (k.path, k.default, k.values, (f"{k.when}: " if k.when else "") + k.doc, "; ".join(k.elsewhere)) for k in found
+    )
     show(console, table(("key", "default", "values", "meaning", "elsewhere"), rows))
 
 
@@ -88,12 +88,7 @@ def _show_key(console: Console, key: Key, indent: int) -> None:
     console.print(Padding(line.append(f"   {key.values}", style="not bold dim"), (0, 0, 0, indent)))
     console.print(Padding(Text(key.doc), (0, 0, 0, indent + 4)))
     if key.elsewhere:
-        console.print(Padding(Text(f"elsewhere: {_names(key)}", style="dim"), (0, 0, 0, indent + 4)))
-
-
-def _names(key: Key) -> str:
-    more = len(key.elsewhere) - MOST_NAMES
-    return ", ".join(key.elsewhere[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        console.print(Padding(Text("; ".join(key.elsewhere), style="dim"), (0, 0, 0, indent + 4)))
 
 
 def _has(key: Key, word: str) -> bool:

@@ -34,8 +34,17 @@ def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
 @functools.cache
 def leaf_names() -> frozenset[str]:
     """Return the leaf names of all keys, under any tags."""
+    return frozenset(leaf.path.rpartition(".")[2] for leaf in all_leaves())
+
+
+@functools.cache
+def all_leaves() -> tuple[Leaf, ...]:
+    """Return all keys that exist under any tags, each once."""
     choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
-    return frozenset(path.rpartition(".")[2] for tags in choices for path in visible_leaves(tags))
+    found: dict[str, Leaf] = {}
+    for tags in choices:
+        found = visible_leaves(tags) | found
+    return tuple(found.values())
 
 
 def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import HABITS, RECORDS
+from hybrid_rl.config.habits import RECORDS
 from hybrid_rl.config.load import Leaf, visible_leaves
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.options import field_types
@@ -36,14 +36,16 @@ TITLES = {
     "controller": "The processes in which the workers run.",
 }
 KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-# What is to be set for a foreign name, if it is a single key.
-SAME = re.compile(r"(?:\w+\.)*(\w+)(?:=\S+(?: or \S+)*)?(?: \(.*\))?")
+# What is to be set instead of a foreign key, if that is one key.
+INSTEAD = re.compile(r"(?:\w+\.)*(\w+)(?!.*(?:, | and ))")
+SAME_NAME = "the same"
 
 
 @dataclass(frozen=True)
 class Key:
     """A key of the configuration. section: "" for those of the run; values: what it takes, in words; when: the choice
-    on which it depends, empty if it always exists; elsewhere: its names in other libraries."""
+    on which it depends, empty if it always exists; elsewhere: its names in other libraries,
+    a text such as "verl: actor.optim.lr" for each."""
 
     path: str
     section: str
@@ -154,14 +156,14 @@ def _words(kind: Any) -> str:
 
 
 def _foreign_names() -> dict[str, list[str]]:
-    """Return the names that other libraries have for a key, by its leaf name."""
-    found: dict[str, list[str]] = {}
+    """Return a key's names in other libraries, a text for each library, by the leaf name that it has here."""
+    found: dict[str, dict[str, list[str]]] = {}
     for habit in RECORDS:
-        same = SAME.fullmatch(habit.here) if habit.kind == "other name" else None
-        # The last word of its path, if that alone is known.
-        leaf = habit.name.rpartition(".")[2]
-        if same is not None:
-            names = found.setdefault(same[1], [])
-            name = leaf if leaf in HABITS else habit.name
-            names.extend([] if name in names else [name])
-    return found
+        instead = INSTEAD.match(habit.here)
+        if instead is not None:
+            shown = SAME_NAME if habit.name == instead[1] else habit.name
+            found.setdefault(instead[1], {}).setdefault(habit.library, []).append(shown)
+    return {
+        name: [f"{library}: {', '.join(names)}" for library, names in libraries.items()]
+        for name, libraries in found.items()
+    }

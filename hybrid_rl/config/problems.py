@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hybrid_rl.errors import ConfigError
 
 KEY_WIDTH = 34
-TEXT_WIDTH = 84
+TEXT_WIDTH = 62
 
 
 class Problems:

@@ -17,7 +17,7 @@ from hybrid_rl.data.mixture import is_named
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptKind, check_column_names, shorten
 from hybrid_rl.data.reading import Reader
 from hybrid_rl.data.rows import SequenceRows, read_path, row_columns
-from hybrid_rl.data.source import is_stream, rows_of
+from hybrid_rl.data.source import digest, is_stream, rows_of
 from hybrid_rl.errors import DataError
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -50,7 +50,7 @@ class DatasetPreview:
     name: as it was given. note: how it is read. columns: for each the types of its values, with their numbers, and a
     value. lengths: of all prompts that can be used, in tokens, or in characters if there is no tokenizer. refused: row
     (or None for a line that cannot be read) and reason. too_long: rows over max_prompt_length. duplicates: pairs of a
-    row and the first row with the same prompt.
+    row and the first row with the same prompt. keys: hashes of prompts, with their first row.
     """
 
     name: str
@@ -155,10 +155,13 @@ def _preview(dataset: Any, encoder: PromptEncoder, name: str, num_shown: int) ->
     check_column_names(reader.names(held.column_names), "the dataset", needs_prompt=encoder.needs_prompts)
     found.note = "; ".join(filter(None, (found.note, reader.note)))
     kinds: dict[str, Counter[str]] = {column: Counter() for column in reader.names(held.column_names)}
-    usable = list(_usable_rows(held, reader, encoder, found, kinds))
-    examples = usable[0][1] if usable else {}
+    examples: Mapping[str, Any] = {}
+    rows_left = _usable_rows(held, reader, encoder, found, kinds)
+    while chunk := list(islice(rows_left, _CHUNK)):
+        examples = examples or chunk[0][1]
+        _measure(chunk, encoder, found, num_shown)
     found.columns = {name: (dict(counts), shorten(examples.get(name), 60)) for name, counts in kinds.items()}
-    _measure(usable, encoder, found, num_shown)
+    found.refused.sort(key=lambda one: -1 if one[0] is None else one[0])
     return found
 
 
@@ -188,26 +191,24 @@ def _usable_rows(
 
 
 def _measure(
-    usable: Sequence[tuple[int, Mapping[str, Any]]], encoder: PromptEncoder, found: DatasetPreview, num_shown: int
+    chunk: Sequence[tuple[int, Mapping[str, Any]]], encoder: PromptEncoder, found: DatasetPreview, num_shown: int
 ) -> None:
     """Tokenise prompts, and note lengths, duplicates and what is too long or cannot be tokenised."""
-    for start in range(0, len(usable), _CHUNK):
-        chunk = usable[start : start + _CHUNK]
-        for (index, row), ids in zip(chunk, _encoded(chunk, encoder, found), strict=True):
-            if ids is None:
-                continue
-            prompt = row.get(PROMPT_COLUMN, encoder.bare_prompt)
-            key = json.dumps(prompt, sort_keys=True, default=str)
-            if key in found.keys:
-                found.duplicates.append((index, found.keys[key]))
-            found.keys.setdefault(key, index)
-            text = _transcript(prompt) if isinstance(ids, str) else encoder.tokenizer.decode(ids)
-            found.lengths.append(len(ids))
-            if found.limit is not None and len(ids) > found.limit:
-                found.too_long.append(index)
-            if len(found.shown) < num_shown:
-                columns = {name: value for name, value in row.items() if name != PROMPT_COLUMN}
-                found.shown.append(ShownPrompt(index, text, len(ids), columns))
+    for (index, row), ids in zip(chunk, _encoded(chunk, encoder, found), strict=True):
+        if ids is None:
+            continue
+        prompt = row.get(PROMPT_COLUMN, encoder.bare_prompt)
+        key = digest(json.dumps(prompt, sort_keys=True, default=str).encode())
+        if key in found.keys:
+            found.duplicates.append((index, found.keys[key]))
+        found.keys.setdefault(key, index)
+        found.lengths.append(len(ids))
+        if found.limit is not None and len(ids) > found.limit:
+            found.too_long.append(index)
+        if len(found.shown) < num_shown:
+            text = ids if isinstance(ids, str) else encoder.tokenizer.decode(ids)
+            columns = {name: value for name, value in row.items() if name != PROMPT_COLUMN}
+            found.shown.append(ShownPrompt(index, text, len(ids), columns))
 
 
 def _encoded(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,7 +23,9 @@ COLUMNS = (
     ("eval reward", "eval/reward", "{:.3f}"),
     ("eval accuracy", "eval/accuracy", "{:.1%}"),
 )
-SUMMED_UP = [column for column in COLUMNS if column[1] in ("reward", "eval/reward", "eval/accuracy")]
+SUMMED_UP = tuple(column for column in COLUMNS if column[1] in ("reward", "eval/reward", "eval/accuracy"))
+# Of evaluations with several sets: the accuracy of each, or its reward if it has none.
+OF_SET = re.compile(r"eval/([^/]+)/(accuracy|reward)")
 # What a narrow terminal goes without, the first first. The step and the reward always stay.
 CUT = ("entropy", "|g|", "eval reward", "s/step", "len", "eval accuracy")
 LARGE = 1e6  # from here on an exponent is shorter than the digits
@@ -38,9 +41,19 @@ def number(form: str, value: float) -> str:
     return f"{value:g}" if abs(value) >= LARGE else form.format(value)
 
 
+def columns_of_sets(names: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
+    """Return title, name and form of one metric for each evaluation set among these names of metrics."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for name in names:
+        if (match := OF_SET.fullmatch(name)) and (match[1] not in found or match[2] == "accuracy"):
+            found[match[1]] = (f"eval {match[1]}", name, "{:.1%}" if match[2] == "accuracy" else "{:.3f}")
+    return tuple(found.values())
+
+
 def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return title and value of the main metrics, those that exist."""
-    return [(title, number(form, metrics[name])) for title, name, form in COLUMNS if name in metrics]
+    columns = (*COLUMNS, *columns_of_sets(metrics))
+    return [(title, number(form, metrics[name])) for title, name, form in columns if name in metrics]
 
 
 def line_of(metrics: Mapping[str, float]) -> str:
@@ -75,7 +88,7 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float], width: in
     if width is not None:
         if length() + len(GAP) + len(handoff) > width:
             handoff = ""
-        for cut in CUT:
+        for cut in (*CUT, *(title for title, _ in reversed(pieces) if title not in CUT and title != "reward")):
             if length() <= width:
                 break
             pieces = [piece for piece in pieces if piece[0] != cut]
@@ -186,7 +199,7 @@ class History:
         if step:
             self.num_steps += 1
         self.step_seconds += metrics.get("step_time", 0.0)
-        for _, name, _ in SUMMED_UP:
+        for _, name, _ in (*SUMMED_UP, *columns_of_sets(metrics)):
             if name in metrics and math.isfinite(metrics[name]):
                 self.series.setdefault(name, []).append((step, metrics[name]))
 
@@ -195,7 +208,7 @@ class History:
         parts, the first and the last of which are its before and after."""
         found = []
         arrow = "->" if is_plain else "→"
-        for title, name, form in SUMMED_UP:
+        for title, name, form in (*SUMMED_UP, *columns_of_sets(self.series)):
             values = [value for _, value in self.series.get(name, [])]
             if not values:
                 continue

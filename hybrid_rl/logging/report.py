@@ -11,20 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.logging import curves
 from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.metrics import finite
 
 logger = logging.getLogger("hybrid_rl")
-
-CURVES = (
-    ("reward", ("reward", "eval/reward")),
-    ("accuracy", ("eval/accuracy",)),
-    ("entropy", ("entropy",)),
-    ("completion length (tokens)", ("completions/mean_length",)),
-    ("rollout vs trainer, mean |difference of logprobs|", ("sampling/sampling_logp_difference/mean",)),
-    ("step time (s)", ("step_time",)),
-)
-
 
 # Besides metrics.jsonl: files with a record, or several, of each step.
 LOGS = ("samples*.jsonl", "eval-samples*.jsonl", "timeline.jsonl")
@@ -190,27 +181,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Draw the main metrics of a metrics.jsonl over training steps as a PNG."""
-    from matplotlib.figure import Figure
-
-    records = read_jsonl(metrics)
-    shown = [(title, [n for n in names if any(n in r for r in records)]) for title, names in CURVES]
-    shown = [(title, names) for title, names in shown if names]
-    if not shown:
-        return
-    rows = -(-len(shown) // 2)
-    figure = Figure(figsize=(10, 2.8 * rows), layout="constrained")
-    for axes, (title, names) in zip(figure.subplots(rows, 2, squeeze=False).flat, shown, strict=False):
-        for name in names:
-            points = [(r["step"], r[name]) for r in records if name in r]
-            axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 12 else None, markersize=3, label=name)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("training step", fontsize=8)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    for axes in figure.axes[len(shown) :]:
-        axes.remove()
-    figure.savefig(picture, dpi=110)
+    """Draw the main metrics of a metrics.jsonl over training steps as a PNG in the run's folder."""
+    curves.draw(read_jsonl(metrics), picture)
 
 
 def _lines(path: Path) -> list[bytes]:

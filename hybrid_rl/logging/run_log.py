@@ -80,7 +80,8 @@ class RunLog:
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step
-        self._trackers = Trackers(self._config.report_to, self._run.path, to_dict(self._config), step)
+        config = self._config
+        self._trackers = Trackers(config.report_to, self._run.path, to_dict(config), step, config.tracker_arguments)
         if not self._run.is_continued:
             self._write_config()
             return False

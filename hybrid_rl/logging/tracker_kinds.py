@@ -15,6 +15,9 @@ from hybrid_rl.logging.completions import ANSWERS, message_parts
 
 PROJECT = "hybrid_rl"  # where runs go unless the user names a project
 TABLE = "completions"
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+# MLflow lists its tables in a tag of 8,000 characters, which breaks if there are more: later ones are plain JSON files.
+MLFLOW_TABLES = 100
 MLFLOW_ARGUMENTS = ("tracking_uri", "experiment_name", "run_name", "tags")
 # Limits of MLflow's log_batch: docs, "Logging in batches".
 MLFLOW_METRICS, MLFLOW_PARAMS, MLFLOW_CHARACTERS = 1000, 100, 6000
@@ -153,15 +156,20 @@ class MlflowTracker:
     """MLflow. Its environment variables hold (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, credentials)."""
 
     def __init__(self, run: TrackedRun) -> None:
+        # Whoever calls tries again; MLflow itself would for four minutes, and then not see that its server is back.
+        for name, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(name, value)
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._metric, given = Metric, dict(run.arguments)
+        self._num_tables = 0
         self._tries = (-1, 0)  # of the last table: its step, and how often it was sent
         self._client = MlflowClient(tracking_uri=given.get("tracking_uri"))
         if run.identity is not None:
             self.identity = run.identity
             self._client.update_run(self.identity, status="RUNNING")
+            self._num_tables = len(self._client.list_artifacts(self.identity, TABLE))
             return
         name = given.get("experiment_name") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment = self._client.get_experiment_by_name(name)
@@ -190,7 +198,13 @@ class MlflowTracker:
         suffix = f"-{self._tries[1]}" if self._tries[1] > 1 else ""
         columns, rows = table_of(step, samples)
         data = {name: list(map(_scalar, column)) for name, column in zip(columns, zip(*rows, strict=True), strict=True)}
-        self._client.log_table(self.identity, data, f"{TABLE}/step-{step:06d}{suffix}.json")
+        file = f"{TABLE}/step-{step:06d}{suffix}.json"
+        if self._num_tables < MLFLOW_TABLES:
+            self._client.log_table(self.identity, data, file)
+        else:
+            cells = [list(map(_scalar, row)) for row in rows]
+            self._client.log_dict(self.identity, {"columns": columns, "data": cells}, file)
+        self._num_tables += 1
 
     def close(self) -> None:
         self._client.set_terminated(self.identity)

@@ -269,14 +269,21 @@ def _first_line(error: BaseException) -> str:
 
 
 class Trackers:
-    """The trackers of a run. names: as in report_to; config: of the run; first_step: after which training starts.
+    """The trackers of a run. names: as in report_to; config: of the run; first_step: after which training starts;
+    arguments: `tracker_arguments`.
 
     Trackers that knew the run before it was resumed continue it; what they lack of it, they get first.
     """
 
-    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], first_step: int = 0) -> None:
-        state = read_state(folder)
-        arguments = config.get("tracker_arguments") or {}
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        config: Mapping[str, Any],
+        first_step: int = 0,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        state, arguments = read_state(folder), arguments or {}
         self._deliveries = [
             Delivery(name, _tracked(name, folder, config, arguments.get(name) or {}, state, first_step))
             for name in dict.fromkeys(names)

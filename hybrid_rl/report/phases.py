@@ -12,7 +12,7 @@ MAX_STRIPS = 60  # steps whose parts are shown over time
 # The parts that a step's time is divided into, in the order of a step.
 PARTS = (
     *("generation", "rewards", "collecting", "logprobs", "advantages", "update", "handoff"),
-    *("evaluation", "samples written", "checkpoint", "other"),
+    *("evaluation", "samples written", "checkpoint", "pictures", "other"),
 )
 
 

@@ -14,6 +14,7 @@ from hybrid_rl.data.source import SizedSource, load_source
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.evaluation.samples import ACCURACY, EvalSamples
+from hybrid_rl.process import progress
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.successes import SuccessRule, eval_samples
@@ -140,7 +141,8 @@ class Evaluator:
         """Return the samples of a set, and the metrics of its rollout without spreads, which mean little here."""
         purpose = f"evaluation/{state.global_step}" + (f"/{name}" if name else "")
         call = (rows, self._num_generations, self._params, version, state)
-        made = self._collector.rollout(*call, purpose=purpose)
+        with progress.doing(f"evaluation of {name}" if name else "evaluation"):
+            made = self._collector.rollout(*call, purpose=purpose)
         metrics = {
             name: value
             for name, value in made.metrics.items()

@@ -8,8 +8,10 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.config.habits import habit_of
@@ -24,6 +26,7 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_rewards
 from hybrid_rl.run.others import ARGUMENTS, Tenant
 from hybrid_rl.run.prepare import Run, device_of, sampling_params
+from hybrid_rl.run.signature import KeySignature
 from hybrid_rl.run.start import make_collector
 from hybrid_rl.run.watch import SignalWatch
 from hybrid_rl.workers.groups import PolicyGroup
@@ -82,6 +85,8 @@ class Change:
 
 class Live(Tenant):
     """The base of Trainer whose settings can be changed between training steps: `trainer.learning_rate = 1e-4`."""
+
+    __signature__ = KeySignature()
 
     learning_rate: float
     critic_learning_rate: float
@@ -252,6 +257,10 @@ class Live(Tenant):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
+    def _forget_old(self, *kept: Path | None) -> None:
+        """Delete the checkpoints that save_total_limit does not allow, but not these, nor the one that was resumed."""
+        delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, (*kept, self._run.resume))
+
     def _changes_state(self) -> list[dict[str, Any]]:
         """Return what a checkpoint records of changes."""
         return [dataclasses.asdict(change) for change in self._changed]
@@ -312,6 +321,8 @@ class Live(Tenant):
     def _refusal(self, name: str) -> str:
         """Return why an attribute cannot be set; "" for one that a user's own class may have."""
         what = f"trainer.{name} would do nothing"
+        if name == "dataset_weights":
+            return f"{what}: set trainer.train_dataset.weights, which holds from the next draw on"
         if name in ARGUMENTS or name in leaf_names():
             return f"{what}: it is fixed when a Trainer is made. {ANOTHER}"
         if hasattr(self, name) or type(self).__module__ != "hybrid_rl.trainer":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hybrid_rl.errors import ConfigError
@@ -23,11 +24,17 @@ class MemoryPictures:
     """Draws memory.png of a run, with its numbers in memory.json: after its second step, the first time that
     other residents are awake between two steps than ever before, and at the end.
 
-    folder: of the run. plan: of its memory, None if there is none.
+    folder: of the run. plan: of its memory, None if there is none. timed: encloses what it draws by name.
     """
 
-    def __init__(self, policy: PolicyGroup, folder: Path, plan: MemoryPlan | None = None) -> None:
-        self._policy, self._folder = policy, folder
+    def __init__(
+        self,
+        policy: PolicyGroup,
+        folder: Path,
+        plan: MemoryPlan | None = None,
+        timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self._policy, self._folder, self._timed = policy, folder, timed
         self._expected = None if plan is None else plan.expected()
         self._num_steps = 0
         self._shown: set[frozenset[str]] = set()  # what was awake between two steps when a picture was drawn
@@ -39,7 +46,8 @@ class MemoryPictures:
         awake = frozenset(tag for tag in RESIDENTS if metrics.get(f"memory/{tag}_bytes", 0.0) > 0)
         if self._num_steps >= FIRST_STEP and awake not in self._shown:
             self._shown.add(awake)
-            self.draw(step)
+            with self._timed("pictures"):
+                self.draw(step)
 
     def draw(self, step: int) -> None:
         """Draw the last step, unless that is in the picture already; what prevents it is a warning."""

@@ -1,47 +1,28 @@
-"""A Trainer as it shows itself: its state, its keywords, and how to go on."""
+"""A Trainer as it shows itself: its state, and how to go on."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hybrid_rl.batch.html import escaped, folded, page_part, pairs_html, sparkline
-from hybrid_rl.config import visible_leaves
 from hybrid_rl.config.views import changed_html
 from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.report import write_report
 from hybrid_rl.run.live import Live
 
 BARS = "▁▂▃▄▅▆▇█"
 MAX_BARS = 40
 
 
-class Keywords:
-    """The signature of Trainer, made when it is first asked for: its arguments and every key of the configuration, so
-    that notebooks complete them."""
-
-    def __get__(self, _: object, owner: type) -> inspect.Signature:
-        return keywords_of(owner)
-
-
-@functools.cache
-def keywords_of(trainer: type) -> inspect.Signature:
-    """Return the arguments of a Trainer class, followed by the leaf names of the default configuration's keys."""
-    own = list(inspect.signature(trainer.__init__).parameters.values())[1:]  # type: ignore[misc]
-    taken, rest = {parameter.name for parameter in own}, [p for p in own if p.kind is p.VAR_KEYWORD]
-    keys = [inspect.Parameter("algorithm", inspect.Parameter.KEYWORD_ONLY, default="grpo")]
-    for path, leaf in visible_leaves().items():
-        name = path.rpartition(".")[2]
-        if name.isidentifier() and name not in taken and path != "algorithm.name":
-            keys.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=leaf.default))
-    return inspect.Signature([*(p for p in own if p not in rest), *keys, *rest])
-
-
 class ShownTrainer(Live):
     """The base of Trainer that shows itself in terminals and notebooks."""
 
-    __signature__ = Keywords()
+    def report(self, target: str | Path | None = None) -> Path:
+        """Write one page of HTML about this run so far, and return its path. target: default report.html in the run
+        folder."""
+        return write_report(self.run_folder, target)
 
     def __repr__(self) -> str:
         if not self._is_made:

@@ -1,7 +1,7 @@
 // What the time of a step goes to, and what is in memory when.
 
 const PARTS = { generation: "#3b7dd8", rewards: "#c9a227", collecting: "#7fb2ef", logprobs: "#1f9aa8", advantages: "#8a63d2", update: "#e0742b",
-  handoff: "#2e9e5b", evaluation: "#b3459a", "samples written": "#9aa0a8", checkpoint: "#d1495b", other: "#c3c8ce" };
+  handoff: "#2e9e5b", evaluation: "#b3459a", "samples written": "#9aa0a8", checkpoint: "#d1495b", pictures: "#6b8e23", other: "#c3c8ce" };
 // Phases of ranks, in the colour of the part that they belong to.
 const PHASES = { generate: PARTS.generation, reward: PARTS.rewards, score_actor: PARTS.logprobs, score_reference: "#5cc0cb", score_teacher: "#0f6f79", score_critic: "#4aa59b",
   update: PARTS.update, update_critic: "#f0a56f", publish: PARTS.handoff, check: "#83c79d", save: PARTS.checkpoint, rollout: PARTS.generation };

@@ -148,7 +148,7 @@ def test_all_that_is_wrong_is_one_table() -> None:
         "max_steps": "1.5 must be of type int",
         "num_ranks": "0 must be at least 1",
     }
-    assert max(map(len, text.splitlines())) < 125
+    assert max(map(len, text.splitlines())) < 100
 
 
 def test_an_unknown_member_hides_no_unknown_key() -> None:

@@ -6,6 +6,7 @@ and left out, because other tests run them. The blocks of a page are one program
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import tomllib
@@ -35,7 +36,7 @@ MOST = {"max_steps": 2, "num_generations": 4, "prompts_per_step": 1, "log_comple
 ELSEWHERE = ("num_ranks", "tensor_parallel_size", "device")
 MAKEFILE = (ROOT / "Makefile").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-OTHER_PROGRAMS = {"git", "cd", "export", "source", "uv", "docker", "sbatch", "pipx"}
+OTHER_PROGRAMS = {"git", "cd", "export", "source", "uv", "docker", "sbatch", "grep", "less", "echo", "cat"}
 
 
 def test_blocks_that_are_not_run_are_these() -> None:
@@ -87,10 +88,10 @@ def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_commands_exist(block: Block) -> None:
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words.pop(0)
-        if words:
-            check_command(words)
+        for is_pipe, command in itertools.groupby(words, lambda word: word == "|"):
+            parts = list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), command))
+            if parts and not is_pipe:
+                check_command(parts)
 
 
 def check_command(words: list[str]) -> None:
@@ -125,8 +126,11 @@ def check_hybrid_rl(words: list[str]) -> None:
 
     group: Any = typer.main.get_command(app)
     name, *rest = words
+    if name.startswith("-"):
+        assert name in {"-h", "--help", *(option for parameter in group.params for option in parameter.opts)}
+        return
     assert name in group.commands, f"hybrid-rl has no command {name}"
-    group.commands[name].make_context(name, list(rest))
+    group.commands[name].make_context(name, [word for word in rest if word != "--help"])
     check_keys([word for word in rest if "=" in word and not word.startswith("-")])
 
 

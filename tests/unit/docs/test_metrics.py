@@ -15,7 +15,7 @@ from hybrid_rl import Trainer
 from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 from tests.unit.docs.blocks import PAGES
-from tests.unit.docs.test_pages import TEXTS
+from tests.unit.docs.test_pages import texts
 
 pytestmark = pytest.mark.slow
 
@@ -59,10 +59,10 @@ def test_every_named_metric_is_in_the_code() -> None:
     """As a text, or by a text with a part filled in."""
     patterns = [
         re.compile(re.escape(text).replace("…", ".+"))
-        for text in TEXTS
+        for text in texts()
         if re.fullmatch(r"[\w@/.…]+", text) and len(text.replace("…", "")) >= 4
     ]
-    whole = set(TEXTS)
+    whole = set(texts())
 
     def is_said(name: str) -> bool:
         first, _, rest = name.partition("/")

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)=["'](?:https?:)?//""")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_the_site_is_built_without_warnings_and_fetches_nothing(tmp_path: Path) -> None:
     pytest.importorskip("furo")
     from sphinx.cmd.build import build_main

@@ -135,12 +135,14 @@ def test_what_cannot_be_counted_is_said():
 
 
 def test_accuracy_by_budget_by_hand():
-    """Four samples: right at 10 tokens, right at 40, wrong at 5, right but cut off at the limit of 64."""
-    one = samples([[1.0, 1.0, 0.0, 1.0]], lengths=[[10, 40, 5, 64]], finished=[[True, True, True, False]])
+    """Five samples: right at 10 tokens, right at 40, wrong at 5, right but cut off at the limit of 64, and right but
+    cut off after 12, by a limit of time."""
+    finished = [[True, True, True, False, False]]
+    one = samples([[1.0, 1.0, 0.0, 1.0, 1.0]], lengths=[[10, 40, 5, 64, 12]], finished=finished)
     curve = one.within()
-    assert {budget: found.value for budget, found in curve.items()} == {16: 0.25, 32: 0.25, 64: 0.75}
-    assert one.within([9, 10, 40, 63])[40].value == 0.5 == one.within([63])[63].value
-    assert one.within([9])[9].value == 0.0 and one.within([10])[10].value == 0.25
+    assert {budget: found.value for budget, found in curve.items()} == {16: 0.2, 32: 0.2, 64: 0.8}
+    assert one.within([9, 10, 40, 63])[40].value == 0.4 == one.within([63])[63].value
+    assert one.within([9])[9].value == 0.0 and one.within([10])[10].value == 0.2
     for budget in (0, 65):
         with pytest.raises(DataError, match=f"budget of {budget} tokens cannot be judged"):
             one.within([budget])

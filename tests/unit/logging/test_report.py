@@ -235,12 +235,12 @@ def test_keep_until_without_files(run: RunFolder) -> None:
 
 def test_finish_draws_the_curves(run: RunFolder) -> None:
     for step in range(4):
-        run.log_metrics(step, {"reward": step / 4, "entropy": 2.0, "step_time": 1.0})
+        run.log_metrics(step, {"reward": step / 4, "entropy": 2.0, "timing/step": 1.0})
     run.log_metrics(4, {"eval/accuracy": 0.5, "eval/reward": 0.4})
     run.finish()
     with Image.open(run.path / "curves.png") as picture:
         picture.load()
-        assert picture.format == "PNG" and picture.size == (1100, 616)  # four pictures in two rows of 2.8 inches
+        assert picture.format == "PNG" and picture.size == (1419, 770)  # two rows of three pictures
         assert len(set(picture.convert("L").tobytes())) > 10
 
 
