@@ -15,12 +15,13 @@ author = "The hybrid_rl authors"
 copyright = author
 release = re.search(r'__version__ = "(.*)"', (ROOT / "hybrid_rl/__init__.py").read_text()).group(1)  # type: ignore[union-attr]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
-source_suffix = {".md": "markdown"}
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
 # Model cards' configs, and what is read on GitHub only.
 exclude_patterns = ["plans/models", "notebooks/.ipynb_checkpoints"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "strikethrough"]
+# Notebooks are shown with the outputs that they are kept with.
+nb_execution_mode = "off"
 default_role = "code"
 nitpicky = True
 # Types in signatures: most are no page of ours, and those of other libraries would need a network to be found.

@@ -24,7 +24,7 @@ class KeySignature:
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         kinds = inspect.Parameter
-        given = list(inspect.signature(owner.__init__).parameters.values())[1:]
+        given = list(inspect.signature(owner.__init__).parameters.values())[1:]  # type: ignore[misc]
         if OVERRIDES not in (parameter.name for parameter in given):
             raise AttributeError("__signature__")
         if self._made is None:

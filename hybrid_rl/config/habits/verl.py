@@ -147,7 +147,8 @@ VERL = tuple(
             "trainer.total_epochs": "num_train_epochs",
             "trainer.total_training_steps": "max_steps",
             "trainer.logger": ("report_to", "the console and metrics.jsonl are always there"),
-            "trainer.project_name trainer.experiment_name": "run_name",
+            "trainer.experiment_name": "run_name",
+            "trainer.project_name": ("tracker_arguments", "{wandb: {project: P}}"),
             "trainer.log_val_generations": "log_completions",
             "trainer.nnodes": ("num_ranks", "over all nodes, and controller.address"),
             "trainer.n_gpus_per_node": ("num_ranks", "over all nodes; auto takes all GPUs"),
@@ -212,6 +213,7 @@ VERL = tuple(
                 "rewards are always computed while others are generated; reward_processes is the number of processes"
             ),
             f"{_MODEL}.use_shm data.use_shm": "ranks read a part of the weights each",
+            "trainer.validation_data_dir": "samples of evaluations are in the run folder",
             "trainer.use_legacy_worker_impl transfer_queue.*": "there is one kind of worker",
         },
         missing={
@@ -262,7 +264,6 @@ VERL = tuple(
             "trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.esi_redundant_time": (
                 "checkpoints are local folders"
             ),
-            "trainer.validation_data_dir": "evaluation keeps its metrics only",
             "ray_kwargs.*": "the keys of controller start Ray, or join a cluster",
         },
     )

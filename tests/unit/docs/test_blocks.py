@@ -130,7 +130,7 @@ def check_hybrid_rl(words: list[str]) -> None:
         assert name in {"-h", "--help", *(option for parameter in group.params for option in parameter.opts)}
         return
     assert name in group.commands, f"hybrid-rl has no command {name}"
-    group.commands[name].make_context(name, list(rest))
+    group.commands[name].make_context(name, [word for word in rest if word != "--help"])
     check_keys([word for word in rest if "=" in word and not word.startswith("-")])
 
 

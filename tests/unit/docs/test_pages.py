@@ -63,7 +63,8 @@ def test_a_message_that_nobody_says_is_found_out() -> None:
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     text = PAGES["README.md"]
     assert len(text.splitlines()) <= 150
-    links = [link for link in re.findall(r"\]\((?!http)([^)#]+)", text) if not link.endswith("hero.png")]
+    links = re.findall(r"\]\((?!http)([^)#]+)|(?:src|srcset)=\"([^\"]+)\"", text)
+    links = [one or other for one, other in links]
     assert links and all((ROOT / link).is_file() for link in links)
 
 
