@@ -22,8 +22,8 @@ HERE = Path(__file__).resolve().parent / "pictures"
 NUMBERS = HERE / "quickstart.json"
 sys.path.insert(0, str(HERE.parents[1]))
 
-STEPS_SHOWN = 4  # in the strip of phases, one of which has a probe
-PHASES = (("generate", "generate"), ("update", "update"), ("publish", "hand off"), ("check", "probe"))
+STEPS_SHOWN = 4  # in the strip of phases
+PHASES = (("generate", "generate"), ("update", "update"), ("publish", "hand off"))
 DARK = {
     "back": "#0d1117",
     "text": "#e6edf3",
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def numbers_of(run: Path) -> dict[str, Any]:
     """Return what the picture shows of a run: its accuracies, those of supervised learning, and a few steps whose time
-    is as usual, those with the median sum among all without an evaluation but with a probe."""
+    is as usual: that of all neighbours without an evaluation or a probe whose seconds are the median."""
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timeline = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
     windows = [timeline[start : start + STEPS_SHOWN] for start in range(1, len(timeline) - STEPS_SHOWN)]
@@ -88,7 +88,8 @@ def numbers_of(run: Path) -> dict[str, Any]:
 
 def _is_usual(window: Sequence[Mapping[str, Any]]) -> bool:
     drivers = {name for one in window for name, _, _ in one["phases"]}
-    return "evaluation" not in drivers and any(span[0] == "check" for one in window[:-1] for span in one["ranks"][0])
+    on_rank = {name for one in window for name, _, _ in one["ranks"][0]}
+    return "evaluation" not in drivers and "check" not in on_rank
 
 
 def draw_hero(numbers: Mapping[str, Any], colors: Mapping[str, str], picture: Path) -> None:
@@ -114,7 +115,7 @@ def _curve(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> 
     steps, accuracies = zip(*numbers["evaluations"], strict=True)
     trained, rewards = zip(*numbers["rewards"], strict=True)
     start, _, imitating, right = (one["accuracy"] for one in numbers["comparison"])
-    axes.plot(trained, rewards, color=colors["blue"], alpha=0.3, linewidth=1, label="training problems, sampled")
+    axes.plot(trained, rewards, color=colors["blue"], alpha=0.45, linewidth=1, label="training problems, sampled")
     axes.plot(
         steps,
         accuracies,
@@ -151,6 +152,7 @@ def _curve(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> 
     axes.set_xlim(-3, last + 3)
     axes.set_yticks([0.4, 0.6, 0.8, 1.0], ["40%", "60%", "80%", "100%"])
     axes.set_xlabel("training step", fontsize=10)
+    axes.set_ylabel("right answers", fontsize=10, color=colors["soft"])
     axes.set_title(
         "GRPO learns sums from right and wrong alone",
         color=colors["text"],
@@ -164,7 +166,7 @@ def _curve(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> 
 
 def _strip(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     shades = dict(
-        zip((name for name, _ in PHASES), (colors[one] for one in ("blue", "orange", "green", "purple")), strict=True)
+        zip((name for name, _ in PHASES), (colors[one] for one in ("blue", "orange", "green")), strict=True)
     )
     least = 0.004 * numbers["milliseconds"]  # so that what takes microseconds is seen at all
     for row, (name, _) in enumerate(PHASES):

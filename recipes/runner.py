@@ -7,7 +7,6 @@ from pathlib import Path
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.cli.settings import take
 from hybrid_rl.cli.train import train_own
-from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
 
 
@@ -26,6 +25,9 @@ def main(arguments: list[str], settings: Path, doc: str, *, compares: bool = Fal
         print(doc.strip())
         print("Every key: hybrid-rl keys. With a model, config=FILE.yaml is read first.")
         return
+    # Imported here, and the quickstart below, so that help answers at once: this imports PyTorch.
+    from hybrid_rl.config import load_config
+
     rewards, arguments = take("reward", arguments)
     files, arguments = take("config", arguments)
     file = files[-1] if files else None
@@ -37,7 +39,6 @@ def main(arguments: list[str], settings: Path, doc: str, *, compares: bool = Fal
         return
     if rewards or file is not None or config.data.train_path is not None:
         raise ConfigError("reward=, config= and data.train_path need a model of your own: set model.path too")
-    # Imported here: with a model of your own nothing of it is needed.
     from hybrid_rl.quickstart.command import quickstart
 
     quickstart(settings, arguments, compares=compares)

@@ -105,12 +105,12 @@ class BatchView:
 
     def __repr__(self) -> str:
         """Return the samples as a table of text, as wide as the terminal."""
-        from rich import box
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        grid = Table(box=box.SIMPLE_HEAD, title=self._title(), title_justify="left", show_lines=False)
+        grid = Table(box=SIMPLE_HEAD, title=self._title(), title_justify="left", show_lines=False)
         for title in ("prompt", "completion"):
             grid.add_column(title, overflow="fold")
         for title in ("reward", "advantage", "end"):

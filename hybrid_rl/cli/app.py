@@ -20,6 +20,7 @@ from hybrid_rl.cli.quickstart import run_quickstart
 from hybrid_rl.cli.report import write_report
 from hybrid_rl.cli.running import Commands
 from hybrid_rl.cli.train import train
+from hybrid_rl.cli.upload import upload_run
 from hybrid_rl.cli.version import print_version
 
 RUN, BEFORE, LOOK_UP = "Train, and see what came of it", "Before a run", "Look up"
@@ -49,6 +50,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "eval": evaluate,
         "generate": generate,
         "report": write_report,
+        "upload": upload_run,
     },
     BEFORE: {"data": show_data, "plan": show_plan, "doctor": run_doctor},
     LOOK_UP: {"keys": print_keys, "algorithms": print_algorithms, "version": print_version},

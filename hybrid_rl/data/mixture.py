@@ -113,6 +113,9 @@ class MixedSampler(PromptSampler):
         self._credits = dict.fromkeys(self._samplers, 0.0)
         self._num_drawn = 0
 
+    def __repr__(self) -> str:
+        return f"MixedSampler({', '.join(f'{name}={weight:.3g}' for name, weight in self._weights.items())})"
+
     @property
     def weights(self) -> Mapping[str, float]:
         """The shares of the datasets in the draws, by name; they sum up to 1. Assign a mapping to change them: it holds

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.data.preview import DatasetPreview
+from hybrid_rl.errors import counted
 
 WIDTH = 80
 BAR = 36  # columns of the longest bar
@@ -96,7 +97,7 @@ class Preview:
 
 
 def _dataset_lines(one: DatasetPreview, title: str) -> Iterator[str]:
-    yield _fit(f"{title}{one.name}: {one.num_rows:,} {'row' if one.num_rows == 1 else 'rows'}")
+    yield _fit(f"{title}{one.name}: {counted(one.num_rows, 'row')}")
     if one.note:
         yield from _wrapped(one.note, "  ")
     for shown in one.shown:
@@ -151,7 +152,9 @@ def _refused_lines(one: DatasetPreview) -> Iterator[str]:
     if not one.refused:
         return
     yield ""
-    yield f"would be refused: {len(one.refused):,} of {one.num_rows:,} rows"
+    unread = sum(row is None for row, _ in one.refused)
+    lines = f", and {counted(unread, 'line')} without a row" if unread else ""
+    yield f"would be refused: {len(one.refused) - unread:,} of {counted(one.num_rows, 'row')}{lines}"
     for _, why in one.refused[:NUM_REASONS]:
         yield from _wrapped(why, "  - ", "    ")
     if len(one.refused) > NUM_REASONS:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
+from hybrid_rl.compat.noise import hush
 from hybrid_rl.logging.completions import completion_block
 from hybrid_rl.logging.lines import (
     History,
@@ -46,6 +47,7 @@ class ProgressDisplay:
 
     def __init__(self, max_steps: int, level: str = "normal", *, file: TextIO | None = None) -> None:
         self._screen: Screen = make_screen(level, file)
+        hush(shows_all=level == "debug")
         self._is_debug = level == "debug"
         self._max_steps = max_steps
         self._every = max(1, max_steps // NUM_LINES)

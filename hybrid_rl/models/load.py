@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from hybrid_rl.compat.noise import bars_hidden
 from hybrid_rl.compat.transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from hybrid_rl.errors import ModelError
 from hybrid_rl.memory.offload import own_memory
@@ -73,7 +74,7 @@ def load_model(
     cannot be loaded, or a weight is missing."""
     refuse_missing_folder(path)
     target = torch.device(device)
-    with loading("model", path):
+    with loading("model", path), bars_hidden():
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         loaded: Any = auto_class(config).from_pretrained(
             path,

@@ -158,6 +158,7 @@ def show_results(run: Path, rows: Sequence[Row], *, compares: bool) -> None:
 
 def show_what_is_next(run: Path) -> None:
     """Print where the results of a run are, and commands to go on with."""
+    run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     picture, program = run / "curves.png", own_program()
     if picture.is_file():
         console.print(f"picture of the curves: {picture}", soft_wrap=True)

@@ -321,6 +321,8 @@ class Live(Tenant):
     def _refusal(self, name: str) -> str:
         """Return why an attribute cannot be set; "" for one that a user's own class may have."""
         what = f"trainer.{name} would do nothing"
+        if name == "dataset_weights":
+            return f"{what}: set trainer.train_dataset.weights, which holds from the next draw on"
         if name in ARGUMENTS or name in leaf_names():
             return f"{what}: it is fixed when a Trainer is made. {ANOTHER}"
         if hasattr(self, name) or type(self).__module__ != "hybrid_rl.trainer":

@@ -40,6 +40,8 @@ def test_several_datasets_with_weights_that_change(make_trainer: Any, records: A
     assert drawn(resumed, 3) == drawn(whole, 3) != []
     with pytest.raises(ConfigError, match="leave out 'many'"):
         whole.train_dataset.weights = {"few": 1}
+    with pytest.raises(ConfigError, match="set trainer.train_dataset.weights"):
+        whole.dataset_weights = {"few": 1, "many": 1}
 
 
 def test_a_curriculum_sees_rates_and_resumes(make_trainer: Any) -> None:

@@ -112,7 +112,11 @@ TRANSFORMERS = tuple(
             "resume_from_checkpoint": ("resume", "auto finds the newest checkpoint of run_name"),
             "eval_strategy": "eval_steps",
             "save_strategy": "save_steps",
-            "project trackio_space_id wandb_project": ("run_name", "the tracker's own variables name its project"),
+            "project trackio_space_id wandb_project": (
+                "tracker_arguments",
+                "{wandb: {project: P}}, {trackio: {space_id: S}}",
+            ),
+            "disable_tqdm": "log_level=quiet",
         },
         not_needed={
             "gradient_accumulation_steps": "tokens_per_micro_batch cuts micro-batches, which never change the gradient",

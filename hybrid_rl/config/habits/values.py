@@ -27,6 +27,14 @@ _NAMED = (
 )
 _NEWEST = "set resume=auto, with run_name, for the newest checkpoint of that run, or give the folder of a checkpoint"
 
+_TRACKERS = {
+    "all": "name the trackers: tensorboard, wandb, trackio, mlflow",
+    "csv": "leave it out: metrics.jsonl is always written, and pandas.read_json(path, lines=True) reads it",
+    "console": "leave it out: the console is always there (log_level)",
+    "swanlab": "use tensorboard, wandb, trackio or mlflow",
+    "comet_ml": "use tensorboard, wandb, trackio or mlflow",
+}
+
 # Values from other libraries: (path, value) -> advice.
 VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
     {
@@ -36,6 +44,8 @@ VALUE_HABITS: Mapping[tuple[str, object], str] = MappingProxyType(
         ("algorithm.loss_type", "sapo"): "set policy_loss=sapo",
         ("algorithm.loss_type", "vespo"): "set policy_loss=vespo",
         **{("model.dtype", word): _FLOAT16 for word in ("float16", "fp16", "half")},
+        **{(f"report_to[{n}]", word): advice for n in range(4) for word, advice in _TRACKERS.items()},
+        **{("log_level", word): "set log_level=normal or quiet" for word in ("info", "warning", "error", "critical")},
         ("model.dtype", "bf16"): "set dtype=bfloat16",
         ("model.dtype", "fp32"): "set dtype=float32",
         ("model.device", "gpu"): "set device=cuda",

@@ -41,7 +41,7 @@ def test_everything_that_would_be_refused_is_told_at_once(messy: Path, tokenizer
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
     assert "over max_prompt_length=5: 1 (25.0%), which would be refused, the first is row 6" in text.replace("\n ", "")
-    assert "would be refused: 4 of 7 rows" in text and "a run would refuse this data" in text
+    assert "would be refused: 3 of 7 rows, and 1 line without a row" in text and "a run would refuse this data" in text
     assert not preview([{"prompt": "1+1"}], tokenizer=tokenizer, max_prompt_length=2).would_start
     assert preview([{"prompt": "1"}, {"prompt": "1+1"}], tokenizer=tokenizer, overlong_prompts="drop").would_start
 

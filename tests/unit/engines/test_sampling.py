@@ -334,7 +334,7 @@ def test_training_samples_without_a_penalty_and_evaluation_may_have_one():
     config = load_config({"eval_repetition_penalty": 1.2})[0]
     training, evaluation = sampling_params(config, (1,))
     assert (training.repetition_penalty, evaluation.repetition_penalty) == (1.0, 1.2)
-    with pytest.raises(ConfigError, match="evaluation has eval_repetition_penalty"):
+    with pytest.raises(ConfigError, match="set eval_repetition_penalty"):
         load_config({"repetition_penalty": 1.2})
     with pytest.raises(ConfigError, match="eval_repetition_penalty=1.2 would do nothing: there is no eval_dataset"):
         resolve(*load_config({"eval_repetition_penalty": 1.2}), has_eval=False)

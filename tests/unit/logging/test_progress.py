@@ -22,6 +22,7 @@ from hybrid_rl.logging.lines import (
     clock,
     detail_lines,
     handoff_line,
+    line_of,
     sparkline,
     step_line,
     work_line,
@@ -445,3 +446,12 @@ def test_a_number_without_end_is_shown_by_its_exponent(file: io.StringIO) -> Non
     lines = file.getvalue().splitlines()
     assert lines[0] == "step 1/1  reward 1e+299  |g| 999999.00  eval reward -2.5e+06"
     assert "reward 1e+299" in lines[1]
+
+
+def test_evaluation_sets_have_a_column_each_and_the_last_ones_go_first() -> None:
+    """Accuracy if a set has it, else its reward; metrics of reward functions are no sets."""
+    metrics = {"reward": 0.5, "eval/a/reward": 0.25, "eval/a/accuracy": 0.125, "eval/b/reward": 0.75}
+    metrics |= {"eval/rewards/f/mean": 0.9, "eval/a/rewards/f/mean": 0.9}
+    assert line_of(metrics) == "reward 0.500  eval a 12.5%  eval b 0.750"
+    assert step_line(3, 9, metrics, 40).plain == "step 3/9  reward 0.500  eval a 12.5%"
+    assert step_line(3, 9, metrics, 8).plain == "step 3/9  reward 0.500"

@@ -194,9 +194,10 @@ def test_no_hostile_program_passes_or_stays() -> None:
 
 
 @sandboxed
+@pytest.mark.slow
 def test_the_time_of_all_runs_is_limited_and_waiting_does_not_count() -> None:
-    slow = "import time\ntime.sleep(0.3)\n" + DOUBLE
-    reward = code_reward(score="share", timeout_seconds=1.0, total_seconds=0.4, max_running=1)
+    slow = "import time\ntime.sleep(1.0)\n" + DOUBLE
+    reward = code_reward(score="share", timeout_seconds=9.0, total_seconds=1.9, max_running=1)
     values, metrics = grade([slow, slow, DOUBLE], [INPUTS] * 3, reward)
     assert values == [pytest.approx(2 / 3), pytest.approx(2 / 3), 1.0]
     assert metrics["code/timeout_share"] == pytest.approx(2 / 3)

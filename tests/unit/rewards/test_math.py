@@ -87,3 +87,12 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match="pip install math-verify"):
         math_reward()
+
+
+def test_what_was_read_is_kept_for_votes() -> None:
+    """0.5 and 1/2 are one answer; what cannot be read votes for nothing; so does a row without an expected answer."""
+    kept: dict[str, list[str | None]] = {}
+    texts = [r"so \boxed{0.5}", r"so \boxed{\frac12}", "no answer", r"\boxed{2}", r"\boxed{2}"]
+    rewards = math_reward("answer")(completions=texts, answer=["1/2"] * 4 + [None], log_extra=kept.__setitem__)
+    assert rewards == [1.0, 1.0, 0.0, 0.0, None]
+    assert kept == {"extracted_answer": ["1/2", "1/2", None, "2", None]}

@@ -63,6 +63,13 @@ class ListSampler(PromptSampler):
         self.position += len(found)
         return found
 
+    def observe(self, rows: Sequence[PromptRow], rates: Sequence[float]) -> None:
+        """Take in success rates, one for each row; nothing follows from them."""
+        assert len(rows) == len(rates)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
 
 class Rig:
     """A collector over ranks of numbered samples."""

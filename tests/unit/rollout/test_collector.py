@@ -79,6 +79,12 @@ class Sampler(PromptSampler):
     def take(self, num_prompts):
         return self.rows[:num_prompts]
 
+    def observe(self, rows, rates):
+        assert len(rows) == len(rates)
+
+    def metrics(self):
+        return {}
+
 
 def test_the_noise_of_a_training_step_depends_on_the_step():
     client = ScriptedClient()

@@ -333,7 +333,10 @@ def test_samples_of_a_step_are_logged_and_saved(make_bench, tmp_path) -> None:
     assert bench.group.lost_samples() == []
     records = read_jsonl(tmp_path / "samples.jsonl")
     expected = [sample_records(step, batch.select([3, 1]), ["spread"], (0, 0)) for step in (1, 2)]
+    tokens = [record.pop("token_values") for record in records]
     assert records == [record for step in expected for record in step]
+    lengths = batch.select([3, 1])["completion_ids"].lengths.tolist()
+    assert [len(one["text"]) for one in tokens] == [len(one["logprob"]) for one in tokens] == 2 * lengths
     saved = load_rollout(tmp_path / "rollouts", 7)
     assert set(saved) == set(batch)
     assert torch.equal(saved["completion_ids"].values, batch["completion_ids"].values)
