@@ -165,9 +165,7 @@ def _curve(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> 
 
 
 def _strip(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> None:
-    shades = dict(
-        zip((name for name, _ in PHASES), (colors[one] for one in ("blue", "orange", "green")), strict=True)
-    )
+    shades = dict(zip((name for name, _ in PHASES), (colors[one] for one in ("blue", "orange", "green")), strict=True))
     least = 0.004 * numbers["milliseconds"]  # so that what takes microseconds is seen at all
     for row, (name, _) in enumerate(PHASES):
         spans = [(start, max(length, least)) for phase, start, length in numbers["spans"] if phase == name]

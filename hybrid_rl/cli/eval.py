@@ -78,7 +78,7 @@ def evaluate(
     if differing := found.differences(baseline):
         print(f"Not only the models differ: {'; '.join(differing)}.\n")
     for name, test in tests.items():
-        print((f"{name}: " if name else "") + test.verdict(baseline.model, found.model))
+        print((f"{name}: " if name else "") + test.verdict(*_names(baseline, found)))
 
 
 def _generate(model: str, words: Sequence[str], folder: Path | None) -> Evaluation:
@@ -151,6 +151,13 @@ def _shown(found: Any) -> tuple[str, str]:
     return f"{100 * found.value:.1f} %", f"{100 * found.low:.1f} to {100 * found.high:.1f}"
 
 
+def _names(baseline: Evaluation, found: Evaluation) -> tuple[str, str]:
+    """Return what tells two evaluations apart: their models, or, of one model, their folders."""
+    if baseline.model != found.model:
+        return baseline.model, found.model
+    return str(baseline.folder), str(found.folder)
+
+
 def _numbers(found: Evaluation, baseline: Evaluation | None, tests: Mapping[str, PairedTest]) -> dict[str, Any]:
     """Return what --json prints."""
 
@@ -161,7 +168,7 @@ def _numbers(found: Evaluation, baseline: Evaluation | None, tests: Mapping[str,
     if baseline is not None:
         numbers["against"] = without_samples(baseline)
         numbers["comparison"] = {
-            name: {**vars(test), "is_noise": test.is_noise, "verdict": test.verdict(baseline.model, found.model)}
+            name: {**vars(test), "is_noise": test.is_noise, "verdict": test.verdict(*_names(baseline, found))}
             for name, test in tests.items()
         }
         numbers["differences"] = found.differences(baseline)

@@ -6,6 +6,7 @@ import difflib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,19 @@ class BestStep:
         self.before: float | None = None
         self.num_worse = 0
         self._loaded: int | None = None
+        self._earlier: Path | None = None  # the folder of the run that this one was resumed from
 
     def look(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Take in an evaluation; step 0 is that before training, which only tells of the metric. Returns whether this
         step is the best so far. Raises ConfigError if the evaluation has no such metric."""
         if self.name is None or not any(name.startswith("eval/") for name in metrics):
+            return False
+        if self.name not in metrics and (self.value is not None or self.before is not None):
+            logger.warning(
+                "the evaluation after step %d has no %s, so it does not count for the best step; an accuracy needs "
+                "rewards of 0 and 1, or success_reward",
+                *(step, self.name),
+            )
             return False
         if self.name not in metrics:
             _refuse_unknown(self.name, [name for name in metrics if name.startswith("eval/")])
@@ -108,7 +117,7 @@ class BestStep:
         """Say why training stops early."""
         return (
             f"stopped early: {self.name} was not better in the last {self.num_worse} evaluations than {self.value:g}, "
-            f"at step {self.step}; raise early_stopping_patience to go on"
+            f"at step {self.step}; trainer.fit(steps=20) goes on all the same, as does a resumed run with more patience"
         )
 
     def write(self) -> None:
@@ -120,7 +129,7 @@ class BestStep:
             "metric": self.name,
             "value": self.value,
             "step": self.step,
-            "checkpoint": None if checkpoint is None else checkpoint.name,
+            "checkpoint": None if checkpoint is None else os.path.relpath(checkpoint, self._folder),
             "before_training": self.before,
             "evaluations_since_better": self.num_worse,
         }
@@ -132,8 +141,9 @@ class BestStep:
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint of the best step; None if there is none (yet)."""
-        folder = self._folder / f"checkpoint-{self.step}"
-        return folder if self.step is not None and folder.is_dir() else None
+        folders = [folder for folder in (self._folder, self._earlier) if folder is not None and self.step is not None]
+        found = (folder / f"checkpoint-{self.step}" for folder in folders)
+        return next((checkpoint for checkpoint in found if checkpoint.is_dir()), None)
 
     def load(self, step: int, load: Callable[[Path], None]) -> str | None:
         """At the end of training after `step`, load the best checkpoint if load_best_model_at_end says so. Returns what
@@ -157,7 +167,13 @@ class BestStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        values = {"step": self.step, "value": self.value, "before": self.before, "num_worse": self.num_worse}
+        values: dict[str, Any] = {
+            "step": self.step,
+            "value": self.value,
+            "before": self.before,
+            "num_worse": self.num_worse,
+        }
+        values["folder"] = str(self.checkpoint.parent if self.checkpoint else self._folder)
         return {} if self.name is None else {"metric": self.name, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,4 +188,4 @@ class BestStep:
             )
             return
         self.step, self.value, self.before = state["step"], state["value"], state["before"]
-        self.num_worse = state["num_worse"]
+        self.num_worse, self._earlier = state["num_worse"], Path(state["folder"])

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError
 from tests.tiny import build_model, spread, sums
@@ -142,6 +143,26 @@ def test_a_killed_run_keeps_its_best_and_its_patience(make):
     assert longer.global_step == 8 and best_of(longer)["step"] == 8
 
 
+def test_the_best_of_the_run_before_is_found_in_its_folder(make):
+    """Resumed under another name after step 5, whose best is 4: that checkpoint is the other run's."""
+    run = make(save_steps=100, max_steps=5)
+    run.fit()
+    last = str(run.run_folder / "checkpoint-5")
+    other = make(save_steps=100, max_steps=7, resume=last, run_name="other", load_best_model_at_end=True)
+    other.fit()
+    assert best_of(other)["checkpoint"] == f"../{run.run_folder.name}/checkpoint-4"
+    saved = load_file(run.run_folder / "checkpoint-4" / "model.safetensors")
+    mine = weights(other)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in saved.items())
+
+
+def test_an_evaluation_without_the_metric_is_told_and_does_not_count(make, caplog):
+    best = make()._best
+    assert best.look(1, {best.name: 0.5}) and not best.look(2, {"eval/reward": 1.0})
+    assert "the evaluation after step 2 has no eval/rewards/scripted/mean" in caplog.text
+    assert (best.step, best.num_worse) == (1, 0)
+
+
 def test_another_metric_begins_again(make, caplog):
     run = make(save_steps=2, max_steps=2)
     run.fit()
@@ -167,7 +188,8 @@ def test_metrics_that_cannot_exist_are_refused_before_anything_is_loaded(make):
     with pytest.raises(ConfigError, match="which have eval/b/accuracy, eval/a/accuracy"):
         make(metric_for_best_model="accuracy", eval_dataset={"a": sums(1), "b": sums(1)})
     with pytest.raises(ConfigError, match="eval/accuracy.*; there is an accuracy only if the first reward function"):
-        make(metric_for_best_model="accuracy").fit()  # known only once rewards are seen: these are not 0 and 1
+        # Known only once rewards are seen: these are not 0 and 1.
+        make(metric_for_best_model="accuracy", reward_funcs=scripted, reward_weights=[1.0]).fit()
 
 
 def test_keys_without_effect_are_refused(make):

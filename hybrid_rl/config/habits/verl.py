@@ -148,7 +148,7 @@ VERL = tuple(
             "trainer.total_training_steps": "max_steps",
             "trainer.logger": ("report_to", "the console and metrics.jsonl are always there"),
             "trainer.experiment_name": "run_name",
-            "trainer.project_name": ("tracker_arguments", "{wandb: {project: P}}, {mlflow: {experiment_name: P}}"),
+            "trainer.project_name": ("tracker_arguments", "{wandb: {project: P}}"),
             "trainer.log_val_generations": "log_completions",
             "trainer.nnodes": ("num_ranks", "over all nodes, and controller.address"),
             "trainer.n_gpus_per_node": ("num_ranks", "over all nodes; auto takes all GPUs"),

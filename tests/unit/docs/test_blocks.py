@@ -79,7 +79,7 @@ def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     program: dict[str, Any] = {"__name__": "example"}
     for code in PYTHON[page]:
         exec(compile(code, str(tmp_path / page), "exec", dont_inherit=True), program)
-    assert any(trainer.global_step for trainer in made)
+    assert any(trainer.global_step for trainer in made) or not any("Trainer(" in code for code in PYTHON[page])
     for trainer in made:
         trainer.close()
 

@@ -415,7 +415,7 @@ def real_run(folder: Path, name: str, arguments: dict[str, Any]) -> None:
     """Send 12 steps to a real tracker."""
     folder.mkdir()
     config = {**CONFIG, "tracker_arguments": {name: arguments}}
-    made = Trackers([name], folder, config, 0, arguments)
+    made = Trackers([name], folder, config, 0, {name: arguments})
     file = JsonLines(folder / "metrics.jsonl")
     for step in range(12):
         file.write([{"step": step, "reward": step / 10, "eval/pass@1": 0.5}])
@@ -472,4 +472,4 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [database] = [*(tmp_path / "db").glob("*.db")] or [*Path(os.environ.get("TRACKIO_DIR", "/nowhere")).glob("p.db")]
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select step, metrics from metrics order by step, id").fetchall()
-    assert {step for step, _ in rows} == set(range(12)) and any("completions" in metrics for _, metrics in rows)
+    assert {step for step, _ in rows} == set(range(12)) and any("completions" in str(metrics) for _, metrics in rows)

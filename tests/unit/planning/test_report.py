@@ -66,7 +66,7 @@ def test_narrow_consoles_get_tables_in_parts() -> None:
         (32.5, 100.0, "fits barely: peak 32.0 GB of 32.5 GB in update: backward, 500 MB left"),
         (30.0, 100.0, "does not fit: a rank needs 32.0 GB of 30.0 GB in update: backward: 2.00 GB too much"),
         (40.0, 31.0, "does not fit: a host needs 32.0 GB for its 4 ranks, in publish; it has 31.0 GB"),
-        (None, None, "peak 32.0 GB per rank, in update: backward; the memory there is is not known"),
+        (None, None, "peak 32.0 GB per rank, in update: backward; the memory of the machine is not known"),
     ],
 )
 def test_the_verdict(device: float | None, host: float | None, line: str) -> None:
