@@ -99,6 +99,7 @@ TRANSFORMERS = tuple(
             save_steps save_total_limit seed
             load_best_model_at_end metric_for_best_model greater_is_better log_level""",
         other_name={
+            "disable_tqdm": "log_level=quiet",
             "per_device_train_batch_size": ("prompts_per_step", f"{_ONE_BATCH}; tokens_per_micro_batch fits memory"),
             "warmup_ratio": ("warmup_steps", "a number of optimizer steps"),
             "bf16 bf16_full_eval": _PRECISION,
