@@ -43,6 +43,7 @@ def metrics(step: int, learns: float = 0.08) -> dict[str, Any]:
     found = {"step": step, "handoff/probe_gap": 1e-7}
     if step % 4 == 0:
         found |= {"eval/reward": reward, "eval/accuracy": reward, "timing/evaluate": 0.25}
+        found |= {"eval/accuracy_low": reward - 0.05, "eval/accuracy_high": reward + 0.05}
     if step:
         found |= {"reward": reward, "reward_std": 0.1, "entropy": 2 - reward, "kl": 0.001 * step, "ratio/mean": 1.0}
         found |= {"completions/mean_length": 5.0 + step % 3, "mismatch/prob_difference_mean": 1e-7, "grad_norm": 1.0}

@@ -77,8 +77,14 @@ def more_note(text: str) -> str:
     return f'<small style="{FAINT}"> … {html.escape(text)}</small>'
 
 
+def visible(text: str) -> str:
+    """Return text in which control characters, half characters and those that turn the direction of writing are
+    replaced by what they are called, so that they do nothing to a page or a terminal."""
+    return "".join(map(_visible, text))
+
+
 def _escaped(text: str) -> str:
-    return html.escape("".join(_visible(char) for char in text))
+    return html.escape(visible(text))
 
 
 def _visible(char: str) -> str:

@@ -19,6 +19,7 @@ from hybrid_rl.batch.html import (
     scale_of,
     table,
     tokens_html,
+    visible,
 )
 from hybrid_rl.errors import DataError
 
@@ -142,7 +143,8 @@ class BatchView:
                 numbers = [sample.reward, *(sample.rewards.get(name) for name in functions), sample.advantage]
                 cells = [cell(_completion_html(sample, choice, scale))]
                 cells += [cell(escaped(number(value)), is_number=True) for value in numbers]
-                rows.append(prompt + "".join(cells) + cell(escaped(sample.finish_reason)))
+                cells.append(cell(escaped(sample.finish_reason), is_number=True))
+                rows.append(prompt + "".join(cells))
         titles = ("prompt", "completion", "reward", *functions, "advantage", "end")
         has_numbers = any(choice.of(token) is not None for sample in self.samples for token in sample.tokens)
         return page_part(escaped(self._title()), table(titles, rows), scale.legend() if has_numbers else "")
@@ -169,7 +171,8 @@ def _group_of(sample: ShownSample) -> Any:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}... ({len(text) - MAX_CELL:,} more characters)"
+    more = len(text) - MAX_CELL
+    return visible(text[:MAX_CELL]) + (f"... ({more:,} more characters)" if more > 0 else "")
 
 
 def _prompt_html(sample: ShownSample) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -60,7 +61,6 @@ def train_own(config: TrainerConfig, rewards: Sequence[str]) -> None:
 
     with Trainer(reward_funcs=functions or None, config=config) as trainer:
         trainer.fit()
-        print(f"results: {trainer.run_folder}")
 
 
 def load_reward(reference: str) -> Callable[..., Any]:
@@ -73,8 +73,12 @@ def load_reward(reference: str) -> Callable[..., Any]:
         ready: Callable[..., Any] = found() if reference in MADE_REWARDS else found
         return ready
     if not file or not Path(file).is_file():
-        known = ", ".join((*PLAIN_REWARDS, *MADE_REWARDS))
-        raise ConfigError(f"reward={reference!r} is not FILE.py:FUNCTION with an existing file, and not one of {known}")
+        known = (*PLAIN_REWARDS, *MADE_REWARDS)
+        near = difflib.get_close_matches(reference, known, n=1)
+        raise ConfigError(
+            f"reward={reference!r} is not FILE.py:FUNCTION with an existing file, and not one of {', '.join(known)}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"reward={reference!r}: {file} is not a Python file; its name must end in .py")

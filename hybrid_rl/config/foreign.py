@@ -26,12 +26,21 @@ def split_args(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
             f"args={given!r:.60} is a {type(given).__name__}; pass a GRPOConfig of TRL, keywords, or config= (a YAML "
             "file, a mapping or a TrainerConfig)"
         )
-    try:
-        default = type(given)()
-    except TypeError as error:
-        raise ConfigError(f"args: a {type(given).__name__} has no defaults ({error}); pass keywords") from error
+    default = _default_of(given)
     names = [item.name for item in dataclasses.fields(given) if item.init]
     return {name: getattr(given, name) for name in names if _differ(getattr(given, name), getattr(default, name))}, rest
+
+
+def _default_of(given: Any) -> Any:
+    """Make another one of its class, without arguments. On a machine without a GPU those of transformers can only be
+    made with arguments that say so. Raises ConfigError if none can be made."""
+    reason: Exception | None = None
+    for arguments in ({}, {"use_cpu": True, "bf16": False}):
+        try:
+            return type(given)(**arguments)
+        except (TypeError, ValueError) as error:
+            reason = reason or error
+    raise ConfigError(f"args: a {type(given).__name__} has no defaults ({reason}); pass keywords") from reason
 
 
 def _differ(one: Any, other: Any) -> bool:

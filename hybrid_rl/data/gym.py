@@ -31,7 +31,7 @@ def gym_rows(dataset: str | Mapping[str, Any]) -> tuple[list[dict[str, Any]], Fo
     """
     name, arguments = _task(dataset)
     library = reasoning_gym(f"the dataset {shorten(dataset)}")
-    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    known = vars(importlib.import_module("reasoning_gym.factory"))["DATASETS"]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
         raise DataError(

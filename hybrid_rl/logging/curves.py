@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ PARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("update", ("timing/update",), ORANGE),
     ("handoff", ("timing/handoff", "timing/probe"), GREEN),
 )
+ACCURACY = re.compile(r"eval/([^/]+/)?accuracy")
 GOOD_GAP, BAD_GAP = 0.005, 0.01  # mean difference of probabilities of engine and trainer, as verl judges it
 
 Records = Sequence[Mapping[str, Any]]
@@ -34,7 +37,8 @@ def draw(records: Records, picture: Path) -> None:
     the picture is the run's: its config.yaml and environment.json give the title."""
     from matplotlib.figure import Figure
 
-    panels = [panel for panel in PANELS if any(_known(records, name)[0] for name in panel.needs)]
+    names = {name for record in records for name in record}
+    panels = [panel for panel in PANELS if any(fnmatchcase(name, need) for name in names for need in panel.needs)]
     if not panels:
         return
     config, columns = _config(picture.parent), min(len(panels), 3)
@@ -84,22 +88,24 @@ def _line(axes: Any, records: Records, name: str, label: str, color: str) -> Non
 
 
 def _decoding(config: Config) -> str:
-    """Return how evaluations choose tokens."""
+    """Return how evaluations choose tokens, as a part of a label; "" if that is not known."""
     section = config.get("eval")
     temperature = section.get("eval_temperature") if isinstance(section, Mapping) else None
-    return "greedy" if temperature == 0 else "sampled" if temperature else "evaluation"
+    return ", greedy" if temperature == 0 else ", sampled" if temperature else ""
 
 
 def _reward(axes: Any, records: Records, config: Config) -> None:
     _line(axes, records, "reward", "training, sampled", BLUE)
-    _line(axes, records, "eval/reward", f"evaluation, {_decoding(config)}", ORANGE)
+    _line(axes, records, "eval/reward", f"evaluation{_decoding(config)}", ORANGE)
 
 
 def _accuracy(axes: Any, records: Records, config: Config) -> None:
     from matplotlib.ticker import PercentFormatter
 
     _line(axes, records, "pass@1", "training, sampled", BLUE)
-    _line(axes, records, "eval/accuracy", f"evaluation, {_decoding(config)}", ORANGE)
+    names = sorted({name for record in records for name in record if ACCURACY.fullmatch(name)})
+    for name, color in zip(names, (ORANGE, GREEN, PURPLE, TEAL, OCHRE), strict=False):
+        _line(axes, records, name, f"{'/'.join(name.split('/')[1:-1]) or 'evaluation'}{_decoding(config)}", color)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
@@ -111,7 +117,7 @@ def _entropy(axes: Any, records: Records, _: Config) -> None:
 def _length(axes: Any, records: Records, _: Config) -> None:
     steps, lowest = _known(records, "completions/min_length")
     highest = _known(records, "completions/max_length")[1]
-    if len(lowest) == len(highest):
+    if steps and len(lowest) == len(highest):
         axes.fill_between(steps, lowest, highest, color=TEAL, alpha=0.15, linewidth=0, label="shortest to longest")
     _line(axes, records, "completions/mean_length", "mean", TEAL)
 
@@ -136,15 +142,15 @@ def _gap(axes: Any, records: Records, _: Config) -> None:
     name = "mismatch/prob_difference_mean"
     shown = [record for record in records if record.get(name, 0.0) > 0]
     _line(axes, shown, name, "mean of a token", PURPLE)
-    axes.set_yscale("log")
     values = _known(shown, name)[1]
-    axes.set_ylim(min([*values, 1e-6]) / 3, max([*values, BAD_GAP]) * 3)
+    axes.set_ylim(min([*values, 1e-6]) / 3, max([*values, BAD_GAP]) * 3)  # before the scale, which needs a range
+    axes.set_yscale("log")
     axes.axhline(BAD_GAP, color=RED, linestyle="--", linewidth=1, label="above: a precision problem")
     axes.axhspan(axes.get_ylim()[0], GOOD_GAP, color=GREEN, alpha=0.08, linewidth=0, label="good")
 
 
 class Panel(NamedTuple):
-    """A part of the picture. needs: metrics, one of which must be there."""
+    """A part of the picture. needs: metrics, or patterns with *, one of which must be there."""
 
     title: str
     needs: tuple[str, ...]
@@ -153,7 +159,7 @@ class Panel(NamedTuple):
 
 PANELS = (
     Panel("reward", ("reward", "eval/reward"), _reward),
-    Panel("solved", ("eval/accuracy", "pass@1"), _accuracy),
+    Panel("solved", ("eval/accuracy", "eval/*/accuracy", "pass@1"), _accuracy),
     Panel("entropy (nats)", ("entropy",), _entropy),
     Panel("completion length (tokens)", ("completions/mean_length",), _length),
     Panel("seconds of a step, smoothed", ("timing/step",), _time),

@@ -214,8 +214,8 @@ def _verdict(memory: MemoryPlan) -> Text:
     """Say whether the run fits, with the numbers that decide it."""
     peak, budget = memory.peak, memory.budget
     if budget.device_bytes is None:
-        peak_words = f"peak {size_text(peak.device_bytes)} per rank, in {peak.name}"
-        return Text(f"{peak_words}; the memory of the machine is not known")
+        what = f"peak {size_text(peak.device_bytes)} per rank, in {peak.name}"
+        return Text(f"{what}; the memory of the machine is not known")
     of = f"of {size_text(budget.device_bytes)}"
     over = peak.device_bytes - budget.device_bytes
     if over > 0:

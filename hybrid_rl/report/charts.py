@@ -61,8 +61,14 @@ SECTIONS = (
             Chart("reward of sampled completions", ("reward",), "The mean over the training batch, sampled."),
             Chart(
                 "evaluation",
-                ("eval/accuracy", "eval/reward", "eval/*/accuracy", "eval/*/reward", "eval/pass@*", "eval/*/pass@*"),
-                "On prompts that are not trained on; greedy unless the configuration says otherwise.",
+                ("eval/accuracy", "eval/*/accuracy", "eval/reward", "eval/*/reward"),
+                "On prompts that are not trained on; greedy unless the configuration says otherwise. Bands are 95 % "
+                "confidence intervals.",
+            ),
+            Chart(
+                "evaluation, several samples of a prompt",
+                ("eval/pass@*", "eval/*/pass@*", "eval/maj@*", "eval/*/maj@*"),
+                "pass@k: at least one of k is right; maj@k: the most frequent answer is.",
             ),
             Chart("share of solved prompts, sampled", ("pass@*",), "pass@n: at least one of n samples is right."),
             Chart("mean of each reward function", ("rewards/*/mean",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,7 +150,8 @@ def summary(
     size = model.get("num_parameters")
     shown = config.get("model.path") or model.get("class")
     steps = [record["step"] for record in metrics if record["step"] > 0]
-    first_and_last = {name: (values[0], values[-1]) for name in HEADLINES if (values := known(name))}
+    sets = sorted({name for record in metrics for name in record if fnmatchcase(name, "eval/*/accuracy")})
+    first_and_last = {name: (values[0], values[-1]) for name in (*HEADLINES, *sets) if (values := known(name))}
     best = {name: max(known(name)) for name in first_and_last if name.startswith("eval/")}
     throughput = sorted(known("perf/tokens_per_second"))
     return {

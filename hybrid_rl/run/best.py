@@ -117,7 +117,7 @@ class BestStep:
         """Say why training stops early."""
         return (
             f"stopped early: {self.name} was not better in the last {self.num_worse} evaluations than {self.value:g}, "
-            f"at step {self.step}; raise early_stopping_patience to go on"
+            f"at step {self.step}; trainer.fit(steps=20) goes on all the same, as does a resumed run with more patience"
         )
 
     def write(self) -> None:

@@ -44,7 +44,6 @@ def main(arguments: Sequence[str], settings: Path, doc: str, build_task: BuildTa
     if own.model.path is not None:
         with Trainer(config=own, **build_task(own.seed).arguments) as trainer:
             trainer.fit()
-            console.print(f"results: {trainer.run_folder}", soft_wrap=True)
         return
     if own.data.train_path is not None:
         raise ConfigError("data.train_path needs a model of your own: set model.path too")

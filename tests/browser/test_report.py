@@ -61,7 +61,7 @@ def test_curves_of_both_runs_are_drawn(two_runs: Path) -> None:
 
     lines, (bars, strip) = shown(two_runs, look)
     assert lines["reward of sampled completions"] == 2
-    assert lines["evaluation"] == 4
+    assert lines["evaluation"] == 8  # accuracy and reward of both, and the ends of two intervals
     assert lines["KL to the reference"] == 2
     assert bars == 40 * 8  # of one run: seven parts, the evaluation among them, and what is left
     assert strip > 6

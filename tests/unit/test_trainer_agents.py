@@ -156,7 +156,7 @@ def test_records_tell_who_made_which_tokens_and_what_each_turn_got(train, capfd)
     assert (line["reward"], line["rewards"], line["finish_reason"]) == (3.5, {"agent": 3.5}, "stop")
     assert "error" not in line and "seen" in line["extra"]
     shown = capfd.readouterr().err
-    for words in ('assistant: look(at="it")', "tool: abc", "assistant: done"):
+    for words in ('assistant   look(at="it")', "tool        abc", "assistant   done"):
         assert words in shown
 
 

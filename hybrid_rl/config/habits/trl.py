@@ -115,7 +115,6 @@ TRANSFORMERS = tuple(
                 "tracker_arguments",
                 "{wandb: {project: P}}, {trackio: {space_id: S}}",
             ),
-            "disable_tqdm": "log_level=quiet",
         },
         not_needed={
             "gradient_accumulation_steps": "tokens_per_micro_batch cuts micro-batches, which never change the gradient",

@@ -58,6 +58,12 @@ function tracesOf(chart, runs) {
       const name = runs.length > 1 ? (chart.metrics.length > 1 ? `${run.name}: ${metric}` : run.name) : metric;
       const dash = runs.length > 1 ? ["solid", "dot", "dash", "dashdot"][number % 4] : "solid";
       const few = y.length < 25, isSmoothed = view.smoothing > 0 && !few;
+      const low = run.curves.metrics[`${metric}_low`], high = run.curves.metrics[`${metric}_high`];
+      if (low && high && !chart.log && !isSmoothed) {  // a band for its interval
+        const band = { type: "scatter", mode: "lines", line: { width: 0 }, showlegend: false, hoverinfo: "skip", name };
+        traces.push({ ...band, x: onAxis(run, run.curves.axes[high[0]]), y: high[1] },
+          { ...band, x: onAxis(run, run.curves.axes[low[0]]), y: low[1], fill: "tonexty", fillcolor: withAlpha(color, 0.13) });
+      }
       if (isSmoothed) traces.push({ x, y, name, type: "scatter", mode: "lines", line: { color: withAlpha(color, 0.25), width: 1 }, showlegend: false, hoverinfo: "skip" });
       traces.push({ x, y: isSmoothed ? smoothed(y, view.smoothing) : y, name, type: "scatter", mode: few ? "lines+markers" : "lines",
         line: { color, width: 1.8, dash }, marker: { size: 5, color }, hovertemplate: "%{y:.4~g}" });

@@ -6,7 +6,9 @@ function header(data) {
   const change = (run) => {
     const found = run.summary.first_and_last;
     const one = (name, percent) => found[name] ? `${percent(found[name][0])} \u2192 ${percent(found[name][1])}${run.summary.best[name] > found[name][1] ? ` (best ${percent(run.summary.best[name])})` : ""}` : null;
-    return one("eval/accuracy", (value) => `${(100 * value).toFixed(1)}%`) ?? one("eval/reward", shownNumber) ?? "";
+    const percent = (value) => `${(100 * value).toFixed(1)}%`;
+    const sets = Object.keys(found).filter((name) => /^eval\/.+\/accuracy$/.test(name)).map((name) => `${name.split("/")[1]}: ${one(name, percent)}`);
+    return one("eval/accuracy", percent) ?? (sets.join("; ") || one("eval/reward", shownNumber) || "");
   };
   const row = (run, place) => {
     const facts = run.summary, reward = facts.first_and_last.reward;

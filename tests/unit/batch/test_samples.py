@@ -119,6 +119,12 @@ def test_views_show_what_is_there(batch: Batch) -> None:
     assert "user: 2+2=" in text and "0.75" in text and text.count("1+1=") == 1  # a prompt once per group
 
 
+def test_a_terminal_is_safe_from_what_a_model_writes() -> None:
+    nasty = Batch({"prompt": ["[bold]p[/bold]"], "completion": ["\x1b[2Jgone\u202e"]})
+    text = repr(nasty.show())
+    assert "[bold]p[/bold]" in text and "␛[2Jgone\\u202e" in text and "\x1b" not in text
+
+
 def test_a_color_without_its_column_is_refused(batch: Batch, ref: BatchRef) -> None:
     for made in (batch, ref):
         with pytest.raises(

@@ -22,6 +22,11 @@ def test_load_reward_refuses_what_is_no_file(reference: str) -> None:
         load_reward(reference)
 
 
+def test_a_misspelt_reward_is_recognised() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'math_reward'"):
+        load_reward("math_rewad")
+
+
 def test_load_reward_refuses_a_function_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score():\n    return 1\n")
     assert load_reward(f"{tmp_path / 'mine.py'}:score")() == 1

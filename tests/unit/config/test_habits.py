@@ -23,6 +23,7 @@ PATHS = {path for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"}) for p
 ARGUMENTS = set(inspect.signature(Trainer).parameters)
 # Words with an underscore or a dot in them that are no keys.
 FILES = {"metrics.jsonl", "samples.jsonl", "num_tokens", "trainer.plan", "requires_grad", "torch.backends.cuda.matmul"}
+FILES |= {"space_id", "experiment_name"}
 FILES |= {
     "allow_tf",
     "fsdp_size",
@@ -167,6 +168,7 @@ class GRPOConfig:
     num_generations: int = 8
     logging_steps: float = 10
     bf16: bool | None = None
+    seed: int = 42
 
     def __post_init__(self) -> None:
         self.bf16 = True if self.bf16 is None else self.bf16
@@ -186,6 +188,16 @@ def test_args_of_trl_are_taken_or_refused() -> None:
         "2 keys cannot be used" in text and "set prompts_per_step" in text and "every training step is logged" in text
     )
     assert "bf16" not in text
+
+    @dataclasses.dataclass
+    class NeedsGPU(GRPOConfig):
+        use_cpu: bool = False
+
+        def __post_init__(self) -> None:
+            if not self.use_cpu:
+                raise ValueError("no GPU")
+
+    assert load_config(None, {"args": NeedsGPU(use_cpu=True, bf16=False, seed=7)})[1] == {"seed"}
     with pytest.raises(ConfigError, match="args=3 is a int; pass a GRPOConfig of TRL"):
         load_config(None, {"args": 3})
 
