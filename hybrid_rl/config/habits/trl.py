@@ -109,6 +109,7 @@ TRANSFORMERS = tuple(
             "device_map": ("device=cuda or cpu", "with several ranks each has its own GPU"),
             "attn_implementation": "attention",
             "data_seed": "seed",
+            "disable_tqdm": "log_level=quiet",
             "resume_from_checkpoint": ("resume", "auto finds the newest checkpoint of run_name"),
             "eval_strategy": "eval_steps",
             "save_strategy": "save_steps",
