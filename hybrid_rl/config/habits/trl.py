@@ -106,6 +106,7 @@ TRANSFORMERS = tuple(
             "fp16 fp16_full_eval": _NO_FLOAT16,
             "torch_dtype": "dtype=bfloat16 or float32",
             "use_cpu": "device=cpu",
+            "disable_tqdm": "log_level=quiet",
             "device_map": ("device=cuda or cpu", "with several ranks each has its own GPU"),
             "attn_implementation": "attention",
             "data_seed": "seed",
