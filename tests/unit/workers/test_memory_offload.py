@@ -26,7 +26,7 @@ from tests.sleeping_engine import SleepingEngine, sleeping_engine
 from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
 from tests.unit.workers.test_reward_model import classifier
 
-GLOSSARY = Path(__file__).parents[3] / "docs" / "glossary.md"
+METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"
 Records = Callable[..., list[dict[str, Any]]]
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.05, "num_iterations": 2, "offload": ["actor", "optimizer", "reference", "reward_models"]},
@@ -125,7 +125,7 @@ def test_host_memory_is_a_metric_if_anything_waits_there(run: Callable[..., Trai
     assert least < metrics["memory/arena_bytes"] <= least + 4 * 64 * len(sizes) + 2 * mmap.PAGESIZE
     assert metrics["memory/arena_bytes"] % mmap.PAGESIZE == 0
     assert metrics["memory/optimizer_bytes"] == metrics["memory/reference_bytes"] == 0  # they are there now
-    explained = {*re.findall(r"`(memory/\w+)`", GLOSSARY.read_text()), *(f"memory/{tag}_bytes" for tag in RESIDENTS)}
+    explained = {*re.findall(r"`(memory/\w+)`", METRICS.read_text()), *(f"memory/{tag}_bytes" for tag in RESIDENTS)}
     assert {name for name in metrics if name.startswith("memory/")} < explained
 
 
