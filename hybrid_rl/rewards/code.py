@@ -17,8 +17,8 @@ from hybrid_rl.sandbox import MIB, Sandbox
 logger = logging.getLogger("hybrid_rl")
 
 Score = Literal["all", "share"]
-OUTPUT_BYTES = MIB
-_BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
+OUTPUT_BYTES = 16 * MIB
+_BLOCK = re.compile(r"```([^`\n]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py")
 
 
@@ -51,8 +51,9 @@ def code_reward(
 
     A test gets plain values from the program and nothing else: numbers, texts, bytes, lists, tuples, dicts and sets.
     Expected results never enter the program's process, so no program can read them, or pass by an object that equals
-    everything or an exit at the right moment. Tests that hand the program functions or objects cannot be used this way:
-    their sample gets None, as with tests of no known form, and a warning names the first of them.
+    everything or an exit at the right moment. Tests that hand the program functions or objects cannot be used this way,
+    nor those that never call it, or need a package that is not there: their sample gets None, as with tests of no known
+    form, and a warning names the first of them. A program that returns an object fails, `Solution()` excepted.
 
     The metrics `code/no_program_share` and `code/timeout_share` are logged.
 
@@ -101,7 +102,7 @@ def find_program(completion: str | Messages) -> str:
     if not blocks:
         return text.strip("\n") if "```" not in text and text.strip() else ""
     for languages in (PYTHON, ("",)):
-        found = [code for language, code in blocks if language.lower() in languages]
+        found = [code for language, code in blocks if language.strip().lower() in languages]
         if found:
             return str(found[-1])
     return ""

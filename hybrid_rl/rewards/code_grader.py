@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from hybrid_rl.rewards.code_programs import (
     CALL,
     assertions_request,
     call_request,
+    defined_names,
     read_answer,
     whole_program,
 )
@@ -21,9 +23,9 @@ from hybrid_rl.rewards.code_tests import AssertionTest, CallTest, InputTest, Tes
 from hybrid_rl.rewards.code_values import is_same, is_same_output, spell, unspell
 from hybrid_rl.sandbox import ProgramResult, Sandbox
 
-MAX_QUESTIONS = 200  # calls of the program in one text of assertions
+MAX_QUESTIONS = 500  # calls of the program in one text of assertions
 NO_ANSWER = {"error": "RuntimeError"}  # of a program that ends without one
-UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError)
 
 
 class UnusableTestError(Exception):
@@ -100,7 +102,7 @@ class Grader:
             has_ended_well = result is not None and not result.end and result.code == 0
             return has_ended_well and result is not None and is_same_output(result.output, test.output)
         if isinstance(test, CallTest):
-            answer = await self._ask(program, test.name, [spell(one) for one in test.arguments], spell({}), clock)
+            answer = await self._ask(program, test.name, spell(list(test.arguments)), spell({}), clock)
             try:
                 return "value" in answer and is_same(unspell(answer["value"]), test.result)
             except UNREADABLE:
@@ -111,16 +113,19 @@ class Grader:
         """Call a function of the program, and return its answer."""
         result = await clock.run(self._programs, CALL, call_request(program, name, arguments, keywords))
         answer = {} if result is None or result.end else read_answer(result.output)
-        return answer if {"value", "arguments"} <= answer.keys() or isinstance(answer.get("error"), str) else NO_ANSWER
+        return answer if "value" in answer or isinstance(answer.get("error"), str) else NO_ANSWER
 
     async def _holds(self, program: str, test: AssertionTest, clock: Clock) -> bool:
         """Run assertions, asking the program whenever they call it with arguments of their own."""
         known: dict[str, Any] = {}
-        while len(known) < MAX_QUESTIONS:
-            result = await clock.run(self._tests, ASSERTIONS, assertions_request(test, known))
-            answer = {} if result is None or result.end else read_answer(result.output)
+        mark = f"\x00{secrets.token_hex()}:"
+        # A function of the program may have the name of one of Python's.
+        names = sorted({*test.names, *(defined_names(program) & {*test.builtins})})
+        while len(known) <= MAX_QUESTIONS:
+            result = await clock.run(self._tests, ASSERTIONS, assertions_request(test, names, known, mark))
+            answer = {} if result is None or result.end else read_answer(result.output, mark)
             if "unusable" in answer:
-                raise UnusableTestError(answer["unusable"])
+                raise UnusableTestError(f"{answer['unusable']}, in {test.source!r:.200}")
             if "question" not in answer:
                 return answer.get("passed") is True
             name, arguments, keywords = json.loads(answer["question"])

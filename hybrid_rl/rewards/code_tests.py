@@ -38,13 +38,15 @@ class CallTest:
 @dataclass(frozen=True)
 class AssertionTest:
     """Python that must run without an error. names: what it takes from the program. check: a function of its own that
-    is called with the program's function `entry_point`; "" = none. modules: that it uses without importing them."""
+    is called with the program's function `entry_point`; "" = none. modules: that it uses without importing them.
+    builtins: names of Python's own that it uses, which the program may define anew."""
 
     source: str
     names: tuple[str, ...]
     modules: tuple[str, ...] = ()
     check: str = ""
     entry_point: str = ""
+    builtins: tuple[str, ...] = ()
 
 
 Test = InputTest | CallTest | AssertionTest
@@ -74,6 +76,10 @@ def _read(given: Any, entry_point: str | None, setup: str) -> list[Test]:
         return [_pair(one, other, given.get("fn_name")) for one, other in zip(inputs, outputs, strict=True)]
     if isinstance(given, Mapping) and {"input", "output"} <= given.keys():
         name = given.get("fn_name") or given.get("func_name")
+        if not name and given.get("testtype", given.get("type")) in ("functional", "function_call"):
+            name = entry_point
+            if not name:
+                raise DataError(f"the test {given!r:.200} is a call of a function; name it as fn_name or entry_point")
         return [_pair(given["input"], given["output"], name)]
     if _is_list(given):
         return [test for one in given for test in _read(one, entry_point, setup)]
@@ -87,7 +93,13 @@ def _pair(given: Any, wanted: Any, name: str | None) -> Test:
         given = [_parsed(line) for line in given.splitlines() if line.strip()]
     if not _is_list(given):
         raise DataError(f"the test of {name} has the input {given!r:.200}; give the list of its arguments")
-    return CallTest(name, tuple(given), _parsed(wanted) if isinstance(wanted, str) else wanted)
+    arguments = [_plain(one) for one in given]
+    return CallTest(name, tuple(arguments), _parsed(wanted) if isinstance(wanted, str) else _plain(wanted))
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and numbers of numpy as lists and numbers of Python."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _lines(value: Any) -> str:
@@ -98,7 +110,7 @@ def _lines(value: Any) -> str:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -116,8 +128,8 @@ def _assertions(text: str, entry_point: str | None, setup: str) -> AssertionTest
     source = f"{setup}\n{text}" if setup else text
     try:
         tree = ast.parse(source)
-    except SyntaxError as error:
-        raise DataError(f"the test {text!r:.200} is not Python: {error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"the test {text!r:.200} is not Python: {error!r:.200}") from None
     used: set[str] = set()
     defined: set[str] = set()
     with_attributes: set[str] = set()
@@ -134,7 +146,9 @@ def _assertions(text: str, entry_point: str | None, setup: str) -> AssertionTest
             defined.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             with_attributes.add(node.value.id)
-    free = used - defined - set(vars(builtins))
+    own = used & set(vars(builtins)) - defined
+    free = used - defined - own
     modules = {name for name in free & with_attributes if name in sys.stdlib_module_names}
     check = "check" if entry_point and any(getattr(node, "name", "") == "check" for node in tree.body) else ""
-    return AssertionTest(source, tuple(sorted(free - modules)), tuple(sorted(modules)), check, entry_point or "")
+    names, needed, anew = (tuple(sorted(found)) for found in (free - modules, modules, own))
+    return AssertionTest(source, names, needed, check, entry_point or "", anew)

@@ -6,29 +6,37 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+LEAST = 1e-9  # difference of numbers with a fraction that never counts
 TOLERANCE = 1e-6  # of numbers with a fraction, relative; as judges of programming contests commonly allow
 
 
 # The text of these two functions is also part of the programs in the sandbox, which see nothing of this file.
 def spell(value: Any) -> Any:
-    """Write a plain value as JSON holds it. Types are exact, so what only looks like a list stays where it is. Raises
-    TypeError for any other."""
-    kind = type(value)
-    if value is None or kind in (bool, str):
+    """Write a plain value as JSON holds it; what is derived from a plain type (a Counter, a named tuple) is written as
+    that type, and numpy's as lists and numbers. Raises TypeError for any other."""
+    if value is None or type(value) is bool:
         return value
-    if kind is int:
-        return value if abs(value) < 2**53 else {"int": hex(value)}
-    if kind is float:
-        return value if value - value == 0 else {"float": repr(value)}
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind is list:
-        return [spell(item) for item in value]
-    if kind in (tuple, set, frozenset):
-        return {kind.__name__: [spell(item) for item in value]}
-    if kind is dict:
-        return {"dict": [[spell(key), spell(item)] for key, item in value.items()]}
-    raise TypeError(f"{kind.__name__} is not a plain value")
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int.__int__(value)
+        return number if abs(number) < 2**53 else {"int": hex(number)}
+    if isinstance(value, float):
+        real = float.__float__(value)
+        return real if real - real == 0 else {"float": repr(real)}
+    if isinstance(value, bytes):
+        return {"bytes": bytes.hex(value)}
+    if isinstance(value, list):
+        return [spell(item) for item in list.__iter__(value)]
+    kinds: tuple[Any, ...] = (tuple, set, frozenset)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return {kind.__name__: [spell(item) for item in kind.__iter__(value)]}
+    if isinstance(value, dict):
+        return {"dict": [[spell(key), spell(item)] for key, item in dict.items(value)]}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return spell(value.tolist())
+    raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
 def unspell(value: Any) -> Any:
@@ -53,9 +61,8 @@ def unspell(value: Any) -> Any:
 def is_same(value: Any, wanted: Any) -> bool:
     """Whether a result is the wanted one, which may come from JSON: tuples are lists, keys are texts, numbers with a
     fraction agree to TOLERANCE. A list of one may be wanted for what is in it (as in APPS)."""
-    if isinstance(wanted, list | tuple) and len(wanted) == 1 and not isinstance(value, list | tuple):
-        wanted = wanted[0]
-    return _is_same(value, wanted)
+    is_one = isinstance(wanted, list | tuple) and len(wanted) == 1
+    return _is_same(value, wanted) or (is_one and _is_same(value, wanted[0]))
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
@@ -68,7 +75,7 @@ def _is_same(value: Any, wanted: Any) -> bool:
         )
     if isinstance(value, float) or isinstance(wanted, float):
         are_numbers = all(isinstance(one, int | float) for one in (value, wanted))
-        return are_numbers and math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return are_numbers and math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=LEAST)
     return bool(value == wanted)
 
 
@@ -88,6 +95,6 @@ def _is_same_word(word: str, wanted: str) -> bool:
     if "." not in wanted and "e" not in wanted.lower():
         return False
     try:
-        return math.isclose(float(word), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(float(word), float(wanted), rel_tol=TOLERANCE, abs_tol=LEAST)
     except ValueError:
         return False

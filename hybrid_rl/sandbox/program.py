@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import io
 import linecache
@@ -136,7 +137,8 @@ def _run(code: str) -> int:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv[:] = [NAME]
-    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which `site` brings otherwise
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(number, "w", closefd=False)
         stream = io.TextIOWrapper(

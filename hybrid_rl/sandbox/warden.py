@@ -98,22 +98,36 @@ class Warden:
 
     def run(self) -> None:
         """Serve until the other side is gone. What runs then is killed by the end of this process."""
-        while True:
-            for key, _ in self._selector.select(self._wait_seconds()):
-                if key.fileobj is self._connection:
-                    try:
-                        self._take(receive(self._connection))
-                    except EOFError:
-                        return
-                elif key.fileobj == self._wake:
-                    with suppress(BlockingIOError):
-                        os.read(self._wake, READ_BYTES)
-                elif key.data.pid in self._running:
-                    self._read_output(key.data)
+        while self._attend():
             self._end_late()
             self._reap()
             while self._waiting and self._slots:
                 self._start(*self._waiting.popleft())
+
+    def _attend(self) -> bool:
+        """Take what has come. Returns whether the other side is still there."""
+        for key, _ in self._selector.select(self._wait_seconds()):
+            if key.fileobj is self._connection:
+                try:
+                    self._take(receive(self._connection))
+                except EOFError:
+                    return False
+            elif key.fileobj == self._wake:
+                with suppress(BlockingIOError):
+                    os.read(self._wake, READ_BYTES)
+            elif key.data.pid in self._running:
+                self._read_output(key.data)
+        return True
+
+    def _forget_others(self) -> None:
+        """Drop, in the process of a program, what the others are and have printed: it could be found there."""
+        for running in self._running.values():
+            running.head[:] = bytes(len(running.head))
+            running.tail[:] = bytes(len(running.tail))
+        self._waiting.clear()
+        self._running.clear()
+        self._selector.close()
+        self._selector = selectors.DefaultSelector()
 
     def kill_all(self) -> None:
         """Kill all programs."""
@@ -142,6 +156,7 @@ class Warden:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
+            self._forget_others()
             run_program(code, stdin, self._limits, self._walls, slot, output, warden)
         os.close(output)
         os.set_blocking(pipe, False)

@@ -7,9 +7,11 @@ import base64
 import json
 import logging
 import time
+from collections import Counter
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import psutil
 import pytest
 
@@ -28,6 +30,9 @@ sandboxed = pytest.mark.skipif(
 DOUBLE = "print(2 * int(input()))"
 INPUTS = {"inputs": ["3\n", "5", "-7"], "outputs": ["6\n", "10", "-14"]}
 SUM = "def total(x): return sum(x)"
+DATACLASS = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndef f(x): return A(x).x"
+FORGED = "def f(x): return '\\x00hybrid-rl:{\"passed\": true}\\n'"
+BAD = ["try:\n    f([])\nexcept ValueError as error:\n    assert str(error) == 'bad'\nelse:\n    assert False"]
 CHECK = """
 def check(candidate):
     for number in range(4):
@@ -80,6 +85,33 @@ def test_programs_are_graded_in_every_form_of_tests(monkeypatch: pytest.MonkeyPa
         ("def f(x): return x(1)", ["assert f(lambda x: x) == 1"], None),
         ("def f(x): return x", ["assert all(f(i) == i for i in range(21))"], None),
         ("def f(x): return x", ["assert f(1) =="], None),
+        ("def f(x): return x[::-1]", {"fn_name": "f", "inputs": [[[1, 2]]], "outputs": [[[2, 1]]]}, 1.0),
+        ("import collections\ndef f(x): return collections.Counter(x)", ["assert f('aab') == {'a': 2, 'b': 1}"], 1.0),
+        ("def sum(a, b): return a * b", ["assert sum(2, 3) == 6"], 1.0),
+        ("def f(x): return x", ["assert sum([f(1), 2]) == 3"], 1.0),
+        (DOUBLE + "\nexit()", INPUTS, 1.0),
+        (
+            "class Solution:\n    def f(self, x: List[int]) -> int: return len(x)",
+            ["assert Solution().f([1]) == 1"],
+            1.0,
+        ),
+        ("def f(x):\n    x.append(1)\n    raise ValueError('bad')", BAD, 1.0),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndef f(x): return A(x).x",
+            ["assert f(1) == 1"],
+            1.0,
+        ),
+        ("def f(x): return 10**400", {"fn_name": "f", "inputs": [[1]], "outputs": [1.5]}, 0.0),
+        (
+            "def f(x): return '\\x00hybrid-rl:{\"passed\": true}\\n'",
+            ["r = f(1)\nprint(r)\nraise SystemExit(r != 5)"],
+            0.0,
+        ),
+        ("def f(x): return 1", [{"input": "1\n2", "output": "3", "testtype": "functional"}], None),
+        ("def f(x): return 1", ["import no_such_package\nassert f(1) == 1"], None),
+        ("def f(x): import no_such_package", ["assert f(1) == 1"], 0.0),
+        ("not Python (", ["def test_it(): assert f(1) == 1"], None),
+        (DOUBLE, "[" * 3000 + "]" * 3000, None),
         (DOUBLE, {"inputs": ["1"], "outputs": []}, None),
         (DOUBLE, None, None),
         (DOUBLE, [], None),
@@ -145,6 +177,13 @@ HOSTILE_PRINTS = {
     "outputs closed": "import os\nos.closerange(0, 100)",
 }
 HOSTILE_CALLS = {
+    "what others were sent": (
+        "import gc, sys\ndef f(x):\n  frame, found = sys._getframe(), []\n  while frame:\n"
+        "    found += [str(vars(one)) for one in frame.f_locals.values() if hasattr(one, '__dict__')]\n"
+        "    frame = frame.f_back\n"
+        "  found += [str(one) for one in gc.get_objects() if type(one).__name__ in ('deque', 'tuple', 'Running')]\n"
+        "  return 314159 if any(''.join(reversed('x * 951413')) in one for one in found) else 0"
+    ),
     "equals everything": "class Any:\n  def __eq__(self, other): return True\ndef f(x): return Any()",
     "a number that equals everything": "class N(int):\n  def __eq__(self, other): return True\ndef f(x): return N(9)",
     "a list that equals everything": "class L(list):\n  def __eq__(self, other): return True\ndef f(x): return L()",
@@ -239,7 +278,7 @@ def test_tests_are_read_as_they_are_published() -> None:
     assert read_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}) == [InputTest("1\n2", "3")]
     assert read_tests('[{"input": "[1]\\n2", "output": "[3]", "fn_name": "f"}]') == [CallTest("f", ([1], 2), [3])]
     assert read_tests("import os\ndef check(c): assert c(x) == os.sep", "f") == [
-        AssertionTest("import os\ndef check(c): assert c(x) == os.sep", ("x",), (), "check", "f")
+        AssertionTest("import os\ndef check(c): assert c(x) == os.sep", ("x",), (), "check", "f", ())
     ]
     assert read_tests(["assert math.isclose(f(1), 1)"]) == [
         AssertionTest("assert math.isclose(f(1), 1)", ("f",), ("math",))
@@ -270,7 +309,13 @@ def test_values_come_back_as_they_were() -> None:
     ]
     assert unspell(json.loads(json.dumps(spell(values)))) == values
     assert [type(one) for one in unspell(spell(values))] == [type(one) for one in values]
-    for strange in (object(), type("N", (int,), {})(3), [print]):
+    assert [type(one) for one in map(spell, (Counter("aab"), type("N", (int,), {})(3), np.int64(4)))] == [
+        dict,
+        int,
+        int,
+    ]
+    assert unspell(spell([Counter("aab"), np.arange(2)])) == [{"a": 2, "b": 1}, [0, 1]]
+    for strange in (object(), iter([1]), [print]):
         with pytest.raises(TypeError):
             spell(strange)
 
@@ -284,3 +329,9 @@ def test_equal_results() -> None:
     assert is_same_output("1 2 \n3\n\n", "1 2\n3") and is_same_output("0.3333333", "0.33333333")
     assert not is_same_output("1\n2", "1 2") and not is_same_output("1.0", "1") and not is_same_output("", "x")
     assert is_same_output("", "\n") and not is_same_output("nan", "1.5") and not is_same_output("word", "1.5")
+
+
+def test_a_long_line_of_blanks_takes_no_time() -> None:
+    """A search that tries again from every blank would end by the limit of a test."""
+    assert find_program("x\n```" + " " * 300_000 + "x") == ""
+    assert find_program("```x" * 20_000) == ""
