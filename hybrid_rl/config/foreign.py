@@ -6,29 +6,37 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from hybrid_rl.config.trl_args import Translation, differ, plain, translate
 from hybrid_rl.errors import ConfigError
 
 ARGS = "args"  # TRL's name for it
 
 
-def split_args(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+# A field by which TRL's configuration is known, whatever its class is called.
+OF_TRL = "per_device_train_batch_size"
+
+
+def split_args(keywords: Mapping[str, Any]) -> tuple[Translation, dict[str, Any]]:
     """Return what `args=` gives, and the other keywords.
 
-    args is TRL's GRPOConfig, or another dataclass that can be made without arguments: its fields that differ from a new
-    one's count as given. Raises ConfigError for anything else.
+    args is TRL's GRPOConfig, every field of which counts (`translate`), or another dataclass that can be made without
+    arguments: its fields that differ from a new one's count as given. Raises ConfigError for anything else.
     """
     rest = {name: value for name, value in keywords.items() if name != ARGS}
     given = keywords.get(ARGS)
     if given is None or isinstance(given, Mapping):
-        return dict(given or {}), rest
+        return Translation(dict(given or {})), rest
     if not dataclasses.is_dataclass(given) or isinstance(given, type):
         raise ConfigError(
-            f"args={given!r:.60} is a {type(given).__name__}; pass a GRPOConfig of TRL, keywords, or config= (a YAML "
-            "file, a mapping or a TrainerConfig)"
+            f"args={given!r:.60} is of type {type(given).__name__}; pass a GRPOConfig of TRL, keywords, or config= "
+            "(a YAML file, a mapping or a TrainerConfig)"
         )
-    default = _default_of(given)
     names = [item.name for item in dataclasses.fields(given) if item.init]
-    return {name: getattr(given, name) for name in names if _differ(getattr(given, name), getattr(default, name))}, rest
+    default = _default_of(given)
+    fields, defaults = ({name: getattr(one, name) for name in names} for one in (given, default))
+    if OF_TRL in fields:
+        return translate(fields, defaults, rest), rest
+    return Translation({name: plain(fields[name]) for name in names if differ(fields[name], defaults[name])}), rest
 
 
 def _default_of(given: Any) -> Any:
@@ -41,10 +49,3 @@ def _default_of(given: Any) -> Any:
         except (TypeError, ValueError) as error:
             reason = reason or error
     raise ConfigError(f"args: a {type(given).__name__} has no defaults ({reason}); pass keywords") from reason
-
-
-def _differ(one: Any, other: Any) -> bool:
-    try:
-        return bool(one != other)
-    except (TypeError, ValueError):  # arrays, say
-        return one is not other

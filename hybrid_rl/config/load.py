@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
+import logging
 import math
 import re
 import types
@@ -28,6 +30,10 @@ from hybrid_rl.config.unknown import unknown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import range_error
 
+logger = logging.getLogger("hybrid_rl")
+# Numbers of steps that transformers also takes as shares of a run.
+SHARES = frozenset({"warmup_steps", "save_steps", "eval_steps"})
+
 
 def load_config(
     config: TrainerConfig | Mapping[str, Any] | str | Path | None = None,
@@ -36,14 +42,14 @@ def load_config(
 ) -> tuple[TrainerConfig, frozenset[str]]:
     """Merge a base (YAML file, mapping or config), keyword overrides and `key=value` arguments; later ones win.
 
-    `args=` among the keywords may be TRL's GRPOConfig: what differs from its defaults counts as given before the other
-    keywords.
+    `args=` among the keywords may be TRL's GRPOConfig. What differs from its defaults counts as given before the other
+    keywords; its defaults replace ours where they differ, and a warning names those.
 
     Returns the config and the paths that were given explicitly. Raises one ConfigError for everything that is wrong:
     unknown keys (with their names here), keys that would do nothing, values of the wrong type or out of range.
     """
     args, keywords = split_args(overrides or {})
-    layers = [as_mapping(config), args, keywords, _from_arguments(arguments)]
+    layers = [args.taken, as_mapping(config), args.given, keywords, _from_arguments(arguments)]
     problems, name = Problems(), None
     with problems.about("algorithm"):
         name = _tag("algorithm", CHOICES["algorithm"], layers)[0]
@@ -57,7 +63,7 @@ def load_config(
     flat = {paths[name]: value for name, value in preset.items() if name in paths}
     flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
-    for layer in layers:
+    for place, layer in enumerate(layers):
         given = dict[str, Any]()
         for path, value, problem in _flatten(layer, leaves, tags):
             if problem and (members_are_known or path.rpartition(".")[2] not in leaf_names()):
@@ -70,13 +76,15 @@ def load_config(
             if leaves[path].metadata["takes_rest"]:  # separate keys, each of which is overridden by itself
                 given[path] = {**flat[path], **given[path]}
         flat.update(given)
-        explicit.update(given)
+        explicit.update(given if place else ())  # nobody gave the defaults of another library
     flat |= {f"{section}.{CHOICES[section].tag}": member for section, member in tags.items() if CHOICES[section].tag}
     values = {}
     for path, value in flat.items():
         with problems.about(path):
             values[path] = _convert(path, leaves[path].type, value, leaves[path].metadata)
     problems.check()
+    if notice := args.notice([name for layer in (layers[1], *layers[3:]) for name in layer]):
+        logger.warning(notice)
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)
 
 
@@ -277,6 +285,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
     options = typing.get_args(expected)
     if isinstance(value, (torch.dtype, torch.device)):
         value = str(value).removeprefix("torch.")
+    if isinstance(value, enum.Enum):  # transformers has enums for some names
+        value = value.value
     if isinstance(value, str | bool) and (path, value) in VALUE_HABITS:
         raise ConfigError(f"{path}={value!r} is not a valid choice: {VALUE_HABITS[path, value]}")
     if origin in (types.UnionType, typing.Union):
@@ -329,4 +339,6 @@ def _scalar(path: str, expected: type, value: Any) -> Any:
         pass
     if expected is float and isinstance(value, float):
         raise ConfigError(f"{path}={value!r} must be finite")
+    if isinstance(value, float) and 0 < value < 1 and path.rpartition(".")[2] in SHARES:
+        raise ConfigError(f"{path}={value!r} is a share of the run; give a whole number of steps")
     raise ConfigError(f"{path}={value!r} must be of type {expected.__name__}")
