@@ -44,7 +44,7 @@ from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
-from hybrid_rl.run.start import make_collector, make_sampler, start_workers, starting
+from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
@@ -124,12 +124,11 @@ class Trainer(Evaluating):
         self._sampler = make_sampler(run)
         self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
-        self._signal_watch = SignalWatch(run.config, is_chat=run.is_chat)
-        self._last_metrics = Metrics()
+        self._signal_watch, self._last_metrics = SignalWatch(run.config, is_chat=run.is_chat), Metrics()
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
-        for note in run.data.notes:
+        for note in notes_of(run):
             self._log.display.message(note)
         if run.memory.offload:
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
@@ -225,6 +224,7 @@ class Trainer(Evaluating):
             self._log.display.message(self._nothing_to_do())
         self._log.display.start(self.global_step)
         ends = (
+            lambda begun=self.global_step: self._signal_watch.end(begun),
             lambda: self._notify("on_fit_end"),
             lambda: self._pictures.draw(self.global_step),
             lambda: self._log.stop(self.policy.lost_samples()),

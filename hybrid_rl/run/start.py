@@ -21,7 +21,8 @@ from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.data.source import SizedSource
+from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
@@ -138,6 +139,27 @@ def make_sampler(run: Run) -> PromptSampler:
         weights=data.dataset_weights,
         floor=data.curriculum_floor,
     )
+
+
+def notes_of(run: Run) -> list[str]:
+    """Return what to say about the data before a run: how it is read, and how much of it is never used."""
+    source, data = run.data.train, run.config.data
+    is_plain = isinstance(source, SizedSource) and type(make_sampler(run)) is PromptSampler
+    if not is_plain or run.config.algorithm.max_refills:
+        return run.data.notes
+    num_used, num_prompts = run.max_steps * data.prompts_per_step, len(source)
+    if num_used >= num_prompts:
+        return run.data.notes
+    asked = f"{counted(run.max_steps, 'step')} of prompts_per_step={data.prompts_per_step}"
+    remedy = (
+        "raise max_steps or num_train_epochs"
+        if num_prompts - num_used >= data.prompts_per_step
+        else ("lower prompts_per_step, or raise max_steps or num_train_epochs")
+    )
+    return [
+        *run.data.notes,
+        f"{num_prompts - num_used:,} of {num_prompts:,} prompts are never used: the run has {asked}; {remedy}",
+    ]
 
 
 def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
