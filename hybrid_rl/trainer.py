@@ -21,7 +21,6 @@ from hybrid_rl.errors import (
     DivergedError,
     HybridRLError,
     NoSignalError,
-    NotYetSupportedError,
     do_all,
 )
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
@@ -39,6 +38,7 @@ from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
+from hybrid_rl.run.missing import explained, refuse_adapters
 from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
@@ -93,10 +93,7 @@ class Trainer(Evaluating):
         **overrides: Any,
     ) -> None:
         super().__init__()
-        if peft_config is not None:
-            raise NotYetSupportedError(
-                "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
-            )
+        refuse_adapters(peft_config)
         self._callbacks = checked_callbacks(callbacks)
         data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)
@@ -153,6 +150,7 @@ class Trainer(Evaluating):
 
     # --------------------------------------------------------------------------------------------- the loop
 
+    @explained
     def fit(self, steps: int | None = None) -> Metrics:
         """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
@@ -248,7 +246,8 @@ class Trainer(Evaluating):
 
     def _nothing_to_do(self) -> str:
         done = f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
-        return f"{done}; trainer.fit(steps=20) trains 20 more steps ({self.run_folder})"
+        more = "trainer.fit(steps=20) trains 20 more, and trainer.max_steps += 1 allows another trainer.step()"
+        return f"{done}; {more} ({self.run_folder})"
 
     def _keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
@@ -301,6 +300,7 @@ class Trainer(Evaluating):
 
     # ------------------------------------------------------------------------------ evaluation and generation
 
+    @explained
     def generate(
         self,
         prompts: Sequence[Any] | Mapping[str, Any] | str,

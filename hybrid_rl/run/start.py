@@ -142,23 +142,19 @@ def make_sampler(run: Run) -> PromptSampler:
 
 
 def notes_of(run: Run) -> list[str]:
-    """Return what to say about the data before a run: how it is read, and how much of it is never used."""
-    source, data = run.data.train, run.config.data
-    is_plain = isinstance(source, SizedSource) and type(make_sampler(run)) is PromptSampler
-    if not is_plain or run.config.algorithm.max_refills:
+    """Return what to say about the data before a run: how it is read, and whether the last prompts of its epochs are
+    never used."""
+    source, config = run.data.train, run.config
+    if not isinstance(source, SizedSource) or type(make_sampler(run)) is not PromptSampler:
         return run.data.notes
-    num_used, num_prompts = run.max_steps * data.prompts_per_step, len(source)
-    if num_used >= num_prompts:
+    num_unused = len(source) - run.max_steps * config.data.prompts_per_step
+    if config.max_steps is not None or config.algorithm.max_refills or num_unused <= 0:
         return run.data.notes
-    asked = f"{counted(run.max_steps, 'step')} of prompts_per_step={data.prompts_per_step}"
-    remedy = (
-        "raise max_steps or num_train_epochs"
-        if num_prompts - num_used >= data.prompts_per_step
-        else ("lower prompts_per_step, or raise max_steps or num_train_epochs")
-    )
     return [
         *run.data.notes,
-        f"{num_prompts - num_used:,} of {num_prompts:,} prompts are never used: the run has {asked}; {remedy}",
+        f"{num_unused:,} of {len(source):,} prompts are never used: num_train_epochs={config.num_train_epochs:g} makes "
+        f"{counted(run.max_steps, 'step')} of prompts_per_step={config.data.prompts_per_step}; raise num_train_epochs "
+        "or max_steps, or lower prompts_per_step",
     ]
 
 

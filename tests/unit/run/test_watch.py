@@ -321,8 +321,9 @@ def test_a_run_of_one_step_says_what_it_missed(make_trainer, caplog, capsys) -> 
     def same(completions, **_) -> list[float]:
         return [0.5] * len(completions)
 
-    trainer = make_trainer(reward_funcs=same, train_dataset=sums(5), max_steps=1)
-    assert "1 of 5 prompts are never used: the run has 1 step of prompts_per_step=4; lower" in capsys.readouterr().err
+    trainer = make_trainer(reward_funcs=same, train_dataset=sums(5), max_steps=None)
+    told = "1 of 5 prompts are never used: num_train_epochs=1 makes 1 step of prompts_per_step=4; raise"
+    assert told in capsys.readouterr().err
     trainer.fit()
     assert "training step 1 taught nothing" in caplog.text and "All rewards were 0.5" in caplog.text
 
