@@ -24,6 +24,7 @@ from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.agents import reward_sources
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_rewards
+from hybrid_rl.run.missing import attribute_advice, callback_advice
 from hybrid_rl.run.others import ARGUMENTS, Tenant
 from hybrid_rl.run.prepare import Run, device_of, sampling_params
 from hybrid_rl.run.signature import KeySignature
@@ -66,7 +67,7 @@ LIVE: Mapping[str, str] = {
 }
 NOT_KEYS = ("reward_funcs", "callbacks", "max_steps")
 BY_LENGTH = ("linear", "cosine")  # schedules that depend on the length of the run
-REWARDS = "reward_funcs"
+REWARDS, LENGTH = "reward_funcs", "max_steps"
 
 
 @dataclass(frozen=True)
@@ -225,19 +226,15 @@ class Live(Tenant):
         return setup, names
 
     def _follow_length(self) -> None:
-        """Let the schedule of the learning rate, and the display, follow max_steps if it was set since."""
+        """Let configuration, display and the schedule of the learning rate follow max_steps if it was set since."""
         if self.max_steps == self._run.max_steps:
             return
         self._log.display.retotal(self.max_steps)
         schedule = self.config.optimizer.lr_scheduler_type
-        if schedule not in BY_LENGTH:
-            self._run = dataclasses.replace(self._run, max_steps=self.max_steps)
-            return
-        self._log.display.message(
-            f"max_steps is {self.max_steps} instead of {self._run.max_steps}: the {schedule} schedule of the learning "
-            "rate now ends there"
-        )
-        self._apply(self.config)
+        change = Change(self.global_step, LENGTH, self._run.max_steps, self.max_steps)
+        stretched = f"; the {schedule} schedule of the learning rate now ends there" if schedule in BY_LENGTH else ""
+        self._apply(dataclasses.replace(self.config, max_steps=self.max_steps), [change])
+        self._log.display.message(f"set after step {change.step}: {change}{stretched}")
 
     def _length_for(self, steps: int | None) -> int:
         """Return the step after which `fit(steps)` ends. Raises max_steps if it is below that."""
@@ -262,8 +259,8 @@ class Live(Tenant):
         delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, (*kept, self._run.resume))
 
     def _changes_state(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint records of changes."""
-        return [dataclasses.asdict(change) for change in self._changed]
+        """Return what a checkpoint records of changes. A resumed run has the length that it is given."""
+        return [dataclasses.asdict(change) for change in self._changed if change.key != LENGTH]
 
     def _carry_on(self, state: Mapping[str, Any]) -> None:
         """Go on with what was set while the resumed run was live: a key that still has the value with which that run
@@ -301,7 +298,10 @@ class Live(Tenant):
                     if path.rpartition(".")[2] == name:
                         return value
                 raise AttributeError(f"trainer.{name}: this run has no such setting (trainer.config shows all)")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            advice = "" if name.startswith("_") else attribute_advice(name, dir(self))
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}" + (f": {advice}" if advice else "")
+            )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *LIVE})
@@ -311,10 +311,14 @@ class Live(Tenant):
             if name == "max_steps":
                 if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                     raise ConfigError(f"max_steps={value!r} must be a whole number, at least 1")
-            elif name in LIVE:
+                super().__setattr__(name, value)
+                if not self._is_busy:  # or the next step follows
+                    self._follow_length()
+                return
+            if name in LIVE:
                 self.set(**{name: value})
                 return
-            elif refusal := self._refusal(name):
+            if refusal := self._refusal(name):
                 raise ConfigError(refusal)
         super().__setattr__(name, value)
 
@@ -390,6 +394,6 @@ def checked_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     for callback in given:
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
+                f"callbacks has {callback!r} of type {type(callback).__name__}: {callback_advice(callback)}"
             )
     return given
