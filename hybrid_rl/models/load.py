@@ -157,7 +157,7 @@ def loading(what: str, path: str) -> Iterator[None]:
         yield
     except Exception as error:  # OSError, ValueError, KeyError, RuntimeError, SafetensorError and others
         on_hub = (
-            " (there is no such folder here, so it was looked for on the Hugging Face hub; offline, name a folder, and "
+            " (there is no such folder here, so it was looked for on the Hugging Face hub; offline, name a folder, or "
             "set HF_HUB_OFFLINE=1 to look only at what was downloaded before, without waiting)"
         )
         where = "" if Path(path).is_dir() else on_hub
