@@ -50,7 +50,9 @@ def range_error(value: Any, metadata: Mapping[str, Any]) -> str:
     for bound, words, holds in bounds:
         limit = metadata.get(bound)
         if limit is not None and not holds(limit):
-            return f"must be {words} {limit}" + (f": {metadata['remedy']}" if metadata.get("remedy") else "")
+            # The remedy of a fixed value is for those who want more of it.
+            has_remedy = metadata.get("remedy") and (bound, metadata.get("maximum")) != ("minimum", limit)
+            return f"must be {words} {limit}" + (f": {metadata['remedy']}" if has_remedy else "")
     return ""
 
 

@@ -134,7 +134,7 @@ class NoKL(KLTerm):
         "weight of the KL penalty; above 0 sets kl_in=loss",
         minimum=0,
         maximum=0,
-        remedy="kl=none has no penalty to weigh; leave kl out, or choose kl=loss or kl=reward",
+        remedy="with kl=none there is no KL penalty; leave kl out, or choose kl=loss or kl=reward",
     )
 
 

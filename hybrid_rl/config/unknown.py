@@ -19,7 +19,8 @@ def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[
     habit = habit_of(path)
     if habit is not None:
         is_off = value is None or (value is False and leaf in OFF_ANYWAY)
-        asks = f"leave it out, {value} asks for nothing; otherwise: " * is_off
+        why = "has no effect" if value is None else "is what happens anyway"
+        asks = f"leave it out ({value} {why}), or " * (is_off and bool(habit.here))
         return f"unknown key {path!r}: {asks}{habit.advice}"
     for section, choice in CHOICES.items():
         owners = [m for m in choice.members if m != tags[section] and _has(path, {**tags, section: m}, leaves)]

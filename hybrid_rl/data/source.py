@@ -325,8 +325,9 @@ def _mapping_error(dataset: Mapping[Any, Any]) -> DataError:
     keys = ", ".join(repr(key) for key in dataset) or "none"
     if any(is_instance(dataset, "datasets", name) for name in ("DatasetDict", "IterableDatasetDict")):
         return DataError(f"the dataset is a DatasetDict with the splits {keys}; pass one, such as dataset['train']")
+    keys = keys if len(keys) <= 60 else f"{keys[:57]}..."
     return DataError(
-        f"the dataset is a dict with the keys {shorten(keys)}; pass a list of dicts (one per row), or "
+        f"the dataset is a dict with the keys {keys}; pass a list of dicts (one per row), or "
         "datasets.Dataset.from_dict(...) if its values are columns"
     )
 

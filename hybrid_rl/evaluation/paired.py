@@ -51,8 +51,12 @@ class PairedTest:
                 f"This may be noise: {b} against {a} is {shown}, {counts}, {p_value} ({self.test}). With these prompts "
                 f"and samples, differences below about {half:.1f} points cannot be told from chance."
             )
-        winner, loser = (b, a) if self.difference > 0 else (a, b)
-        return f"{winner} is better than {loser}: {b} against {a} is {shown}, {counts}, {p_value} ({self.test})."
+        wins, losses, low, high, winner, loser = self.num_better, self.num_worse, self.low, self.high, b, a
+        if self.difference < 0:
+            wins, losses, low, high, winner, loser = losses, wins, -high, -low, a, b
+        by = f"{100 * abs(self.difference):.1f} points (95 % interval {100 * low:.1f} to {100 * high:.1f})"
+        counts = f"better on {wins}, worse on {losses} of {self.num_prompts} prompts"
+        return f"{winner} is better than {loser} by {by}, {counts}, {p_value} ({self.test})."
 
 
 def paired_test(a: ArrayLike, b: ArrayLike, *, num_samples: tuple[int, int] = (1, 1), seed: int = 0) -> PairedTest:

@@ -18,7 +18,7 @@ ACCURACY = "accuracy"
 SMALLEST_BUDGET = 16  # tokens; the sweep halves the longest completion down to here
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvalSamples:
     """Samples of a set of prompts, grouped by prompt; a prompt to which the reward does not apply is left out.
 
@@ -39,6 +39,21 @@ class EvalSamples:
     def num_samples(self) -> int:
         """Samples of a prompt; of the prompt with the fewest, if they differ."""
         return min((len(of_prompt) for of_prompt in self.lengths), default=0)
+
+    def __repr__(self) -> str:
+        prompts, samples, accuracy, length, finished = self._cells()
+        return (
+            f"EvalSamples({prompts} prompts, {samples} samples, accuracy {accuracy}, {length} tokens on average, "
+            f"{finished} finished)"
+        )
+
+    def _cells(self) -> tuple[str, str, str, str, str]:
+        """Return what a line says of it: prompts, samples, accuracy, mean length, share that ended by themselves."""
+        lengths = [length for row in self.lengths for length in row]
+        ends = [done for row in self.finished for done in row]
+        accuracy = self.estimates().get(ACCURACY)
+        mean, share_done = (f"{np.mean(lengths):.1f}", f"{100 * np.mean(ends):.0f} %") if lengths else ("-", "-")
+        return str(len(self.prompts)), str(len(lengths)), "-" if accuracy is None else str(accuracy), mean, share_done
 
     def estimates(self) -> dict[str, Estimate]:
         """Return accuracy, pass@k and maj@k for k = 2, 4, ... up to the samples of a prompt, with intervals over
@@ -184,3 +199,16 @@ def grouped(
         None if answers is None else of(answers),
         budget,
     )
+
+
+class Evaluations(dict[str, EvalSamples]):
+    """The samples of an evaluation by set, "" for a single one. A dict that shows itself as a short table."""
+
+    def __repr__(self) -> str:
+        rows = [("set", "prompts", "samples", "accuracy", "mean length", "finished")]
+        rows += [(name or "eval", *found._cells()) for name, found in self.items()]
+        if len(rows) == 1:
+            return "Evaluations(): nothing was evaluated yet"
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(f"{word:{width}}" for word, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)

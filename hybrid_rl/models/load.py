@@ -100,7 +100,7 @@ def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
     if tokenizer is None:
         raise ModelError("if the model is a module, also pass tokenizer=")
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
-        raise ModelError(f"tokenizer={type(tokenizer).__name__} is not a tokenizer")
+        raise ModelError(f"tokenizer={type(tokenizer).__name__} is not a tokenizer; pass one, or its name or folder")
     rows = vocabulary_size(module)
     if len(tokenizer) > rows:
         raise ModelError(
@@ -156,7 +156,10 @@ def loading(what: str, path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # OSError, ValueError, KeyError, RuntimeError, SafetensorError and others
-        on_hub = " (there is no such folder here, so it was looked for on the Hugging Face hub)"
+        on_hub = (
+            " (there is no such folder here, so it was looked for on the Hugging Face hub; offline, name a folder, or "
+            "set HF_HUB_OFFLINE=1 to look only at what was downloaded before, without waiting)"
+        )
         where = "" if Path(path).is_dir() else on_hub
         raise ModelError(f"cannot load {what} {path!r}{where}: {first_line(error)}") from error
 

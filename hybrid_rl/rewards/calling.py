@@ -182,7 +182,7 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
     if isinstance(returned, str | bytes) or not isinstance(returned, Sequence):
         return failed_call("type", f"returned {returned!r} of type {type(returned).__name__}; {expected}")
     if len(returned) != log.num_samples:
-        return failed_call("count", f"returned {len(returned)} values; {expected}")
+        return failed_call("count", f"returned {len(returned)} value{'s' * (len(returned) != 1)}; {expected}")
 
     values: list[float | None] = []
     errors: dict[int, tuple[str, str]] = {}

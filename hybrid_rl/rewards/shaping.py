@@ -181,7 +181,8 @@ def _wrap(correct: RewardFunctionLike, name: str, shape: Shape, *columns: str) -
     def shaped(values: Any, given: Mapping[str, Any]) -> list[float | None]:
         values, lengths = list(values), given["completion_lengths"]
         if len(values) != len(lengths):
-            raise ValueError(f"{spec.name} returned {len(values)} values for {len(lengths)} completions")
+            values_text = f"{len(values)} value{'s' * (len(values) != 1)}"
+            raise ValueError(f"{spec.name} returned {values_text} for {len(lengths)} completions")
         rows = list(zip(values, lengths, *(given[column] for column in columns), strict=True))
         applies = [all(entry is not None for entry in row) for row in rows]
         rewards = iter(shape(list(itertools.compress(rows, applies))))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.evaluation.samples import EvalSamples
+from hybrid_rl.evaluation.samples import EvalSamples, Evaluations
 from hybrid_rl.metrics import largest, now
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.run.best import BestStep
@@ -25,10 +25,11 @@ class Evaluating(ShownTrainer):
     """The base of Trainer that evaluates.
 
     evaluations: the samples of the last evaluation by set, "" for a single one: with estimates() of accuracy, pass@k
-    and majority@k, within() of budgets of tokens, and against() another evaluation of the same prompts.
+    and majority@k, within() of budgets of tokens, and against() another evaluation of the same prompts. It prints as a
+    table.
     """
 
-    evaluations: Mapping[str, EvalSamples] = {}
+    evaluations: Mapping[str, EvalSamples] = Evaluations()
     _best: BestStep
     _handoff: dict[str, float]
     _timeline: Timeline
@@ -56,7 +57,7 @@ class Evaluating(ShownTrainer):
             with self._computing(), broken_model_explained(doing, self.run_folder), self._timeline.phase("evaluation"):
                 call = (self.policy_version, self._state(step), self._log.samples_folder)
                 numbers, found = evaluator.evaluate(rows, *call)
-            object.__setattr__(self, "evaluations", found)
+            object.__setattr__(self, "evaluations", Evaluations(found))
             metrics = Metrics(numbers, **{"timing/evaluate": now() - start})
             self._notify("on_evaluate", step, metrics)
         return metrics

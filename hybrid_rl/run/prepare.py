@@ -182,7 +182,10 @@ def warn_of_devices(config: TrainerConfig, hardware: Hardware, module_device: De
 
 
 def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:
-    """Return the model of a run: a module with its tokenizer, or a name or folder (argument or model.path)."""
+    """Return the model of a run: a module with its tokenizer, or a name or folder (argument or model.path). A tokenizer
+    may also be a name or folder."""
+    if isinstance(tokenizer, str | os.PathLike):
+        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=config.model.trust_remote_code)
     if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")

@@ -153,7 +153,7 @@ def test_without_vllm_its_engine_is_refused(refused, keys: dict, monkeypatch) ->
         ("./no/such/folder", {}, "does not exist"),
         (3, {}, "model is a int"),
         (build_model(), {"tokenizer": None}, "tokenizer="),
-        (build_model(), {"tokenizer": "text"}, "is not a tokenizer"),
+        (build_model(), {"tokenizer": "/no/such/folder"}, "model folder .* does not exist"),
         (build_model(vocab_size=20), {}, "45 tokens but the model embeds 20"),
     ],
     ids=["folder", "type", "no tokenizer", "no tokenizer object", "vocabulary"],

@@ -20,7 +20,7 @@ OTHERS = tuple(
             "max_new_tokens max_tokens generate_max_len": "max_completion_length",
             "max_prompt_len prompt_max_len": "max_prompt_length",
             "max_length max_len max_seq_length": "max_prompt_length and max_completion_length",
-            "num_epochs num_episodes": "num_train_epochs",
+            "num_epochs num_episodes epochs": "num_train_epochs",
             "total_episodes": ("max_steps", "or num_train_epochs"),
             "actor_learning_rate": "learning_rate",
             "lr_warmup_ratio": ("warmup_steps", "a number of optimizer steps"),
@@ -71,6 +71,8 @@ OTHERS = tuple(
         },
         not_needed={
             "eval_batch_size": "evaluation is batched by the engine",
+            "data_collator": "samples are packed into batches by the library",
+            "logging_dir": "all logs are in the run folder, which output_dir and run_name choose",
             "label_key": "all other columns of the data reach the reward functions by their names",
             "packing_samples": "samples are always packed",
             "colocate_all_models": "trainer and engine always share the GPUs",
@@ -78,11 +80,13 @@ OTHERS = tuple(
             "ref_model": "the reference is the model as it was before training; set beta > 0",
         },
         missing={
+            "compute_metrics": "pass reward functions as reward_funcs=, which may log metrics of their own",
+            "optimizers": "the optimizer is AdamW; set learning_rate, lr_scheduler_type and its other keys",
             "reward_func": "pass functions as reward_funcs=",
             "vf_coef": "the critic is a model of its own; set critic_learning_rate (of an advantage with a critic)",
             "zero_stage": "several ranks train with FSDP2; see the keys of fsdp",
-            "reward_pretrain reward_model_path remote_rm_url": _REWARDS,
-            "use_peft lora_r load_in_4bit load_in_8bit": _NO_ADAPTERS,
+            "reward_pretrain reward_model_path remote_rm_url reward_model": _REWARDS,
+            "use_peft lora_r load_in_4bit load_in_8bit quantization_config": _NO_ADAPTERS,
             "ring_attn_size": "each sequence is on one rank as a whole",
         },
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid_rl.config.habits.records import records
 
-_TRUNCATED = "truncated sampling biases importance ratios, so training samples from the full distribution"
+_TRUNCATED = "only evaluation can have it, because truncated sampling biases importance ratios in training"
 _NO_SERVER = "there is no server: with rollout.engine=vllm it runs in the trainer's processes"
 _ONE_BATCH = "the unit here is prompts over all ranks, not completions per device"
 _UPPER = ("correction_cap (of correction=tis) or correction_high (of correction=mis)", "the upper bound of the weight")
@@ -57,12 +57,12 @@ TRL = tuple(
                 "temperature, stop_strings and max_completion_length",
                 "each is a key of its own; other sampling options belong to evaluation",
             ),
-            "top_p": ("eval_top_p", f"for evaluation; {_TRUNCATED}"),
-            "top_k": ("eval_top_k", f"for evaluation; {_TRUNCATED}"),
-            "min_p": ("eval_min_p", f"for evaluation; {_TRUNCATED}"),
+            "top_p": ("eval_top_p", _TRUNCATED),
+            "top_k": ("eval_top_k", _TRUNCATED),
+            "min_p": ("eval_min_p", _TRUNCATED),
             "repetition_penalty": (
                 "eval_repetition_penalty",
-                "for evaluation; in training it would change the distribution that importance ratios assume",
+                "only evaluation can have it: in training it would change what importance ratios assume",
             ),
             "model_init_kwargs": (
                 "model.dtype and the other keys of model",
@@ -139,7 +139,6 @@ TRANSFORMERS = tuple(
             "save_on_each_node": "ranks write one checkpoint together",
             "torch_empty_cache_steps": "memory is given back between the phases of a step where that is needed",
             "restore_callback_states_from_checkpoint": "callbacks are objects of yours; keep their state there",
-            "processing_class": "pass tokenizer=",
         },
         missing={
             "ddp_timeout": "set watchdog_seconds, the time without progress after which a rank counts as hung",
@@ -154,6 +153,7 @@ TRANSFORMERS = tuple(
             "save_only_model enable_jit_checkpoint": "a checkpoint always has what a resumed run needs",
             "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision": _NO_HUB,
             "trackio_bucket_id trackio_static_space_id": _NO_HUB,
+            "processing_class": "pass the tokenizer as tokenizer=",
             "full_determinism": _CHECKED,
             "debug": "set save_rollouts, or mode=rollout, to look at samples",
             "log_level_replica": "ranks write logs of their own, in the run folder",

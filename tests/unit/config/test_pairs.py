@@ -263,7 +263,7 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
         ({"use_bias_correction_kl": True}, "it belongs to kl.kl_in=loss, not none; set beta above 0$"),
         (
             {"kl": "none", "beta": 0.1},
-            "kl.beta=0.1 must be at most 0: kl=none has no penalty to weigh; leave kl out, or choose kl=loss or",
+            "kl.beta=0.1 must be at most 0: with kl=none there is no KL penalty; leave kl out, or choose kl=loss or",
         ),
         ({"vllm_importance_sampling_clip_max": 3.0}, "set correction_cap .* or correction_high"),
         ({"vllm_importance_sampling_clip_min": 0.1}, r"set correction_floor \(of correction=tis\) or correction_low"),
@@ -284,11 +284,17 @@ def test_process_supervision_wants_rewards_of_single_tokens() -> None:
             {"eval_steps": 0},
             "^eval.eval_steps=0 must be at least 1, or None .only before the first and after the last.$",
         ),
+        ({"beta": -1}, "^kl.beta=-1 must be at least 0$"),
+        ({"processing_class": None}, "^unknown key 'processing_class': pass the tokenizer as tokenizer=$"),
+        ({"top_p": 0.9}, "set eval_top_p: only evaluation can have it, because truncated sampling biases"),
+        ({"epochs": 3}, "set num_train_epochs$"),
+        ({"optimizers": (None, None)}, "the optimizer is AdamW"),
+        ({"compute_metrics": print}, "pass reward functions"),
         ({"weight_decay": -1}, "^optimizer.weight_decay=-1 must be at least 0$"),  # which has no None
-        ({"sync_ref_model": False}, "leave it out, False asks for nothing; otherwise: set ref_model_sync_steps, with"),
+        ({"sync_ref_model": False}, "leave it out .False is what happens anyway., or set ref_model_sync_steps, with"),
         ({"sync_ref_model": True}, "unknown key 'sync_ref_model': set ref_model_sync_steps, with"),
         ({"shuffle_dataset": False}, "unknown key 'shuffle_dataset': set shuffle$"),  # it is on otherwise
-        ({"shuffle_dataset": None}, "leave it out, None asks for nothing; otherwise: set shuffle$"),
+        ({"shuffle_dataset": None}, "leave it out .None has no effect., or set shuffle$"),
         ({"resume": True}, "^resume=True is not a valid choice: set resume=auto, with run_name, for the newest"),
         ({"resume": "latest"}, "^resume='latest' is not a valid choice: set resume=auto, with run_name"),
         ({"resume": False}, "^resume=False is not a valid choice: leave it out to begin a new run$"),

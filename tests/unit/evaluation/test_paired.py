@@ -9,7 +9,7 @@ import pytest
 from hybrid_rl.errors import DataError
 from hybrid_rl.evaluation import paired
 from hybrid_rl.evaluation.paired import paired_test
-from hybrid_rl.evaluation.samples import EvalSamples, grouped
+from hybrid_rl.evaluation.samples import EvalSamples, Evaluations, grouped
 
 
 def mcnemar(better, worse):
@@ -74,8 +74,10 @@ def test_the_same_policy_is_called_different_as_often_as_it_should():
 
 def test_the_verdict_in_words():
     better = paired_test([0.0] * 20 + [1.0] * 20, [1.0] * 40)
-    assert better.verdict("old", "new").startswith("new is better than old: new against old is +50.0 points (95 %")
-    assert paired_test([1.0] * 40, [0.0] * 20 + [1.0] * 20).verdict("old", "new").startswith("old is better than new")
+    assert better.verdict("old", "new").startswith("new is better than old by 50.0 points (95 % interval ")
+    worse = paired_test([1.0] * 40, [0.0] * 20 + [1.0] * 20).verdict("old", "new")
+    assert worse.startswith("old is better than new by 50.0 points (95 % interval ")
+    assert "better on 20, worse on 0 of 40" in worse and "interval -" not in worse
     noise = paired_test([0.0, 1.0, 1.0], [1.0, 1.0, 1.0]).verdict()
     assert noise.startswith("This may be noise") and "p = 1.000" in noise
     assert paired_test([1.0] * 3, [1.0] * 3).p_value == 1.0
@@ -156,3 +158,18 @@ def test_samples_are_grouped_by_prompt_and_survive_a_file():
     assert EvalSamples.of_json(made.to_json()) == made
     with pytest.raises(DataError, match="not the samples of an evaluation: KeyError"):
         EvalSamples.of_json({})
+
+
+def test_evaluations_print_as_a_table() -> None:
+    """2 of 3 samples are right: 100 % of one prompt, half of the other. Lengths 1, 2 and 6, of which two ended."""
+    one = EvalSamples(["a" * 16, "b"], [[1.0], [1.0, 0.0]], [[1], [2, 6]], [[True], [True, False]], None, 8)
+    unknown = EvalSamples(["0"], None, [[1]], [[True]], None, 8)
+    lines = repr(Evaluations({"": one, "hard": unknown})).splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        ["set", "prompts", "samples", "accuracy"],
+        ["eval", "2", "3", "75.0"],
+        ["hard", "1", "1", "-"],
+    ]
+    assert lines[1].split()[-3:] == ["3.0", "67", "%"]
+    assert repr(Evaluations()) == "Evaluations(): nothing was evaluated yet"
+    assert repr(one).startswith("EvalSamples(2 prompts, 3 samples, accuracy 75.0 %") and "aaaa" not in repr(one)

@@ -149,7 +149,7 @@ def test_a_wrapper_is_async_if_the_function_is():
 
 
 def test_a_wrong_number_of_values_is_named():
-    with pytest.raises(ValueError, match="<lambda> returned 1 values for 2 completions"):
+    with pytest.raises(ValueError, match="<lambda> returned 1 value for 2 completions"):
         cosine_reward(lambda completions: [1.0], 4)(completions=["a", "b"], **made(1, 1))
 
 
