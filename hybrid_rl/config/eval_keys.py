@@ -25,7 +25,7 @@ class EvalConfig:
     success_reward: float | None = key(
         None,
         "smallest value of the first reward function (or of success_functions) at which a sample counts as right in "
-        "eval/accuracy, pass@k and maj@k; None = 1 if it gives only 0 and 1, else there is no accuracy",
+        "eval/accuracy, pass@k and maj@k; None = 1 as long as a run has seen only 0 and 1, else there is no accuracy",
     )
     success_functions: list[str] = key(
         [],

@@ -17,14 +17,23 @@ from hybrid_rl.evaluation.samples import EvalSamples, grouped
 ANSWER = "extracted_answer"  # the column of log_extra in which a reward function leaves what it read in a completion
 
 
+@dataclass
+class Grades:
+    """Whether rewards other than 0 and 1 were seen in a run. From then on it has no accuracy without success_reward:
+    one that came back whenever all values happen to be 0 or 1 would mean something else each time."""
+
+    are_seen: bool = False
+
+
 @dataclass(frozen=True)
 class SuccessRule:
     """Which samples are successful. columns: of the reward functions that say so; of each sample the first of them that
     gives it a value. The others only shape the reward. threshold: the smallest value that is a success; None: 1, if all
-    values are 0 or 1, else it is not known."""
+    values are 0 or 1, and those before were, else it is not known. grades: what a run remembers of those before."""
 
     columns: tuple[int, ...] = (0,)
     threshold: float | None = None
+    grades: Grades | None = None
 
     def values(self, batch: AnyBatch) -> Tensor:
         """Return what the functions gave to each of M trajectories, float64 [M]; NaN if they do not apply."""
@@ -45,8 +54,12 @@ class SuccessRule:
         """
         values = self.values(batch)
         known = values[~values.isnan()]
-        if self.threshold is None and not (known.numel() and ((known == 0) | (known == 1)).all()):
-            return None
+        if self.threshold is None:
+            is_graded = not bool(((known == 0) | (known == 1)).all())
+            if self.grades is not None:
+                is_graded = self.grades.are_seen = self.grades.are_seen or is_graded
+            if is_graded or not known.numel():
+                return None
         right = (values >= (1.0 if self.threshold is None else self.threshold)).double()
         has_reward = ~batch["rewards"][Trajectories.of(batch).first].isnan()
         return torch.where(values.isnan() & has_reward, torch.nan, right)

@@ -17,7 +17,7 @@ from hybrid_rl.evaluation.samples import ACCURACY, EvalSamples
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
-from hybrid_rl.rollout.successes import SuccessRule, eval_samples
+from hybrid_rl.rollout.successes import Grades, SuccessRule, eval_samples
 from hybrid_rl.workers.groups import PolicyGroup
 
 SINGLE = ""  # the name of a set that has none
@@ -74,9 +74,11 @@ def rows_of(sets: Sets) -> dict[str, list[PromptRow]]:
     return {name: [source[index] for index in range(len(source))] for name, source in sets.items()}
 
 
-def success_rule(config: TrainerConfig, names: Sequence[str], num_added: int) -> SuccessRule | None:
-    """Return what counts as a success. names: of the reward functions, the last num_added of which are not the user's.
-    None if all of them are such. Raises ConfigError for a name that no function has."""
+def success_rule(
+    config: TrainerConfig, names: Sequence[str], num_added: int, grades: Grades | None = None
+) -> SuccessRule | None:
+    """Return what counts as a success. names: of the reward functions, the last num_added of which are not the user's;
+    grades: of the run. None if all of them are such. Raises ConfigError for a name that no function has."""
     own, asked = names[: len(names) - num_added], config.eval.success_functions
     if unknown := [name for name in asked if name not in own]:
         raise ConfigError(
@@ -85,7 +87,7 @@ def success_rule(config: TrainerConfig, names: Sequence[str], num_added: int) ->
         )
     if not own:
         return None
-    return SuccessRule(tuple(own.index(name) for name in asked) or (0,), config.eval.success_reward)
+    return SuccessRule(tuple(own.index(name) for name in asked) or (0,), config.eval.success_reward, grades)
 
 
 class Evaluator:

@@ -21,6 +21,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.rewards import RewardList
 from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.rollout.successes import Grades
 from hybrid_rl.run.agents import reward_sources
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_rewards
@@ -186,6 +187,8 @@ class Live(Tenant):
         scoring: dict[str, Any] = {"rewards": rewards or run.rewards, "reward_names": names or run.reward_names}
         after = dataclasses.replace(run, config=config, **params, **scoring)
         is_other = rewards is not None or config.rewards != run.config.rewards
+        if rewards is not None:
+            after = dataclasses.replace(after, grades=Grades())
         num_steps = after.num_optimizer_steps, after.num_critic_steps
         self.policy.reconfigure(config, num_steps, after.rewards if is_other else None)
         self._run, self._changed = after, (*self._changed, *made)

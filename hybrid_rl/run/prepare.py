@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from hybrid_rl.models.load import DTYPES, media_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
-from hybrid_rl.rollout.successes import SuccessRule
+from hybrid_rl.rollout.successes import Grades, SuccessRule
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
@@ -258,6 +258,7 @@ class Run:
     plan: MemoryPlan | None = None  # of memory, if one was made
     agents: AgentSetup | None = None  # what makes trajectories of many turns
     given: frozenset[str] = frozenset()  # paths of the keys that were set
+    grades: Grades = field(default_factory=Grades)
 
     @property
     def module(self) -> PreTrainedModel | None:
@@ -272,7 +273,7 @@ class Run:
     @property
     def success(self) -> SuccessRule | None:
         """What counts as a success."""
-        return success_rule(self.config, self.reward_names, self.rewards.num_added)
+        return success_rule(self.config, self.reward_names, self.rewards.num_added, self.grades)
 
     @property
     def about(self) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.rollout.successes import SuccessRule
+from hybrid_rl.rollout.successes import Grades, SuccessRule
 from tests.tiny import exact, sums
 
 NAN = math.nan
 
 
-def of(values, threshold=None, rewards=None, groups=None):
+def of(values, threshold=None, rewards=None, groups=None, grades=None):
     """values: of the first function, in groups of two; a second one gives 5 each."""
     rewards = [value + 5 for value in values] if rewards is None else rewards
     columns = {
@@ -20,7 +20,7 @@ def of(values, threshold=None, rewards=None, groups=None):
         "rewards": torch.tensor(rewards, dtype=torch.float64),
         "group": torch.tensor(groups or [n // 2 for n in range(len(values))]),
     }
-    return SuccessRule(threshold=threshold).metrics(Batch(columns))
+    return SuccessRule(threshold=threshold, grades=grades).metrics(Batch(columns))
 
 
 def test_the_other_functions_do_not_count():
@@ -35,6 +35,15 @@ def test_of_numbers_between_nobody_knows_what_is_right():
     assert of([4.0, 5.0]) == {}
     assert of([0.0, 0.3, 1.0, 0.0], threshold=0.3) == {"pass@1": 0.5, "pass@2": 1.0}
     assert of([0.0, 0.0], threshold=0.0) == {"pass@1": 1.0, "pass@2": 1.0}
+
+
+def test_a_run_with_rewards_between_has_no_accuracy_later_either():
+    grades = Grades()
+    assert of([1.0, 0.0], grades=grades) == {"pass@1": 0.5, "pass@2": 1.0}
+    assert of([1.0, 0.3], grades=grades) == {}
+    assert of([1.0, 1.0], grades=grades) == {}
+    assert of([1.0, 1.0], grades=grades, threshold=1.0) == {"pass@1": 1.0, "pass@2": 1.0}
+    assert of([1.0, 1.0], grades=Grades()) == {"pass@1": 1.0, "pass@2": 1.0}
 
 
 def test_what_failed_is_wrong_and_what_does_not_apply_is_left_out():
