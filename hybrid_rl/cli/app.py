@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 from collections.abc import Callable, Sequence
 
@@ -62,6 +63,9 @@ for _panel, _commands in PANELS.items():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `hybrid-rl`; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale such as C cannot show every character of a prompt
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(list(sys.argv[1:] if arguments is None else arguments), prog_name="hybrid-rl")
     except SystemExit as ended:

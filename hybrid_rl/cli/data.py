@@ -39,6 +39,6 @@ def show_data(
     config, _ = load_config(files[-1] if files else None, arguments=arguments)
     functions = [load_reward(reference) for reference in rewards]
     found = preview(file, config=config, reward_funcs=functions or None, num_shown=rows)
-    print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else found)
+    print(json.dumps(found.to_dict(), indent=2) if as_json else found)
     if not found.would_start:
         raise typer.Exit(1)
