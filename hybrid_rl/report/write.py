@@ -37,6 +37,8 @@ def write_report(runs: Sequence[str | Path] | str | Path, target: str | Path | N
     data = report_data(unique)
     if target is None:
         target = unique[0] / NAME if len(unique) == 1 else Path(NAME)
+    if not str(target).strip():
+        raise ConfigError("the file of the report has an empty name; name one, or leave it out")
     path = Path(target)
     path = path / NAME if path.is_dir() else path
     try:

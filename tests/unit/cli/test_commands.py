@@ -69,6 +69,15 @@ def test_what_is_piped_ends_where_its_text_ends(capsys: pytest.CaptureFixture[st
     assert len(lines) > 10 and [line for line in lines if line != line.rstrip()] == []
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+@pytest.mark.parametrize("command", ["version", "keys"])
+def test_a_full_disk_is_one_message(capsys: pytest.CaptureFixture[str], monkeypatch, command: str) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert main([command]) == 1
+    assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+
+
 def test_doctor_describes_machine_and_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "not there" / "yet"
     assert main(["doctor", f"output_dir={folder}"]) == 0
