@@ -41,12 +41,28 @@ _HOMES = {
     "evaluate_checkpoint": "hybrid_rl.run.checkpoints",
 }
 
+# Names by which others know what is here.
+_ELSEWHERE = {
+    "GRPOTrainer": "from hybrid_rl import Trainer as GRPOTrainer",
+    **dict.fromkeys(("RLOOTrainer", "PPOTrainer"), "from hybrid_rl import Trainer, and pass algorithm='rloo' or 'ppo'"),
+    "SFTTrainer": "from hybrid_rl import Trainer, and pass algorithm='sft'",
+    **dict.fromkeys(
+        ("GRPOConfig", "RLOOConfig", "PPOConfig", "TrainingArguments"),
+        "settings are keywords of Trainer, and args= takes TRL's own GRPOConfig",
+    ),
+    "TrainerCallback": "from hybrid_rl import Callback",
+    "accuracy_reward": "from hybrid_rl.rewards import accuracy_reward",
+    **dict.fromkeys(("Batch", "BatchRef"), "from hybrid_rl.batch import Batch, BatchRef"),
+}
+
 
 def __getattr__(name: str) -> Any:
     # Lazy, so that `import hybrid_rl.algos` loads only torch.
     if name in _HOMES:
         with told("PyTorch and transformers"):
             return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _ELSEWHERE:  # `from hybrid_rl import X` would not show an AttributeError
+        raise ImportError(f"hybrid_rl has no {name}: {_ELSEWHERE[name]}", name="hybrid_rl")
     raise AttributeError(f"module 'hybrid_rl' has no attribute {name!r}")
 
 

@@ -21,7 +21,6 @@ from hybrid_rl.errors import (
     DivergedError,
     HybridRLError,
     NoSignalError,
-    NotYetSupportedError,
     do_all,
 )
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
@@ -39,12 +38,13 @@ from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
+from hybrid_rl.run.missing import explained, refuse_adapters
 from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
-from hybrid_rl.run.start import make_collector, make_sampler, start_workers, starting
+from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
 
@@ -93,10 +93,7 @@ class Trainer(Evaluating):
         **overrides: Any,
     ) -> None:
         super().__init__()
-        if peft_config is not None:
-            raise NotYetSupportedError(
-                "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
-            )
+        refuse_adapters(peft_config)
         self._callbacks = checked_callbacks(callbacks)
         data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)
@@ -124,12 +121,11 @@ class Trainer(Evaluating):
         self._sampler = make_sampler(run)
         self._first_length = run.config.rollout.max_completion_length
         self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
-        self._signal_watch = SignalWatch(run.config, is_chat=run.is_chat)
-        self._last_metrics = Metrics()
+        self._signal_watch, self._last_metrics = SignalWatch(run.config, is_chat=run.is_chat), Metrics()
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
-        for note in run.data.notes:
+        for note in notes_of(run):
             self._log.display.message(note)
         if run.memory.offload:
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
@@ -154,6 +150,7 @@ class Trainer(Evaluating):
 
     # --------------------------------------------------------------------------------------------- the loop
 
+    @explained
     def fit(self, steps: int | None = None) -> Metrics:
         """Train until max_steps and return the metrics of the last step. Evaluates before the first and after the last.
 
@@ -225,6 +222,7 @@ class Trainer(Evaluating):
             self._log.display.message(self._nothing_to_do())
         self._log.display.start(self.global_step)
         ends = (
+            lambda begun=self.global_step: self._signal_watch.end(begun),
             lambda: self._notify("on_fit_end"),
             lambda: self._pictures.draw(self.global_step),
             lambda: self._log.stop(self.policy.lost_samples()),
@@ -248,7 +246,8 @@ class Trainer(Evaluating):
 
     def _nothing_to_do(self) -> str:
         done = f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
-        return f"{done}; trainer.fit(steps=20) trains 20 more steps ({self.run_folder})"
+        more = "trainer.fit(steps=20) trains 20 more, and trainer.max_steps += 1 allows another trainer.step()"
+        return f"{done}; {more} ({self.run_folder})"
 
     def _keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
@@ -301,6 +300,7 @@ class Trainer(Evaluating):
 
     # ------------------------------------------------------------------------------ evaluation and generation
 
+    @explained
     def generate(
         self,
         prompts: Sequence[Any] | Mapping[str, Any] | str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import textwrap
@@ -20,6 +21,9 @@ from hybrid_rl.errors import DataError
 if TYPE_CHECKING:
     import pandas
 
+# What is looked for in attributes of a batch.
+TEXTS = frozenset({"completions", "prompts", "texts", "reward", "advantage", "responses", "sequences"})
+EXAMPLES = ("batch['completion_ids']", "batch['rewards']")
 # The numbers of a token, by its attribute, and the columns that they come from.
 TOKEN_COLUMNS = {
     "version": "policy_version",
@@ -182,6 +186,13 @@ class Readable(Mapping[str, Any]):
         self._reader = reader
         return self
 
+    if not TYPE_CHECKING:  # or every misspelled attribute would pass the type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """Say where that is which people look for in an attribute."""
+            advice = "" if name.startswith("_") else _advice(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
+
     def samples(self) -> list[Sample]:
         """Return the samples one by one, in order, on one rank and on many."""
         batch = self.load()
@@ -265,3 +276,13 @@ def _records(batch: Mapping[str, Any], samples: Sequence[Sample]) -> Iterator[di
         for home, values in (("row", sample.row), ("extra", sample.extra)):
             record |= {f"{home}/{name}" if name in record else name: value for name, value in values.items()}
         yield record
+
+
+def _advice(name: str) -> str:
+    """Return where a batch has what is looked for in an attribute of this name."""
+    if name in FIELDS:
+        return f": it is a column, batch[{name!r}]"
+    if name in TEXTS:
+        return ": samples() has texts and rewards sample by sample, and to_pandas() as a table"
+    near = difflib.get_close_matches(name, [one for one in dir(Readable) if not one.startswith("_")], n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; columns are read as {' or '.join(EXAMPLES)}"

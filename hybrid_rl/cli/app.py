@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_full(error: OSError) -> int:
-    """Say that the output cannot be written, unless its reader wants no more; return the exit status. What is left of it is dropped, or Python would
-    complain about it at its end."""
+    """Say that the output cannot be written, unless its reader wants no more, and return the exit status. What is left
+    of it is dropped, or Python would complain about it at its end."""
     if error.errno != errno.EPIPE:
         print(f"cannot write the output: {error.strerror}", file=sys.stderr)
     with open(os.devnull, "w") as nothing, contextlib.suppress(OSError, io.UnsupportedOperation):

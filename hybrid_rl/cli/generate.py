@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from hybrid_rl.errors import ConfigError, DataError, HybridRLError
 if TYPE_CHECKING:
     from hybrid_rl import Generation, Trainer
 
+DEFAULT_LENGTH = 512
+KEY = re.compile(r"[A-Za-z_][\w.]*")
 CHAT_HELP = """/system TEXT   a system prompt, from the next message on; without TEXT none
 /set NAME VALUE   temperature, top_p, top_k, min_p, repetition_penalty, seed or max_completion_length
 /again         another answer to the last message
@@ -39,7 +42,10 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text itself, without the chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per completion.")] = False,
     num_generations: Annotated[int, typer.Option(metavar="N", help="Completions per prompt.")] = 1,
-    max_completion_length: Annotated[int, typer.Option(metavar="TOKENS", help="Longest completion.")] = 512,
+    max_completion_length: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", help="Longest completion; by default that of a checkpoint's run, else 512."),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy; 1 is how training samples.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0: from all.")] = 0,
@@ -60,9 +66,10 @@ def generate(
       hybrid-rl generate MODEL --prompt "37+48=" --raw --num-generations 4
       hybrid-rl generate MODEL device=cpu dtype=float32 attention=sdpa
     """
+    folder = checkpoint_of(model)
     sampling: dict[str, Any] = {
         "num_generations": num_generations,
-        "max_completion_length": max_completion_length,
+        "max_completion_length": length_of(folder) if max_completion_length is None else max_completion_length,
         "seed": seed,
         "temperature": temperature,
         "top_p": top_p,
@@ -70,11 +77,12 @@ def generate(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
+    settings = taken(settings or [], sampling)
     given = prompts_of(prompt or [], file)
     is_chat = given is None and sys.stdin.isatty()
     if given is None and not is_chat:
         given = [sys.stdin.read().strip("\n")]
-    with opened(checkpoint_of(model), settings or [], max_completion_length) as trainer:
+    with opened(folder, settings, sampling["max_completion_length"]) as trainer:
         if not raw and trainer.tokenizer.chat_template is None:
             raw = True
             print("the model has no chat template, so it completes the bare text", file=sys.stderr)
@@ -85,6 +93,34 @@ def generate(
             return
         asked = [as_prompt(one, system, raw=raw) for one in given or ()]
         print_generations(trainer.generate(asked, **sampling), as_json=as_json)
+
+
+def taken(settings: Sequence[str], sampling: dict[str, Any]) -> list[str]:
+    """Move options that are written like keys (temperature=0) into `sampling`; return the other settings. Raises
+    ConfigError for what is no setting: a prompt, most likely."""
+    rest = []
+    for word in settings:
+        name, equals, value = word.partition("=")
+        if not equals or not KEY.fullmatch(name):
+            raise ConfigError(f"{word!r} is not of the form KEY=VALUE; a prompt is given as --prompt {word!r}")
+        if name not in sampling:
+            rest.append(word)
+            continue
+        try:
+            sampling[name] = type(sampling[name])(value)
+        except ValueError as error:
+            raise ConfigError(f"{word}: {value!r} is not of type {type(sampling[name]).__name__}") from error
+    return rest
+
+
+def length_of(model: str) -> int:
+    """Return max_completion_length of the run that wrote a checkpoint; DEFAULT_LENGTH for other models."""
+    from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
+
+    if not (Path(model) / STATE_FILE).is_file():
+        return DEFAULT_LENGTH
+    config = read_state(Path(model), ("config",))["config"]
+    return int(config.get("rollout", {}).get("max_completion_length", DEFAULT_LENGTH))
 
 
 def prompts_of(texts: Sequence[str], file: Path | None) -> list[Any] | None:

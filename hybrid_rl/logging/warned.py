@@ -11,7 +11,8 @@ AGAIN = {"may_repeat": True}
 
 
 class LibraryWarnings(logging.Handler):
-    """Shows what the library logs from warnings upwards, and drops texts that were logged before.
+    """Shows what the library logs from warnings upwards, and drops texts that were logged before. Of several Trainers
+    that are open the last one does this, so that a new one warns of what an earlier one warned of too.
 
     show: called with the text and "warning" or "error". If the program has set up logging itself, its handlers show
     them instead, unless is_json.
@@ -26,12 +27,17 @@ class LibraryWarnings(logging.Handler):
         library.addHandler(self)
 
     def _is_new(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING or getattr(record, "may_repeat", False):
+        if record.levelno < logging.WARNING or getattr(record, "may_repeat", False) or not self._is_last:
             return True
         text = record.getMessage()
         is_new = text not in self._seen
         self._seen.add(text)
         return is_new
+
+    @property
+    def _is_last(self) -> bool:
+        ours = [handler for handler in logging.getLogger(LIBRARY).handlers if isinstance(handler, LibraryWarnings)]
+        return not ours or ours[-1] is self
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a record, unless others do."""
@@ -39,8 +45,7 @@ class LibraryWarnings(logging.Handler):
         others = [*library.handlers, *(logging.getLogger().handlers if library.propagate else ())]
         if not self._is_json and any(not isinstance(handler, LibraryWarnings) for handler in others):
             return
-        # Of several Trainers that are open, the last one shows what is logged.
-        if [handler for handler in library.handlers if isinstance(handler, LibraryWarnings)][-1] is self:
+        if self._is_last:
             self._show(record.getMessage(), "warning" if record.levelno < logging.ERROR else "error")
 
     def close(self) -> None:

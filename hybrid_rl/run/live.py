@@ -28,6 +28,7 @@ from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.agents import reward_sources
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_rewards
+from hybrid_rl.run.missing import attribute_advice, callback_advice
 from hybrid_rl.run.others import ARGUMENTS, Tenant
 from hybrid_rl.run.prepare import Run, device_of, sampling_params
 from hybrid_rl.run.signature import KeySignature
@@ -72,7 +73,7 @@ NOT_KEYS = ("reward_funcs", "callbacks", "max_steps")
 SAMPLED = frozenset(field_types(SampledEvalConfig)) - frozenset(field_types(EvalConfig))  # of sampled evaluation
 PARTS = ("policy", "collector", "module", "run_folder")  # of a Trainer, which it works with
 BY_LENGTH = ("linear", "cosine")  # schedules that depend on the length of the run
-REWARDS = "reward_funcs"
+REWARDS, LENGTH = "reward_funcs", "max_steps"
 
 
 @dataclass(frozen=True)
@@ -236,19 +237,15 @@ class Live(Tenant):
         return setup, names
 
     def _follow_length(self) -> None:
-        """Let the schedule of the learning rate, and the display, follow max_steps if it was set since."""
+        """Let configuration, display and the schedule of the learning rate follow max_steps if it was set since."""
         if self.max_steps == self._run.max_steps:
             return
         self._log.display.retotal(self.max_steps)
         schedule = self.config.optimizer.lr_scheduler_type
-        if schedule not in BY_LENGTH:
-            self._run = dataclasses.replace(self._run, max_steps=self.max_steps)
-            return
-        self._log.display.message(
-            f"max_steps is {self.max_steps} instead of {self._run.max_steps}: the {schedule} schedule of the learning "
-            "rate now ends there"
-        )
-        self._apply(self.config)
+        change = Change(self.global_step, LENGTH, self._run.max_steps, self.max_steps)
+        stretched = f"; the {schedule} schedule of the learning rate now ends there" if schedule in BY_LENGTH else ""
+        self._apply(dataclasses.replace(self.config, max_steps=self.max_steps), [change])
+        self._log.display.message(f"set after step {change.step}: {change}{stretched}")
 
     def _length_for(self, steps: int | None) -> int:
         """Return the step after which `fit(steps)` ends. Raises max_steps if it is below that."""
@@ -273,8 +270,8 @@ class Live(Tenant):
         delete_oldest(self.run_folder, self.config.checkpoints.save_total_limit, (*kept, self._run.resume))
 
     def _changes_state(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint records of changes."""
-        return [dataclasses.asdict(change) for change in self._changed]
+        """Return what a checkpoint records of changes. A resumed run has the length that it is given."""
+        return [dataclasses.asdict(change) for change in self._changed if change.key != LENGTH]
 
     def _carry_on(self, state: Mapping[str, Any]) -> None:
         """Go on with what was set while the resumed run was live: a key that still has the value with which that run
@@ -317,7 +314,10 @@ class Live(Tenant):
                     + (", it exists with eval_temperature above 0" if name in SAMPLED else "")
                     + " (trainer.config shows all)"
                 )
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            advice = "" if name.startswith("_") else attribute_advice(name, dir(self))
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}" + (f": {advice}" if advice else "")
+            )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *LIVE})
@@ -326,11 +326,14 @@ class Live(Tenant):
         if self._is_made and not name.startswith("_"):
             if name == "max_steps":
                 self._require_open()
-                value = checked_length(value)
-            elif name in LIVE:
+                super().__setattr__(name, checked_length(value))
+                if not self._is_busy:  # or the next step follows
+                    self._follow_length()
+                return
+            if name in LIVE:
                 self.set(**{name: value})
                 return
-            elif refusal := self._refusal(name):
+            if refusal := self._refusal(name):
                 raise ConfigError(refusal)
         super().__setattr__(name, value)
 
@@ -421,6 +424,6 @@ def checked_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     for callback in given:
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks has {callback!r} of type {type(callback).__name__}; give instances of Callback"
+                f"callbacks has {callback!r} of type {type(callback).__name__}: {callback_advice(callback)}"
             )
     return given

@@ -142,10 +142,15 @@ class Tenant:
                 f"the update after step {self.global_step} was interrupted: make a new Trainer, with resume="
             )
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the workers compute something."""
+        return self._guard.is_stepping or self._is_computing
+
     def _require_idle(self, what: str) -> None:
         """Require an open Trainer whose workers are free: a reward function that called them would wait for itself."""
         self._require_open()
-        if self._guard.is_stepping or self._is_computing:
+        if self._is_busy:
             busy = "a training step" if self._guard.is_stepping else "an evaluation or generation"
             raise EngineStateError(f"{busy} is running; {what} before or after it, or from a callback's on_step_end")
 

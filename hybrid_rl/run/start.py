@@ -21,7 +21,8 @@ from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.data.source import SizedSource
+from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
@@ -138,6 +139,23 @@ def make_sampler(run: Run) -> PromptSampler:
         weights=data.dataset_weights,
         floor=data.curriculum_floor,
     )
+
+
+def notes_of(run: Run) -> list[str]:
+    """Return what to say about the data before a run: how it is read, and whether the last prompts of its epochs are
+    never used."""
+    source, config = run.data.train, run.config
+    if not isinstance(source, SizedSource) or type(make_sampler(run)) is not PromptSampler:
+        return run.data.notes
+    num_unused = len(source) - run.max_steps * config.data.prompts_per_step
+    if config.max_steps is not None or config.algorithm.max_refills or num_unused <= 0:
+        return run.data.notes
+    return [
+        *run.data.notes,
+        f"{num_unused:,} of {len(source):,} prompts are never used: num_train_epochs={config.num_train_epochs:g} makes "
+        f"{counted(run.max_steps, 'step')} of prompts_per_step={config.data.prompts_per_step}; raise num_train_epochs "
+        "or max_steps, or lower prompts_per_step",
+    ]
 
 
 def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:

@@ -95,7 +95,8 @@ class SignalWatch:
     - A reward function gave the same number to all completions since the run began: it says nothing so far.
     - The gradient was 0, though there were advantages.
 
-    And of a single step in which every trajectory of agents ran into trajectory_timeout_seconds. is_chat: whether
+    At the end of a `fit()` too short for the first of these, it says so if none of its steps taught anything. And it
+    warns of a single step in which every trajectory of agents ran into trajectory_timeout_seconds. is_chat: whether
     completions are lists of messages.
     """
 
@@ -107,6 +108,7 @@ class SignalWatch:
         self._seconds = config.agents.trajectory_timeout_seconds
         self._is_chat = is_chat
         self._num_mute = self._num_still = 0
+        self._last: tuple[int, Mapping[str, float]] = 0, {}  # the last of the steps in a row that taught nothing
         self._same: dict[str, tuple[float, int]] = {}  # of each function: its only value, and for how many steps
         self._told: set[str] = set()
 
@@ -123,6 +125,7 @@ class SignalWatch:
         is_mute = metrics.get("advantages/zero_share", 1.0) == 1.0  # absent if no token is in the loss
         self._num_mute = self._num_mute + 1 if is_mute else 0
         self._num_still = self._num_still + 1 if metrics.get("grad_norm") == 0.0 and not is_mute else 0
+        self._last = step, dict(metrics)
         silent = self._silent_functions(metrics)
         if self._num_mute >= NUM_MUTE_STEPS:
             self._tell(
@@ -144,6 +147,17 @@ class SignalWatch:
                 f"the gradient was 0 in the last {self._num_still} training steps, up to step {step}, though "
                 "completions had advantages: check which parameters of the model require gradients, and whether the "
                 "policy loss clips everything (clip_ratio)",
+            )
+
+    def end(self, begun: int) -> None:
+        """Warn if all steps since `begun` taught nothing, and there were too few of them for the usual warning."""
+        step, metrics = self._last
+        if step > begun and NUM_MUTE_STEPS > self._num_mute >= step - begun:
+            steps = f"training step {step}" if step == begun + 1 else f"training steps {begun + 1} to {step}"
+            self._tell(
+                "mute",
+                f"{steps} taught nothing: no completion had an advantage, so the rewards gave no gradient. "
+                f"{self._reason(metrics)}",
             )
 
     def _silent_functions(self, metrics: Mapping[str, float]) -> list[str]:

@@ -340,7 +340,7 @@ def test_global_random_state_is_left_alone(make_trainer) -> None:
 
 
 def test_a_callback_that_is_none_is_refused_before_anything_is_loaded(make_trainer) -> None:
-    with pytest.raises(ConfigError, match="callbacks has .* of type int; give instances of Callback"):
+    with pytest.raises(ConfigError, match="callbacks has .* of type int: write a subclass of hybrid_rl.Callback"):
         make_trainer("no such folder", callbacks=[7])
 
 

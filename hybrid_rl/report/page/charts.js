@@ -90,7 +90,7 @@ function guidesOf(chart, traces) {
       shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: guide.high, y1: guide.high, line: { color, width: 1.3, dash: "dash" } });
     }
     annotations.push({ xref: "paper", x: 1, xanchor: "right", y: chart.log ? Math.log10(guide.high) : guide.high, yanchor: good ? "top" : "bottom",
-      text: escaped(guide.says), showarrow: false, font: { size: 10, color } });
+      text: escaped(guide.says), showarrow: false, font: { size: 10, color }, bgcolor: css("--card"), borderpad: 1 });  // readable over a curve
     range = [Math.min(range ? range[0] : lowest, guide.low ?? guide.high), Math.max(range ? range[1] : highest, guide.high)];
   }
   return { shapes, annotations, told, range: range && [Math.min(range[0], lowest), Math.max(range[1], highest)] };
@@ -116,6 +116,8 @@ function chartCard(chart, runs) {
       const [low, high] = guides.range;
       yaxis.range = chart.log ? [Math.log10(low) - 0.4, Math.log10(high) + 0.6] : [low - 0.06 * (high - low), high + 0.12 * (high - low)];
     }
+    const values = traces.flatMap((trace) => trace.y);
+    if (!chart.log && !yaxis.range && values.length && values.every((value) => value === 0)) yaxis.range = [-0.05, 1];
     Plotly.react(plot, traces, baseLayout({ shapes: guides.shapes, annotations: guides.annotations, yaxis,
       xaxis: { title: { text: AXES[view.axis], font: { size: 11 } } }, showlegend: traces.length > 1 || runs.length > 1 }), CONFIG);
   });

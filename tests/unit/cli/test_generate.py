@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hybrid_rl.cli import main
-from hybrid_rl.cli.generate import Chat, as_prompt, checkpoint_of, prompts_of
+from hybrid_rl.cli.generate import Chat, as_prompt, checkpoint_of, length_of, prompts_of, taken
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rollout.generations import Generation
 from tests.tiny import build_model, build_tokenizer
@@ -47,6 +47,27 @@ def test_of_a_run_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
     assert checkpoint_of(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     assert checkpoint_of(str(tmp_path / "checkpoint-9")) == str(tmp_path / "checkpoint-9")
     assert checkpoint_of("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize("word", ["3+3=", "Count to 7", "What is x=1?"])
+def test_a_prompt_among_the_settings_is_told_of(word: str) -> None:
+    with pytest.raises(ConfigError, match="a prompt is given as --prompt"):
+        taken([word], {})
+
+
+def test_options_may_be_written_like_keys() -> None:
+    sampling = {"temperature": 1.0, "max_completion_length": 512}
+    assert taken(["temperature=0", "device=cpu", "max_completion_length=9"], sampling) == ["device=cpu"]
+    assert sampling == {"temperature": 0.0, "max_completion_length": 9}
+    with pytest.raises(ConfigError, match="'hot' is not of type float"):
+        taken(["temperature=hot"], sampling)
+
+
+def test_a_checkpoint_brings_the_length_of_its_run(tmp_path: Path) -> None:
+    assert length_of(str(tmp_path)) == length_of("Qwen/Qwen2.5-0.5B") == 512
+    state = {"global_step": 3, "config": {"rollout": {"max_completion_length": 12}}}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    assert length_of(str(tmp_path)) == 12
 
 
 class Echo:

@@ -318,6 +318,20 @@ def test_a_warning_is_shown_once(file: io.StringIO, monkeypatch: pytest.MonkeyPa
     assert file.getvalue().splitlines()[-1] == "warning: full disk"
 
 
+def test_a_new_run_warns_though_an_earlier_one_is_still_open(
+    file: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lone_logger = lone(monkeypatch)
+    first = ProgressDisplay(1, file=file)
+    lone_logger.warning("look")
+    second = ProgressDisplay(1, file=file)
+    lone_logger.warning("look")
+    lone_logger.warning("look")
+    second.close()
+    first.close()
+    assert file.getvalue().splitlines() == ["warning: look"] * 2
+
+
 def test_handlers_of_the_program_show_warnings_instead(file: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     lone_logger, theirs = lone(monkeypatch), io.StringIO()
     lone_logger.addHandler(logging.StreamHandler(theirs))

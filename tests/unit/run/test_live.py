@@ -72,7 +72,7 @@ def test_a_schedule_stretches_with_the_run(make_trainer, capsys) -> None:
     trainer.fit(steps=2)
     trainer.max_steps = 8
     assert trainer.step().metrics["learning_rate"] == pytest.approx(0.75e-2)
-    assert "max_steps is 8 instead of 4: the linear schedule" in capsys.readouterr().err
+    assert "max_steps 4 -> 8; the linear schedule" in capsys.readouterr().err
 
 
 def test_samples_are_drawn_and_trained_at_the_new_temperature(make_trainer) -> None:
@@ -141,7 +141,7 @@ def test_other_settings_act_in_the_next_step(make_trainer) -> None:
         ({"reward_funcs": lambda solution: [0.0]}, "requires the parameter 'solution', but the dataset has no such"),
         ({"reward_funcs": []}, "there is no reward"),
         ({"reward_funcs": [torch.nn.Linear(1, 1)]}, "a reward model, which is loaded when a Trainer is made"),
-        ({"callbacks": [3]}, "give instances of Callback"),
+        ({"callbacks": [3]}, "write a subclass of hybrid_rl.Callback"),
         ({"lr": 0.1}, "a Trainer has no such attribute; set learning_rate"),
         ({"temprature": 0.1}, "did you mean trainer.temperature?"),
         ({"callbacks": [Callback()], "learning_rate": -1}, "must be at least 0"),
@@ -295,3 +295,25 @@ def test_stop_iteration_in_a_callback(make_trainer) -> None:
     for call in (trainer.fit, lambda: list(trainer.steps())):
         with pytest.raises(HybridRLError, match=r"on_step_end of Stops raised StopIteration; .* call trainer.stop\(\)"):
             call()
+
+
+@pytest.mark.parametrize("by_fit", [True, False])
+def test_the_length_of_a_run_is_written_down_like_other_changes(make_trainer, capsys, by_fit: bool) -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.fit()
+    if by_fit:
+        trainer.fit(steps=1)
+    else:
+        trainer.max_steps = 2
+    assert trainer.max_steps == trainer.config.max_steps == 2
+    assert "set after step 1: max_steps 1 -> 2" in capsys.readouterr().err
+    text = (trainer.run_folder / "config.yaml").read_text()
+    assert "# after step 1: max_steps 1 -> 2" in text and "\nmax_steps: 2" in text
+
+
+def test_a_longer_run_is_resumed_with_the_length_that_is_given(make_trainer) -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.fit()
+    trainer.max_steps = 3
+    again = make_trainer(max_steps=2, resume=str(trainer.save()))
+    assert (again.max_steps, again.config.max_steps) == (2, 2)

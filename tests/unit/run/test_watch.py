@@ -297,6 +297,37 @@ def test_a_gradient_of_zero_is_told_of(caplog) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("steps", "begun", "expected"),
+    [
+        ([MUTE], 0, ["training step 1 taught nothing"]),
+        ([TAUGHT, MUTE, MUTE], 1, ["training steps 2 to 3 taught nothing"]),
+        ([MUTE, MUTE, MUTE], 0, []),  # the warning of the third step says it
+        ([MUTE, TAUGHT], 0, []),
+        ([TAUGHT, MUTE], 0, []),
+        ([MUTE], 1, []),  # no step
+    ],
+)
+def test_the_end_of_a_short_run_in_which_nothing_was_taught(steps, begun, expected, caplog) -> None:
+    watch = SignalWatch(TrainerConfig())
+    for step, metrics in enumerate(steps, 1):
+        watch.look(step, metrics)
+    caplog.clear()
+    watch.end(begun)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == expected
+
+
+def test_a_run_of_one_step_says_what_it_missed(make_trainer, caplog, capsys) -> None:
+    def same(completions, **_) -> list[float]:
+        return [0.5] * len(completions)
+
+    trainer = make_trainer(reward_funcs=same, train_dataset=sums(5), max_steps=None)
+    told = "1 of 5 prompts are never used: num_train_epochs=1 makes 1 step of prompts_per_step=4; raise"
+    assert told in capsys.readouterr().err
+    trainer.fit()
+    assert "training step 1 taught nothing" in caplog.text and "All rewards were 0.5" in caplog.text
+
+
 def test_a_learning_rate_that_ruins_a_model_is_told_of(make_trainer, caplog) -> None:
     make_trainer(learning_rate=1e6)
     assert "learning_rate=1e+06: AdamW moves each weight by about this much" in caplog.text

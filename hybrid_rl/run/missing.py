@@ -1,0 +1,115 @@
+"""Answers to what people who know TRL or transformers look for on a Trainer, and what this one calls otherwise."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+from hybrid_rl.config.habits import habit_of
+from hybrid_rl.config.load import leaf_names
+from hybrid_rl.errors import NotYetSupportedError
+from hybrid_rl.run.callbacks import Callback
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_METRICS = "metrics are what step(), fit() and evaluate() return, and metrics.jsonl in trainer.run_folder has all"
+_CALLBACKS = "assign a list, such as trainer.callbacks = [*trainer.callbacks, mine]"
+_OPTIMIZER = "it lives on the ranks; trainer.learning_rate and the like can be set between steps"
+_HUB = "nothing is uploaded; upload the folder that trainer.save() returns"
+# Attributes and methods of transformers.Trainer and GRPOTrainer.
+ELSEWHERE = {
+    "save_model": "use trainer.save(folder), which writes what from_pretrained reads",
+    "save_state": "trainer.save() writes the optimizer's state and the position in the data too",
+    **dict.fromkeys(("add_callback", "remove_callback", "pop_callback", "callback_handler"), _CALLBACKS),
+    "state": f"trainer.global_step and trainer.max_steps say where it is; {_METRICS}",
+    "control": "trainer.stop() ends fit() after the step that is running",
+    "args": "trainer.config has the settings",
+    **dict.fromkeys(("model", "model_wrapped"), "trainer.module is the model"),
+    **dict.fromkeys(("processing_class", "processor"), "use trainer.tokenizer"),
+    "predict": "use trainer.generate(prompts), or trainer.evaluate(rows) for rewards",
+    **dict.fromkeys(("log", "log_metrics", "save_metrics", "log_history"), _METRICS),
+    **dict.fromkeys(("push_to_hub", "init_hf_repo", "create_model_card"), _HUB),
+    **dict.fromkeys(("optimizer", "lr_scheduler", "create_optimizer", "create_scheduler"), _OPTIMIZER),
+    "training_step": "trainer.step() runs a step and returns its samples and metrics",
+    **dict.fromkeys(("compute_loss", "compute_metrics"), "losses and rewards are functions: see docs/algorithms.md"),
+    "get_train_dataloader": "trainer.train_dataset draws the prompts",
+    "eval_dataset": "trainer.evaluate() uses it; trainer.evaluate(rows) takes other rows",
+    "ref_model": "it lives on the ranks; there is one if beta is above 0",
+}
+# Arguments of methods, besides the keys that other libraries call so.
+ARGUMENTS = {
+    "resume_from_checkpoint": "pass resume= to Trainer: the folder of a checkpoint, or 'auto' for the newest",
+    "trial": "leave it out",
+    "do_sample": "temperature=0 is greedy",
+    "system_prompt": "begin the prompt, a list of messages, with one of the role system",
+}
+HOOKS = {
+    "on_train_begin": "on_fit_start(trainer)",
+    "on_step_end and on_log": "on_step_end(trainer, step, batch, metrics)",
+    "on_evaluate": "on_evaluate(trainer, step, metrics)",
+    "on_save": "on_save(trainer, step, folder)",
+    "on_train_end": "on_fit_end(trainer)",
+}
+
+
+def attribute_advice(name: str, known: Iterable[str]) -> str:
+    """Return what to use in place of an attribute that a Trainer lacks, "" if nothing is known. known: those it has."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    near = difflib.get_close_matches(name, [one for one in known if not one.startswith("_")], n=1, cutoff=0.8)
+    if near:
+        return f"did you mean trainer.{near[0]}?"
+    if name in leaf_names():
+        return "it is a key of the configuration: see trainer.config"
+    habit = habit_of(name)
+    return f"here it is called {habit.here}" if habit is not None and habit.here else ""
+
+
+def explained(method: Callable[P, R]) -> Callable[P, R]:
+    """Let a method answer an argument that it doesn't have with the name that it has for it (TypeError)."""
+    names = list(inspect.signature(method).parameters)
+
+    @functools.wraps(method)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        for name in keywords:
+            if name not in names:
+                raise TypeError(f"{method.__name__}() has no argument {name}{_argument_advice(name, names)}")
+        return method(*arguments, **keywords)
+
+    return call
+
+
+def _argument_advice(name: str, names: list[str]) -> str:
+    habit = habit_of(name)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    if name in ARGUMENTS:
+        return f": {ARGUMENTS[name]}"
+    if habit is not None and habit.here in names:
+        return f": it is called {habit.here}"
+    return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names[1:])}"
+
+
+def callback_advice(callback: Any) -> str:
+    """Return how to turn something that is no callback into one."""
+    advice = "write a subclass of hybrid_rl.Callback"
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        return f"it is a class; pass an instance: {callback.__name__}()"
+    if not any(base.__name__ == "TrainerCallback" for base in type(callback).__mro__):
+        return f"{advice} and pass an instance"
+    mapped = ", ".join(f"{theirs} is {ours}" for theirs, ours in HOOKS.items())
+    return (
+        f"that is a callback of transformers; {advice} instead (from hybrid_rl import Callback): {mapped}, and "
+        "control.should_training_stop = True is trainer.stop(). See docs/from_trl.md"
+    )
+
+
+def refuse_adapters(peft_config: Any) -> None:
+    """Raise NotYetSupportedError if adapters are asked for."""
+    if peft_config is not None:
+        raise NotYetSupportedError(
+            "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
+        )
