@@ -131,7 +131,7 @@ def _print(evaluation: Evaluation) -> None:
             if budget != samples.budget:
                 rows.append((name, f"accuracy within {budget} tokens", *_shown(found), str(found.num_prompts)))
         if not shares:
-            unknown = "rewards other than 0 and 1: set success_reward"
+            unknown = "rewards other than 0 and 1, or none: set success_reward"
             why = unknown if samples.right is None else "no prompt has a reward"
             rows.append((name, "accuracy", "-", why, str(len(samples.prompts))))
         reward = evaluation.metrics.get(f"eval/{name}/reward" if name else "eval/reward")
