@@ -14,7 +14,7 @@ import torch
 
 import hybrid_rl
 from hybrid_rl import cli
-from hybrid_rl.cli import doctor, main
+from hybrid_rl.cli import doctor, main, running
 from hybrid_rl.errors import DataError
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.run import planning
@@ -76,6 +76,14 @@ def test_a_full_disk_is_one_message(capsys: pytest.CaptureFixture[str], monkeypa
         patched.setattr(sys, "stdout", full)
         assert main([command]) == 1
     assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+
+
+def test_a_name_that_is_looked_up_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    running.say_lookup(str(tmp_path))
+    running.say_lookup(None)
+    assert capsys.readouterr().err == ""
+    running.say_lookup("nope")
+    assert capsys.readouterr().err == "nope is no folder here: looking it up in the Hugging Face hub ...\n"
 
 
 def test_doctor_describes_machine_and_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
