@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 
 
@@ -97,6 +98,24 @@ class WorkerError(HybridRLError, RuntimeError):
 def counted(number: int, noun: str) -> str:
     """ "1 step", "3 steps": a count with its noun, for messages."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def visible(text: str) -> str:
+    """Return text in which control characters, half characters and those that turn the direction of writing are
+    replaced by what they are called, so that they do nothing to a page or a terminal."""
+    return "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    if char in "\n\t" or (char.isascii() and char.isprintable()):
+        return char
+    code, kind = ord(char), unicodedata.category(char)
+    if kind == "Cc":
+        return chr(0x2400 + code) if code < 0x20 else f"\\x{code:02x}"
+    # Joiners are parts of emoji and of some scripts.
+    if kind in ("Cs", "Co", "Zl", "Zp") or (kind == "Cf" and char not in "\u200c\u200d"):
+        return f"\\u{code:04x}"
+    return char
 
 
 def do_all(*actions: Callable[[], object]) -> None:

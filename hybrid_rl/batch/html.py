@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import html
 import math
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from hybrid_rl.errors import visible
 
 MAX_TOKENS = 400  # of a completion that are shown
 MAX_TEXT = 1200  # characters of any other text
@@ -77,26 +78,8 @@ def more_note(text: str) -> str:
     return f'<small style="{FAINT}"> … {html.escape(text)}</small>'
 
 
-def visible(text: str) -> str:
-    """Return text in which control characters, half characters and those that turn the direction of writing are
-    replaced by what they are called, so that they do nothing to a page or a terminal."""
-    return "".join(map(_visible, text))
-
-
 def _escaped(text: str) -> str:
     return html.escape(visible(text))
-
-
-def _visible(char: str) -> str:
-    if char in "\n\t" or (char.isascii() and char.isprintable()):
-        return char
-    code, kind = ord(char), unicodedata.category(char)
-    if kind == "Cc":
-        return chr(0x2400 + code) if code < 0x20 else f"\\x{code:02x}"
-    # Joiners are parts of emoji and of some scripts.
-    if kind in ("Cs", "Co", "Zl", "Zp") or (kind == "Cf" and char not in "\u200c\u200d"):
-        return f"\\u{code:04x}"
-    return char
 
 
 def tokens_html(

@@ -19,9 +19,8 @@ from hybrid_rl.batch.html import (
     scale_of,
     table,
     tokens_html,
-    visible,
 )
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import DataError, visible
 
 MAX_SHOWN = 8  # samples of a batch
 MAX_CELL = 400  # characters of a text in a terminal

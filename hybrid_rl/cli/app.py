@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import inspect
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -62,8 +66,30 @@ for _panel, _commands in PANELS.items():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `hybrid-rl`; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale such as C cannot show every character of a prompt
+            stream.reconfigure(errors="backslashreplace")
+    status = 0
     try:
         app(list(sys.argv[1:] if arguments is None else arguments), prog_name="hybrid-rl")
     except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
+        status = int(ended.code or 0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return _say_full(error)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _say_full(error)
+    return status
+
+
+def _say_full(error: OSError) -> int:
+    """Say that the output cannot be written, unless its reader wants no more, and return the exit status. What is left
+    of it is dropped, or Python would complain about it at its end."""
+    if error.errno != errno.EPIPE:
+        print(f"cannot write the output: {error.strerror}", file=sys.stderr)
+    with open(os.devnull, "w") as nothing, contextlib.suppress(OSError, io.UnsupportedOperation):
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+    return 1

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hybrid_rl.cli.running import say_lookup
 from hybrid_rl.cli.settings import Settings, take
 
 
@@ -38,7 +39,8 @@ def show_data(
     files, arguments = take("config", arguments)
     config, _ = load_config(files[-1] if files else None, arguments=arguments)
     functions = [load_reward(reference) for reference in rewards]
+    say_lookup(config.model.path)
     found = preview(file, config=config, reward_funcs=functions or None, num_shown=rows)
-    print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if as_json else found)
+    print(json.dumps(found.to_dict(), indent=2) if as_json else found)
     if not found.would_start:
         raise typer.Exit(1)

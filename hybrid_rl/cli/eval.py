@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybrid_rl.cli.running import say_lookup
 from hybrid_rl.cli.settings import take
 from hybrid_rl.cli.tables import show, table, wide_console
 from hybrid_rl.errors import ConfigError
@@ -104,6 +105,7 @@ def _generate(model: str, words: Sequence[str], folder: Path | None) -> Evaluati
     from hybrid_rl.run.live import leaves_of
 
     keys = {path: value for path, value in leaves_of(config) if path in given}
+    say_lookup(model)
     return evaluate_checkpoint(model, _named(paths), functions, folder=folder, **keys)
 
 
@@ -131,7 +133,7 @@ def _print(evaluation: Evaluation) -> None:
             if budget != samples.budget:
                 rows.append((name, f"accuracy within {budget} tokens", *_shown(found), str(found.num_prompts)))
         if not shares:
-            unknown = "rewards other than 0 and 1: set success_reward"
+            unknown = "rewards other than 0 and 1, or none: set success_reward"
             why = unknown if samples.right is None else "no prompt has a reward"
             rows.append((name, "accuracy", "-", why, str(len(samples.prompts))))
         reward = evaluation.metrics.get(f"eval/{name}/reward" if name else "eval/reward")

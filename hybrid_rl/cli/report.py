@@ -13,7 +13,7 @@ from hybrid_rl.report import write_report as write
 def write_report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, such as runs/grpo-quickstart.")],
     to: Annotated[
-        Path | None,
+        str | None,  # as a Path, an empty one would be the current folder
         typer.Option("--to", "-o", help="The file. Default: report.html in the run's folder, of several runs here."),
     ] = None,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -34,6 +35,13 @@ class Commands(TyperGroup):
 def say_error(error: HybridRLError) -> None:
     """Print an error of the library to stderr. Its notes hold additions of other ranks."""
     print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+
+
+def say_lookup(model: str | None) -> None:
+    """Say on stderr that a model's name is looked up in the hub, which takes minutes to fail if that cannot be
+    reached. Says nothing of a folder."""
+    if model is not None and not Path(model).exists():
+        print(f"{model} is no folder here: looking it up in the Hugging Face hub ...", file=sys.stderr, flush=True)
 
 
 def run_recipe(run: Callable[[list[str]], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,13 @@ def load_reward(reference: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     # What lies beside the file can be imported by it, as in a script.
     sys.path.insert(0, str(Path(file).resolve().parent))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # sys.exit() in the file would end the command without a word
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
+        line = f" in line {frames[-1].lineno}" if frames else ""
+        why = f"{type(error).__name__}{line}: {error}"
+        raise ConfigError(f"reward={reference!r}: {file} cannot be imported: {why}; correct the file") from error
     if not callable(getattr(module, name, None)):
         raise ConfigError(f"reward={reference!r}: {file} has no {name!r}")
     function: Callable[..., Any] = getattr(module, name)

@@ -50,6 +50,8 @@ def load_config(
     """
     args, keywords = split_args(overrides or {})
     layers = [args.taken, as_mapping(config), args.given, keywords, _from_arguments(arguments)]
+    for layer in (args.given, keywords):
+        _check_names(layer)
     problems, name = Problems(), None
     with problems.about("algorithm"):
         name = _tag("algorithm", CHOICES["algorithm"], layers)[0]
@@ -126,14 +128,38 @@ def as_mapping(config: Any) -> dict[str, Any]:
         if OmegaConf.is_config(config):
             config = OmegaConf.to_container(config, resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(f"cannot read config: {error}") from error
+        why = str(error)
+        if "key type" in why:  # null as a key; the rest of OmegaConf's text is about its own classes
+            why = f"{why.partition(chr(10))[0]}: keys are text"
+        raise ConfigError(f"cannot read config: {why}") from error
     except Exception as error:  # yaml errors have no common public base outside the yaml package
         raise ConfigError(f"cannot parse config: {error}") from error
     if config is None:
         return {}
     if not isinstance(config, Mapping):
         raise ConfigError(f"config must be a mapping of keys, a YAML file of one, or a TrainerConfig, not {config!r}")
+    _check_names(config)
     return dict(config)
+
+
+def _check_names(layer: Any, prefix: str = "", outer: tuple[int, ...] = ()) -> None:
+    """Raise ConfigError for a key that is no text, as YAML makes of 1, on and null, and for a mapping in itself."""
+    if id(layer) in outer:
+        raise ConfigError(f"{prefix.rstrip('.')} contains itself; give plain values")
+    if isinstance(layer, Sequence) and not isinstance(layer, str | bytes):
+        for index, value in enumerate(layer):
+            if isinstance(value, Mapping | list | tuple):
+                _check_names(value, f"{prefix.rstrip('.')}[{index}].", (*outer, id(layer)))
+    if not isinstance(layer, Mapping):
+        return
+    for name, value in layer.items():
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"the key {prefix}{name!r} is of type {type(name).__name__}; keys are text, and YAML takes words such "
+                "as on, off, yes, no and null, and numbers, for values: put quotes around one that is meant as a name"
+            )
+        if isinstance(value, Mapping | list | tuple):
+            _check_names(value, f"{prefix}{name}.", (*outer, id(layer)))
 
 
 def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:

@@ -221,10 +221,12 @@ class MixedSampler(PromptSampler):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and value >= 0):
                 raise ConfigError(f"dataset weights: {name}={value!r} must be a finite number of at least 0")
-        total = math.fsum(weights.values())
-        if not total:
+        largest = max(weights.values(), default=0)
+        if not largest:
             raise ConfigError(f"dataset weights {dict(weights)} are all 0; give at least one dataset a weight above 0")
-        return {name: weights[name] / total for name in names}
+        parts = {name: weights[name] / largest for name in names}  # or the sum of huge ones would overflow
+        total = math.fsum(parts.values())
+        return {name: part / total for name, part in parts.items()}
 
 
 def load_sources(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSource:

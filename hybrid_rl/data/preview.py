@@ -217,7 +217,7 @@ def _encoded(
     """Return the ids of each prompt, None for one that is refused; its text if there is no tokenizer."""
     prompts = [row.get(PROMPT_COLUMN, encoder.bare_prompt) for _, row in chunk]
     if isinstance(encoder.tokenizer, NoTokenizer):
-        return [_transcript(prompt) for prompt in prompts]
+        return [_text(prompt, index, found) for prompt, (index, _) in zip(prompts, chunk, strict=True)]
     indices = [index for index, _ in chunk]
     try:
         return list(encoder.encode(prompts, indices))
@@ -231,6 +231,19 @@ def _encoded(
             found.refused.append((index, str(error)))
             ids.append(None)
     return ids
+
+
+def _text(prompt: Any, index: int, found: DatasetPreview) -> str | None:
+    """Return a prompt as text, None for one that no tokenizer takes."""
+    text = _transcript(prompt)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found.refused.append(
+            (index, f"row {index}: the prompt has half a character, {text[error.start]!r}; correct the row")
+        )
+        return None
+    return text
 
 
 def _transcript(prompt: Any) -> str:

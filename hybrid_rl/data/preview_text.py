@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.data.preview import DatasetPreview
-from hybrid_rl.errors import counted
+from hybrid_rl.errors import counted, visible
 
 WIDTH = 80
 BAR = 36  # columns of the longest bar
@@ -70,7 +70,7 @@ class Preview:
                 lines += [*_dataset_lines(one, title), ""]
         lines += self._reward_lines()
         lines += self._shared_lines()
-        return "\n".join(line.rstrip() for line in [*lines, self._verdict()])
+        return "\n".join(visible(line.rstrip()) for line in [*lines, self._verdict()])
 
     def _reward_lines(self) -> Iterator[str]:
         if not self.rewards:
@@ -116,7 +116,7 @@ def _dataset_lines(one: DatasetPreview, title: str) -> Iterator[str]:
 
 
 def _prompt_lines(text: str) -> Iterator[str]:
-    lines = [part for line in text.split("\n") for part in (textwrap.wrap(line, WIDTH - 4) or [""])]
+    lines = [part for line in visible(text).split("\n") for part in (textwrap.wrap(line, WIDTH - 4) or [""])]
     yield from (f"  | {line}" for line in lines[:NUM_LINES])
     if len(lines) > NUM_LINES:
         yield f"  | ... ({len(lines) - NUM_LINES} more lines)"

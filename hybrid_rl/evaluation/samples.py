@@ -158,9 +158,9 @@ class EvalSamples:
     def _right(self) -> Sequence[Sequence[float]]:
         if self.right is None:
             raise DataError(
-                "nobody knows which samples are right: the reward function gives numbers other than 0 and 1. Set "
-                "success_reward to the smallest reward of a right answer, or success_functions to a function that "
-                "gives 0 and 1"
+                "nobody knows which samples are right: the reward function gives numbers other than 0 and 1, or no "
+                "number at all. Set success_reward to the smallest reward of a right answer, or success_functions to a "
+                "function that gives 0 and 1"
             )
         if not self.right:
             raise DataError("the reward function applies to no prompt of this set, so there is nothing to count")

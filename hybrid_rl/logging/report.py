@@ -29,6 +29,7 @@ class JsonLines:
         self.path = path
         self._pending: list[str] = []
         self._warned = False
+        self._size = 0  # bytes in the file after the last record
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per record."""
@@ -70,8 +71,9 @@ class JsonLines:
             self._warned = True
             return False
         if self._warned:
-            logger.warning("%s is writable again; nothing was lost", self.path, extra=AGAIN)
-        self._warned = False
+            kept = "nothing was lost" if size >= self._size else "its earlier records are gone: it was removed or cut"
+            logger.warning("%s is writable again; %s", self.path, kept, extra=AGAIN)
+        self._warned, self._size = False, size + len(data)
         self._pending.clear()
         return True
 

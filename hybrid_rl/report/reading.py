@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-STEP = re.compile(rb'^\{"step": (\d+)[,}]')
+from hybrid_rl.errors import ConfigError
+
+STEP = re.compile(rb'^\{"step": (\d{1,15})[,}]')
 
 
 class Line(NamedTuple):
@@ -30,9 +33,14 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and _step(record) is not None else None
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a record is a finite number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def _step(record: dict[str, Any]) -> int | None:
     step = record.get("step")
-    return int(step) if isinstance(step, int | float) and not isinstance(step, bool) else None
+    return int(step) if is_number(step) else None
 
 
 def records(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -82,6 +90,9 @@ def mapping(path: Path) -> dict[str, Any]:
 def _lines(path: Path) -> Iterator[bytes]:
     if not path.exists():
         return
-    with open(path, "rb") as file:
-        for line in file:  # split at \n only: JSON leaves U+2028 and others in strings as they are
-            yield line.rstrip(b"\n")
+    try:
+        with open(path, "rb") as file:
+            for line in file:  # split at \n only: JSON leaves U+2028 and others in strings as they are
+                yield line.rstrip(b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; make it a readable file, or remove it") from error

@@ -11,8 +11,8 @@ import yaml
 
 from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.report import phases, samples
-from hybrid_rl.report.reading import Line, mapping, records
-from hybrid_rl.report.series import MAX_POINTS, curves, is_number, rounded
+from hybrid_rl.report.reading import Line, is_number, mapping, records
+from hybrid_rl.report.series import MAX_POINTS, curves, rounded
 
 SETS = {"train": "samples*.jsonl", "eval": "eval-samples*.jsonl"}
 

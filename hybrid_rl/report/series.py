@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
+
+from hybrid_rl.report.reading import is_number
 
 MAX_POINTS = 1000
 DIGITS = 8
@@ -27,11 +29,6 @@ def curves(records: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS) -
         steps, values = thinned(*found[name], combined_by(name), max_points)
         metrics[name] = [axes.setdefault(tuple(steps), len(axes)), [rounded(value) for value in values]]
     return {"axes": [list(axis) for axis in axes], "metrics": metrics}
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a record can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def rounded(value: float) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.files import write_text
 from hybrid_rl.report import samples
 from hybrid_rl.report.charts import layout
 from hybrid_rl.report.page import render
@@ -36,11 +37,17 @@ def write_report(runs: Sequence[str | Path] | str | Path, target: str | Path | N
     data = report_data(unique)
     if target is None:
         target = unique[0] / NAME if len(unique) == 1 else Path(NAME)
+    if not str(target).strip():
+        raise ConfigError("the file of the report has an empty name; name one, or leave it out")
     path = Path(target)
     path = path / NAME if path.is_dir() else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(data, f"{', '.join(run['name'] for run in data['runs'])} - hybrid_rl"), encoding="utf-8")
+        page = render(data, f"{', '.join(run['name'] for run in data['runs'])} - hybrid_rl")
+        if path.is_file() or not path.exists():
+            write_text(path.resolve(), page)  # behind a link, and never half a page in the place of a good one
+        else:
+            path.write_text(page, encoding="utf-8")  # a pipe or a device is written to, not replaced
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from error
     return path.absolute()

@@ -97,12 +97,15 @@ class BestStep:
         if self.name not in metrics:
             _refuse_unknown(self.name, [name for name in metrics if name.startswith("eval/")])
         value = float(metrics[self.name])
+        if not math.isfinite(value):
+            logger.warning("%s is %s after step %d, so that does not count for the best step", self.name, value, step)
+            return False
         if step == 0:
             self.before = value
             return False
         gain = math.inf if self.value is None else self._sign * (value - self.value)
         self.num_worse = 0 if gain > self._config.early_stopping_threshold else self.num_worse + 1
-        if not gain > 0:  # also for NaN
+        if gain <= 0:
             return False
         self.step, self.value = step, value
         return True

@@ -8,17 +8,21 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.checkpoint.rotation import delete_oldest
-from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
+from hybrid_rl.config import EvalConfig, TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.config.changes import differing
+from hybrid_rl.config.choices import number
+from hybrid_rl.config.eval_keys import SampledEvalConfig
 from hybrid_rl.config.habits import habit_of
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_log import RunLog
+from hybrid_rl.options import field_types
 from hybrid_rl.rewards import RewardList
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.successes import Grades
@@ -55,7 +59,7 @@ LIVE: Mapping[str, str] = {
     "reward_weights": "one weight per function; with another number of functions set both by trainer.set(...)",
     "max_reward_failure_share": "share of samples that may have no reward",
     "eval_steps": "evaluate every n steps",
-    "eval_temperature": "of evaluation; 0 = greedy",
+    "eval_temperature": "of evaluation; 0 = greedy, and the next four are forgotten",
     "eval_top_p": "of sampled evaluation",
     "eval_top_k": "of sampled evaluation",
     "eval_min_p": "of sampled evaluation",
@@ -67,6 +71,8 @@ LIVE: Mapping[str, str] = {
     "max_steps": "the length of the run; a linear or cosine schedule stretches with it",
 }
 NOT_KEYS = ("reward_funcs", "callbacks", "max_steps")
+SAMPLED = frozenset(field_types(SampledEvalConfig)) - frozenset(field_types(EvalConfig))  # of sampled evaluation
+PARTS = ("policy", "collector", "module", "run_folder")  # of a Trainer, which it works with
 BY_LENGTH = ("linear", "cosine")  # schedules that depend on the length of the run
 REWARDS, LENGTH = "reward_funcs", "max_steps"
 
@@ -102,7 +108,7 @@ class Live(Tenant):
     num_generations: int
     max_completion_length: int
     max_refills: int
-    reward_weights: list[float] | None
+    reward_weights: Sequence[float] | None
     max_reward_failure_share: float
     eval_steps: int | None
     eval_temperature: float
@@ -126,10 +132,10 @@ class Live(Tenant):
     _is_stopping = False
 
     @property
-    def reward_funcs(self) -> list[Any]:
+    def reward_funcs(self) -> tuple[Any, ...]:
         """The reward functions, as given. Assign a function or a list to score with others from the next step on."""
         setup = self._run.rewards
-        return list(setup.functions[: len(setup.functions) - setup.num_added - setup.num_sources])
+        return tuple(setup.functions[: len(setup.functions) - setup.num_added - setup.num_sources])
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
@@ -148,14 +154,19 @@ class Live(Tenant):
         for name in changes:
             if name not in LIVE:
                 raise ConfigError(self._refusal(name))
-        if "callbacks" in changes:
-            object.__setattr__(self, "_callbacks", checked_callbacks(changes["callbacks"]))
-        if "max_steps" in changes:
-            self.__setattr__("max_steps", changes["max_steps"])
+        self._require_open()
+        callbacks = checked_callbacks(changes["callbacks"]) if "callbacks" in changes else self._callbacks
+        length = checked_length(changes["max_steps"]) if "max_steps" in changes else None
         keys = {name: value for name, value in changes.items() if name not in NOT_KEYS}
-        if not keys and REWARDS not in changes:
-            return
-        self._require_idle(f"set {' and '.join(changes)}")
+        if keys or REWARDS in changes:
+            self._require_idle(f"set {' and '.join(changes)}")
+            self._set_keys(keys, changes)
+        object.__setattr__(self, "_callbacks", callbacks)
+        if length is not None:
+            self.__setattr__("max_steps", length)
+
+    def _set_keys(self, keys: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        """Set keys of the configuration, and reward functions if `changes` has them, all or none of them."""
         config = changed_config(self._run, keys, self._first_length)
         rewards = names = None
         if REWARDS in changes:
@@ -299,8 +310,13 @@ class Live(Tenant):
             if name in LIVE and "config" in vars(self):
                 for path, value in leaves_of(self.config):
                     if path.rpartition(".")[2] == name:
-                        return value
-                raise AttributeError(f"trainer.{name}: this run has no such setting (trainer.config shows all)")
+                        # Appending to the list itself would change the configuration unseen and unchecked.
+                        return tuple(value) if isinstance(value, list) else value
+                raise AttributeError(
+                    f"trainer.{name}: this run has no such setting"
+                    + (", it exists with eval_temperature above 0" if name in SAMPLED else "")
+                    + " (trainer.config shows all)"
+                )
             advice = "" if name.startswith("_") else attribute_advice(name, dir(self))
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}" + (f": {advice}" if advice else "")
@@ -312,9 +328,8 @@ class Live(Tenant):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_made and not name.startswith("_"):
             if name == "max_steps":
-                if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                    raise ConfigError(f"max_steps={value!r} must be a whole number, at least 1")
-                super().__setattr__(name, value)
+                self._require_open()
+                super().__setattr__(name, checked_length(value))
                 if not self._is_busy:  # or the next step follows
                     self._follow_length()
                 return
@@ -330,6 +345,8 @@ class Live(Tenant):
         what = f"trainer.{name} would do nothing"
         if name == "dataset_weights":
             return f"{what}: set trainer.train_dataset.weights, which holds from the next draw on"
+        if name in PARTS:
+            return f"trainer.{name} is what the Trainer works with, and cannot be replaced. {ANOTHER}"
         if name in ARGUMENTS or name in leaf_names():
             return f"{what}: it is fixed when a Trainer is made. {ANOTHER}"
         if hasattr(self, name) or type(self).__module__ != "hybrid_rl.trainer":
@@ -352,7 +369,13 @@ def changed_config(run: Run, keys: Mapping[str, Any], first_length: int) -> Trai
     before = run.config
     if not keys:
         return before
-    loaded = load_config(before, keys)[0]
+    base: Any = before
+    if (
+        "eval_temperature" in keys and number(keys["eval_temperature"]) <= 0
+    ):  # greedy evaluation lacks the keys of sampling
+        base = to_dict(before)
+        base["eval"] = {name: value for name, value in base["eval"].items() if name not in SAMPLED}
+    loaded = load_config(base, keys)[0]
     given = frozenset(path for path, _ in leaves_of(loaded) if path.rpartition(".")[2] in keys)
     machine: Any = {"hardware": run.hardware, "module_device": device_of(run.choice.module)}
     after = resolve(
@@ -389,6 +412,13 @@ def leaves_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves_of(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", value
+
+
+def checked_length(steps: Any) -> int:
+    """Return max_steps as an int. Raises ConfigError for what is no length."""
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+        raise ConfigError(f"max_steps={steps!r} must be a whole number, at least 1")
+    return int(steps)
 
 
 def checked_callbacks(callbacks: Any) -> tuple[Callback, ...]:

@@ -46,6 +46,8 @@ def preview(
     held_out = data.eval_path if eval_dataset is None else eval_dataset
     if train is None:
         raise ConfigError("there is no training data: pass train_dataset= or set data.train_path")
+    if any(isinstance(path, str) and not path.strip() for path in (train, held_out)):
+        raise ConfigError("the path of the data is empty, which would be the current folder; name a file, or . itself")
     path = settings.model.path if model is None else str(model)
     if tokenizer is None and path is not None:
         # Imported here, so that a preview of text does not wait for it.

@@ -2,12 +2,15 @@
 
 import json
 import logging
+import math
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybrid_rl.config import EvalConfig
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError
+from hybrid_rl.run.best import BestStep
 from tests.tiny import build_model, spread, sums
 
 SCRIPT = {0: 0.5, 1: 0.2, 2: 0.6, 3: 0.55, 4: 0.61, 5: 0.3, 6: 0.3, 7: 0.3, 8: 0.9}
@@ -56,6 +59,20 @@ def test_the_best_step_is_recorded_and_kept(make):
     bare = make(max_steps=2)  # without save_steps it is recorded, and nothing is saved
     bare.fit()
     assert best_of(bare)["checkpoint"] is None and not list(bare.run_folder.glob("checkpoint-*"))
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path, caplog):
+    """NaN before training and after steps 1 and 4, else 1 and 2: step 3 is the best, and patience is not used up."""
+    keys = EvalConfig(metric_for_best_model="reward", early_stopping_patience=1)
+    best = BestStep(keys, tmp_path)
+    values = [math.nan, math.nan, 1.0, 2.0, math.inf]
+    assert [best.look(step, {"eval/reward": value}) for step, value in enumerate(values)] == [
+        *(False, False, True, True, False)
+    ]
+    best.write()
+    record = json.loads((tmp_path / "best.json").read_text(), parse_constant=pytest.fail)
+    assert (record["step"], record["value"], record["before_training"]) == (3, 2.0, None)
+    assert not best.is_over and "eval/reward is nan after step 1, so that does not count" in caplog.text
 
 
 def test_less_may_be_better(make):

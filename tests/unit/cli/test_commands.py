@@ -14,7 +14,7 @@ import torch
 
 import hybrid_rl
 from hybrid_rl import cli
-from hybrid_rl.cli import doctor, main
+from hybrid_rl.cli import doctor, main, running
 from hybrid_rl.errors import DataError
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.run import planning
@@ -67,6 +67,23 @@ def test_what_is_piped_ends_where_its_text_ends(capsys: pytest.CaptureFixture[st
     assert main([command]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10 and [line for line in lines if line != line.rstrip()] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+@pytest.mark.parametrize("command", ["version", "keys"])
+def test_a_full_disk_is_one_message(capsys: pytest.CaptureFixture[str], monkeypatch, command: str) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert main([command]) == 1
+    assert capsys.readouterr().err == "cannot write the output: No space left on device\n"
+
+
+def test_a_name_that_is_looked_up_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    running.say_lookup(str(tmp_path))
+    running.say_lookup(None)
+    assert capsys.readouterr().err == ""
+    running.say_lookup("nope")
+    assert capsys.readouterr().err == "nope is no folder here: looking it up in the Hugging Face hub ...\n"
 
 
 def test_doctor_describes_machine_and_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -30,3 +30,13 @@ def test_a_folder_without_a_run_is_an_error_that_says_what_is_in_it(
     write_run(tmp_path / "mine", 1)
     assert main(["report", str(tmp_path)]) == 1
     assert "runs in it: mine" in "".join(capsys.readouterr().err.split("\n"))
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text('[{"prompt": "1"}]')
+    write_run(tmp_path / "run", 1)
+    assert main(["report", "run", "--to", ""]) == 1 and not (tmp_path / "report.html").exists()
+    assert main(["data", ""]) == 1
+    said = capsys.readouterr().err
+    assert "the file of the report has an empty name" in said and "the path of the data is empty" in said

@@ -34,6 +34,21 @@ def test_load_reward_refuses_a_function_that_is_not_there(tmp_path: Path) -> Non
         load_reward(f"{tmp_path / 'mine.py'}:scores")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = 1\ndef f(:\n", r"SyntaxError: invalid syntax \(mine.py, line 2\)"),
+        ("a = 1\n\nraise ValueError('no key')\n", "ValueError in line 3: no key"),
+        ("import sys\nsys.exit(3)\n", "SystemExit in line 2: 3"),
+        ("import nowhere_at_all\n", "ModuleNotFoundError in line 1: No module named 'nowhere_at_all'"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"reward='.*mine.py:f': .*mine.py cannot be imported: {message}; correct"):
+        load_reward(f"{tmp_path / 'mine.py'}:f")
+
+
 def test_ready_made_rewards_go_by_their_names() -> None:
     assert load_reward("exact_match")(completions=["4", "5"], answer=["4", "4"]) == [1.0, 0.0]
     assert load_reward("tag_count_reward")(completions=["<think>"]) == [0.25]

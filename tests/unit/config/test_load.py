@@ -467,3 +467,30 @@ def test_the_saved_config_of_one_rank_takes_another_number_of_ranks(tmp_path: Pa
     assert load_config(saved, {"num_ranks": 1})[0].controller.backend == "local"
     # Whoever asks for it gets it, and is told so when the values are checked together.
     assert load_config(saved, {"num_ranks": 2, "backend": "local"})[0].controller.backend == "local"
+
+
+ITSELF: dict[str, object] = {}
+ITSELF["a"] = ITSELF
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("on: 2", "the key True is of type bool; keys are text"),
+        ("rollout:\n  1: 2", "the key rollout.1 is of type int"),
+        ("null: 2", "cannot read config: Incompatible key type 'NoneType': keys are text$"),
+        ({1: 2}, "the key 1 is of type int"),
+        ({"rollout": {None: 2}}, "the key rollout.None is of type NoneType"),
+        ({"rollout": ITSELF}, "rollout.a contains itself"),
+    ],
+)
+def test_keys_are_text_in_a_tree(given, message: str, tmp_path) -> None:
+    """Both as a file or mapping, and as keywords."""
+    if isinstance(given, str):
+        (tmp_path / "a.yaml").write_text(given)
+        given = tmp_path / "a.yaml"
+    else:
+        with pytest.raises(ConfigError, match=message):
+            load_config(None, given)
+    with pytest.raises(ConfigError, match=message):
+        load_config(given)

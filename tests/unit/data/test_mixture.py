@@ -42,6 +42,7 @@ def test_rows_have_the_columns_of_all(source: MixedSource) -> None:
 def test_draws_by_hand(source: MixedSource) -> None:
     # Credits after each draw, of 3/4 and 1/4: (-1/4, 1/4), (-1/2, 1/2) as of equals the first, (1/4, -1/4), (0, 0).
     assert names(sampler(source, {"easy": 3, "hard": 1}).take(8)) == "eeheeehe"
+    assert names(sampler(source, {"easy": 1.5e308, "hard": 0.5e308}).take(8)) == "eeheeehe"  # beyond floats in sum
     assert names(sampler(source).take(6)) == "eheehe"  # by size: 2/3 and 1/3
     assert names(sampler(source, {"easy": 0, "hard": 1}).take(3)) == "hhh"
 

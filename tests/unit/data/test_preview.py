@@ -1,6 +1,8 @@
 """A look at data: what is shown, counted and refused, on 80 columns and as JSON."""
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,30 @@ def test_everything_that_would_be_refused_is_told_at_once(messy: Path, tokenizer
     assert "would be refused: 3 of 7 rows, and 1 line without a row" in text and "a run would refuse this data" in text
     assert not preview([{"prompt": "1+1"}], tokenizer=tokenizer, max_prompt_length=2).would_start
     assert preview([{"prompt": "1"}, {"prompt": "1+1"}], tokenizer=tokenizer, overlong_prompts="drop").would_start
+
+
+def test_nothing_in_a_prompt_acts_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "odd.jsonl"
+    rows = [{"prompt": "a\x1b[31m\u202eb\0 é", "answer": "1"}, {"prompt": "half \ud800", "answer": "2"}]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert main(["data", str(path)]) == 1
+    shown = capsys.readouterr().out
+    assert "  | a␛[31m\\u202eb␀ é\n" in shown and not {"\x1b", "\u202e", "\0"} & set(shown)
+    assert "row 1: the prompt has half a character, '\\ud800'; correct the row" in shown
+    assert main(["data", str(path), "--json"]) == 1
+    out = capsys.readouterr().out
+    assert out.isascii() and json.loads(out)["train"][0]["shown"][0]["text"] == rows[0]["prompt"]
+
+
+def test_what_a_locale_cannot_show_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"prompt": "é", "answer": "1"}', encoding="utf-8")
+    out = io.BytesIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+        assert main(["data", str(path)]) == 0
+        sys.stdout.flush()
+        assert b"  | \\xe9\n" in out.getvalue()
 
 
 def test_what_the_model_sees_has_its_special_tokens(chat_tokenizer: Any) -> None:

@@ -101,6 +101,20 @@ def test_records_wait_in_memory_and_the_log_says_so_once(tmp_path: Path, caplog:
     ]
 
 
+def test_records_of_a_folder_that_was_removed_are_not_called_safe(tmp_path: Path, caplog) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = JsonLines(folder / "metrics.jsonl")
+    file.write([{"step": 0}])
+    file.path.unlink()
+    folder.rmdir()
+    file.write([{"step": 1}])
+    folder.mkdir()
+    file.write([{"step": 2}])
+    assert [r["step"] for r in read_jsonl(file.path)] == [1, 2]
+    assert caplog.messages[-1] == f"{file.path} is writable again; its earlier records are gone: it was removed or cut"
+
+
 def test_appends_to_what_is_there(tmp_path: Path) -> None:
     for step in range(2):
         JsonLines(tmp_path / "m.jsonl").write([{"step": step}])

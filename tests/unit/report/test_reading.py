@@ -51,6 +51,43 @@ def test_what_is_broken_is_left_out_and_said(tmp_path: Path, name: str, content:
     assert any(said.startswith(note) for said in load(run, "run").shown["notes"])
 
 
+def test_numbers_beyond_those_of_a_float_are_none(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1)
+    huge = "9" * 400
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(run / name, "a") as file:
+            file.write(f'{{"step": 1e400}}\n{{"step": {huge}}}\n{{"step": 2, "reward": {huge}}}\n')
+    shown = load(run, "run").shown
+    assert [note for note in shown["notes"] if note.startswith("metrics.jsonl: 2 lines left out")]
+    place, values = shown["curves"]["metrics"]["reward"]
+    assert shown["curves"]["axes"][place] == [1] and len(values) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "timeline.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", 1)
+    (run / name).unlink()
+    (run / name).mkdir()
+    with pytest.raises(ConfigError, match=f"cannot read .*{name}: Is a directory"):
+        write_report(run)
+
+
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path, monkeypatch) -> None:
+    page = write_report(write_run(tmp_path / "run", 1))
+    good = page.read_bytes()
+
+    def half(path: Path, text: str, **_: str) -> None:
+        with open(path, "w") as file:
+            file.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(ConfigError, match="No space left"):
+            write_report(page.parent)
+    assert page.read_bytes() == good and not list(page.parent.glob(".report*"))
+
+
 @pytest.mark.parametrize("name", ["environment.json", "memory.json"])
 @pytest.mark.parametrize("content", ["", "[1]", '{"moments": [1], "bytes": {"a": []}, "phases": []}', "\x00"])
 def test_broken_details_are_as_missing_ones(tmp_path: Path, name: str, content: str) -> None:

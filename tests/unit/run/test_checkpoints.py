@@ -118,4 +118,4 @@ def test_the_command_refuses_in_words(model_folder, tmp_path, capsys, monkeypatc
     assert main(["eval", "eval.json"]) == 1
     assert "is not an evaluation: KeyError" in capsys.readouterr().err
     assert main(["eval", str(model_folder), "a.jsonl", "reward=odd.py:shape", "max_completion_length=5"]) == 0
-    assert "rewards other than 0 and 1: set success_reward" in capsys.readouterr().out
+    assert "rewards other than 0 and 1, or none: set success_reward" in capsys.readouterr().out

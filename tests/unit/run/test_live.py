@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import numpy
 import pytest
 import torch
 
@@ -99,7 +100,7 @@ def test_a_function_of_the_same_name_takes_the_place_of_the_old_one(make_trainer
         return [100.0] * len(completions)
 
     trainer.reward_funcs = score
-    assert trainer.reward_funcs == [score]
+    assert trainer.reward_funcs == (score,)
     assert trainer.step().metrics["rewards/score/mean"] == 100
     assert trainer.evaluate()["eval/rewards/score/mean"] == 100
     trainer.set(reward_funcs=[spread, score], reward_weights=[0, 0.1])
@@ -143,20 +144,51 @@ def test_other_settings_act_in_the_next_step(make_trainer) -> None:
         ({"callbacks": [3]}, "write a subclass of hybrid_rl.Callback"),
         ({"lr": 0.1}, "a Trainer has no such attribute; set learning_rate"),
         ({"temprature": 0.1}, "did you mean trainer.temperature?"),
+        ({"callbacks": [Callback()], "learning_rate": -1}, "must be at least 0"),
+        ({"max_steps": 77, "learning_rate": "fast"}, "must be of type float"),
+        ({"callbacks": [Callback()], "max_steps": 0}, "max_steps=0 must be a whole number"),
+        ({"eval_temperature": 0, "num_generations_eval": 2, "max_steps": 77}, "num_generations_eval"),
+        ({"policy": 3}, "trainer.policy is what the Trainer works with, and cannot be replaced"),
         ({"num_ranks": 2}, "it is fixed when a Trainer is made. Make another one"),
         ({"temperature": 0.5, "seed": 3}, "trainer.seed would do nothing: it is fixed"),
     ],
 )
 def test_what_cannot_be_set_changes_nothing(make_trainer, changes, message: str) -> None:
-    trainer = make_trainer(max_steps=1)
+    trainer = make_trainer(max_steps=1, eval_dataset=sums(2))
     before = trainer.config
     with pytest.raises(ConfigError, match=message.replace("?", r"\?").replace("(", r"\(")):
         trainer.set(**changes)
     if len(changes) == 1:
         with pytest.raises(ConfigError):
             setattr(trainer, *changes.popitem())
-    assert trainer.config == before and trainer.reward_funcs == [spread]
+    assert trainer.config == before and trainer.reward_funcs == (spread,)
+    assert trainer.callbacks == () and trainer.max_steps == 1
     assert not any(name.startswith("set/") for name in trainer.step().metrics)
+
+
+def test_evaluation_is_greedy_again(make_trainer) -> None:
+    trainer = make_trainer(eval_dataset=sums(2), max_steps=1)
+    greedy = trainer.evaluate()["eval/reward"]
+    trainer.set(eval_temperature=0.5, num_generations_eval=2)
+    assert trainer.num_generations_eval == 2 and trainer.evaluations[""].num_samples == 1
+    trainer.evaluate()
+    assert trainer.evaluations[""].num_samples == 2
+    trainer.eval_temperature = 0.0
+    assert trainer.evaluate()["eval/reward"] == greedy and trainer.evaluations[""].num_samples == 1
+    with pytest.raises(AttributeError, match="it exists with eval_temperature above 0"):
+        _ = trainer.num_generations_eval
+
+
+def test_lists_are_handed_out_as_tuples_and_a_closed_trainer_is_left_alone(make_trainer) -> None:
+    trainer = make_trainer(reward_weights=[0.5])
+    assert (trainer.reward_weights, trainer.reward_funcs) == ((0.5,), (spread,))
+    trainer.max_steps = numpy.int64(5)
+    assert trainer.max_steps == 5 and type(trainer.max_steps) is int
+    trainer.close()
+    for name, value in (("max_steps", 7), ("callbacks", [Callback()])):
+        with pytest.raises(HybridRLError, match="closed"):
+            setattr(trainer, name, value)
+    assert trainer.max_steps == 5 and trainer.callbacks == ()
 
 
 def test_nothing_is_set_inside_a_step(make_trainer) -> None:
