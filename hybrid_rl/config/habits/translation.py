@@ -41,11 +41,11 @@ def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, An
         # The last word alone may be meant as in another library.
         is_verls = path.split(".")[-2:] == habit.name.split(".")[-2:]
         return _RULES[habit.name](value, asked) if is_verls else None
-    key = habit.here.split(" ")[0]
+    key, _, more = habit.here.partition(" ")
     if value is None:
         return Answer(note="None asks for nothing")
     is_carried = key in _CARRIED and isinstance(value, str | int | float)
-    return Answer({key: value}, habit.note) if is_carried or habit.kind == "same" else None
+    return Answer({key: value}, habit.note or more.strip("()")) if is_carried or habit.kind == "same" else None
 
 
 def said(key: str, value: Any) -> str:
