@@ -62,7 +62,7 @@ class VerlReward:
         return [self._score(result) for result in results]
 
     def _score(self, result: Any) -> float:
-        value = result.get("score") if isinstance(result, Mapping) else result
+        value: Any = result.get("score") if isinstance(result, Mapping) else result
         try:
             return float(value)
         except (TypeError, ValueError):
