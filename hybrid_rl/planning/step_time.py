@@ -234,7 +234,7 @@ def _named(work: StepWork, rates: Rates, assumed: Assumptions) -> tuple[str, ...
         f"{rates.name}: {rates.flops / 1e12:.0f} TFLOP/s in bfloat16, {rates.memory_bandwidth / 1e12:.2f} TB/s of its "
         f"memory, {rates.host_bandwidth / 1e9:.0f} GB/s to the host, {rates.peer_bandwidth / 1e9:.0f} GB/s to GPUs of "
         f"its host, {assumed.network_bandwidth / 1e9:.0f} GB/s to other hosts, each way",
-        f"reached: {assumed.training_share:.0%} of the products in training and scoring (MFU), "
+        f"expected: {assumed.training_share:.0%} of peak FLOP/s in training and scoring (MFU), "
         f"{assumed.prefill_share:.0%} for prompts, {assumed.decode_share:.0%} of memory bandwidth, "
         f"{assumed.link_share:.0%} of links; {1e3 * assumed.pass_seconds:g} ms of every decode pass for all else",
         f"every prompt has {lengths.prompt:,} tokens and every completion {lengths.completion:,}, the most they may "

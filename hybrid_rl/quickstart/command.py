@@ -7,6 +7,7 @@ import copy
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from hybrid_rl.quickstart.model import build_model, build_tokenizer
 from hybrid_rl.quickstart.run import check, improve, settings_of
 from hybrid_rl.quickstart.task import Task, build_task
 from hybrid_rl.quickstart.warm_start import (
+    STEPS_PER_EVALUATION,
     WARM_START_STEPS,
     SupervisedProgress,
     WarmStartReport,
@@ -107,11 +109,13 @@ def warming(num_steps: int) -> Iterator[Callable[[int, float], None]]:
         console.print(f"{what}: {num_steps} steps")
     try:
         with console.status(f"{what}: {num_steps} steps") as status:
+            begin = time.perf_counter()
 
             def show(step: int, loss: float) -> None:
-                line = f"{what}: step {step} of {num_steps}, loss {loss:.3f}"
+                left = (time.perf_counter() - begin) / step * (num_steps - step)
+                line = f"{what}: step {step} of {num_steps}, loss {loss:.3f}, about {left:.0f} s left"
                 status.update(line)
-                if not console.is_terminal and step % 100 == 0:
+                if not console.is_terminal and (step % 100 == 0 or step == STEPS_PER_EVALUATION):
                     console.print(line)
 
             yield show

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_rl.data.prompts import PROMPT_COLUMN, RESERVED_COLUMNS, Messages, Prompt, check_reserved_columns
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, layers, unwrap_partial
+from hybrid_rl.rewards.verl import adapted
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import SampleKey  # imports torch, which processes that only call functions do without
@@ -151,9 +152,11 @@ def inspect_function(
     if not callable(function):
         raise ConfigError(f"reward_funcs holds {function!r}, which cannot be called; pass a function")
     try:
-        parameters = inspect.signature(function).parameters.values()
+        inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward function {name!r} has no readable signature; wrap it in a `def`") from error
+    function = adapted(function, available_columns)
+    parameters = inspect.signature(function).parameters.values()
     kinds = inspect.Parameter
     takes_everything = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)
     named = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]

@@ -180,9 +180,9 @@ class SignalWatch:
         """What to look at if all rewards are the same."""
         if self._is_chat:
             return (
-                "Completions of chat prompts are lists of messages, [{'role': 'assistant', 'content': ...}]: a "
-                'function that takes them for texts finds nothing in them; use completion[0]["content"]. Or check the '
-                "completions (samples.jsonl)"
+                "Check the completions (samples.jsonl): are the answers in the form that the reward looks for? A "
+                "function of your own gets chat completions as lists of messages, [{'role': 'assistant', 'content': "
+                '...}], and finds nothing in them if it takes them for texts: use completion[0]["content"]'
             )
         return "Check the completions (samples.jsonl) and the reward functions"
 

@@ -155,7 +155,9 @@ class HybridWorker(WorkerBase):
         """Add the columns that the algorithm needs: logprobs of policy, reference and teacher, values. One model after
         the other is leased, if they move at all."""
         plan = self._plan(batch, step)
-        progress.count(sum(len(its) for _, its in self._scorers) * batch.num_samples, "samples")
+        num_passes = sum(len(its) for _, its in self._scorers)
+        unit = "samples" if num_passes < 2 else f"passes ({num_passes} a sample)"
+        progress.count(num_passes * batch.num_samples, unit)
         for tags, scorers in self._scorers:
             with self.lease(tags) if tags else nullcontext():
                 for phase, columns in scorers:

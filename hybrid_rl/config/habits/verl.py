@@ -6,10 +6,11 @@ from hybrid_rl.config.habits.records import records
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
-_MICRO = ("tokens_per_micro_batch", "micro-batches are cut by tokens, always")
+_MICRO = ("tokens_per_micro_batch", "in tokens, not samples; or leave it out")
 _NO_ADAPTERS = "adapters (LoRA) are not supported yet: all weights are trained"
 _NO_MEGATRON = "there is no Megatron; several ranks train with FSDP2, and experts are not spread over ranks"
 _OFFLOAD = ("cpu_offload", "or memory.offload, which moves single residents while they are not needed")
+_GRADIENTS = "gradients are freed after every step; cpu_offload keeps them in host memory"
 _REWARDS = "pass reward functions, and names or folders of reward models, as reward_funcs="
 _TRUNCATED = "training samples from the full distribution: truncated sampling biases importance ratios"
 _OWN_LOOP = "pass tools=, environment_factory=, rollout_func= or agent= to Trainer"
@@ -130,7 +131,7 @@ VERL = tuple(
             f"{_ROLLOUT}.val_kwargs.top_k": "eval_top_k",
             f"{_ROLLOUT}.engine_kwargs.vllm {_ROLLOUT}.engine_kwargs.vllm.*": (
                 "rollout.vllm",
-                "followed by the argument's own name",
+                "give an argument of vLLM as rollout.vllm.NAME=VALUE",
             ),
             f"{_ROLLOUT}.multi_turn.max_assistant_turns": ("max_tool_calling_iterations", "rounds of tool calls"),
             f"{_ROLLOUT}.multi_turn.format": "tool_call_format",
@@ -181,6 +182,8 @@ VERL = tuple(
             f"{_ACTOR}.fsdp_config.strategy {_ACTOR}.fsdp_config.forward_only": "ranks train with FSDP2",
             f"{_REF}.fsdp_config.strategy {_REF}.fsdp_config.forward_only": "ranks train with FSDP2",
             "critic.model.fsdp_config.strategy critic.model.fsdp_config.forward_only": "ranks train with FSDP2",
+            f"{_ACTOR}.fsdp_config.grad_offload {_REF}.fsdp_config.grad_offload": (_GRADIENTS),
+            "critic.model.fsdp_config.grad_offload": (_GRADIENTS),
             f"{_ACTOR}.loss_scale_factor": "denominators are always those of the whole batch, over all ranks",
             f"{_ACTOR}.sum_pi_squared_checkpointing {_MODEL}.fused_kernel_options.*": "logits are never held whole",
             "data.validation_shuffle": "the order of evaluation does not matter",

@@ -105,13 +105,13 @@ def test_the_error_gives_the_advice(library: str, prefix: str) -> None:
         ("log_unique_prompts", "set log_completions"),
         ("num_completions_to_print", "set log_completions"),
         ("rollout.name", "set rollout.engine"),
-        ("actor_rollout_ref.actor.kl_loss_type", "set kl_estimator"),
+        ("actor_rollout_ref.actor.kl_loss_type", "it counts only with use_kl_loss=True"),
         ("data.truncation", "set overlong_prompts"),
         ("actor_rollout_ref.rollout.multi_turn.enable", "pass tools="),
         ("actor_rollout_ref.actor.megatron.param_offload", "there is no Megatron"),
         ("critic.optim.lr", "set critic_learning_rate"),
         ("optim.lr", "set learning_rate"),
-        ("custom_reward_function.path", "pass reward functions"),
+        ("custom_reward_function.path", "in Python pass reward_funcs="),
         ("reward_model.rollout.name", "pass reward functions"),
         ("sync_ref_model", "set ref_model_sync_steps"),
         ("vllm_enable_sleep_mode", "leave it out: vLLM sleeps"),
@@ -134,18 +134,20 @@ def test_all_that_is_wrong_is_one_table() -> None:
         {"lr": 1, "logging_steps": 2, "bogus": 3, "max_steps": 1.5, "gamma": 0.9, "learning_rat": 1, "num_ranks": 0}
         | {"actor_rollout_ref": {"rollout": {"n": 5, "tensor_model_parallel_size": 2}, "actor": {"optim": {"lr": 1}}}}
     )
-    rows = re.split(r"\n  (?=\S)", re.sub(r"\n {20,}", " ", text))
+    table, _, line = text.partition("\nWhat is clear, in one line:\n")
+    rows = re.split(r"\n  (?=\S)", re.sub(r"\n {20,}", " ", table))
+    assert line == "  learning_rate=1 num_generations=5 tensor_parallel_size=2"  # of verl's; and nothing that is wrong
     assert rows[0] == "10 keys cannot be used as they are:"
     assert {row.split()[0]: " ".join(row.split()[1:]) for row in rows[1:]} == {
-        "lr": "set learning_rate",
+        "lr": "set learning_rate=1",
         "logging_steps": "leave it out: every training step is logged",
         "bogus": "no such key (`hybrid-rl keys` lists all)",
         "gamma": "would do nothing: it belongs to advantage.estimator=reinforce_plus_plus or gae or vapo or vtrace, "
         "not grpo",
         "learning_rat": "no such key; did you mean 'learning_rate'? (`hybrid-rl keys` lists all)",
-        "actor_rollout_ref.rollout.n": "set num_generations",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": "set tensor_parallel_size: with rollout.engine=vllm",
-        "actor_rollout_ref.actor.optim.lr": "set learning_rate",
+        "actor_rollout_ref.rollout.n": "set num_generations=5",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "set tensor_parallel_size=2: with rollout.engine=vllm",
+        "actor_rollout_ref.actor.optim.lr": "set learning_rate=1",
         "max_steps": "1.5 must be of type int",
         "num_ranks": "0 must be at least 1",
     }

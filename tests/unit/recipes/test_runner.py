@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_a_warm_start_that_is_interrupted_says_so(
         show(100, 0.25)
         raise KeyboardInterrupt
     said = capsys.readouterr().out
-    assert "200 steps" in said and "step 100 of 200, loss 0.250" in said
+    assert "200 steps" in said and re.search(r"step 100 of 200, loss 0.250, about \d+ s left", said)
     assert "interrupted in the supervised warm start" in said
 
 

@@ -259,7 +259,11 @@ def by_group(completions, prompts, **_):
     ("reward", "keys", "cause"),
     [
         (constant, {}, r"All rewards were 0.5\. Check the completions"),
-        (texts, {"is_chat": True}, r"All rewards were 0\. Completions of chat prompts are lists of messages.*content"),
+        (
+            texts,
+            {"is_chat": True},
+            r"All rewards were 0\. Check the completions .*your own gets chat completions as lists.*content",
+        ),
         (by_group, {}, "The completions of each prompt had equal rewards.*use prompts that the policy solves some"),
         (constant, {"advantage": "rloo"}, r"All rewards were 0.5\. Check"),
         (constant, {"advantage": "remax"}, r"All rewards were 0.5\. Check"),

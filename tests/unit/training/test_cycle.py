@@ -77,7 +77,7 @@ def test_the_table_says_who_is_where() -> None:
         "update           needed  needed     host       -               -",
         "save             needed  needed     host       -               -",
         "needed: the phase works with it; stays: not needed, and not moved; host: not needed, in host memory; "
-        "-: not needed, given up",
+        "-: not needed, released",
     ]
     on_cpu = phases(**VLLM, **{"memory.offload": ["actor"]})  # where vLLM does not sleep
     assert on_cpu.movable == {"actor"}

@@ -1,0 +1,289 @@
+"""verl's settings, key and value, as settings here."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from hybrid_rl.config.habits.records import Habit
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of a setting. settings: keys here, with values; empty: there is nothing to set. note: why, or what
+    else to know."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What to do, as an error says it."""
+        todo = " ".join(said(key, value) for key, value in self.settings.items())
+        return f"{f'set {todo}' if todo else 'leave it out'}" + (f": {self.note}" if self.note else "")
+
+
+def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    """Return what becomes of a setting of verl; None if that is not clear from its value.
+
+    habit: the record of the key. asked: all settings, by path, because some count only with others.
+    """
+    if path.startswith("~"):
+        return Answer(note="with ~ Hydra deletes a key; here only the keys that are set exist")
+    if habit is None or habit.library != "verl":
+        return None
+    if habit.name in _RULES:
+        # The last word alone may be meant as in another library.
+        is_verls = path.split(".")[-2:] == habit.name.split(".")[-2:]
+        return _RULES[habit.name](value, asked) if is_verls else None
+    key, _, more = habit.here.partition(" ")
+    if value is None:
+        return Answer(note="None asks for nothing")
+    is_carried = key in _CARRIED and isinstance(value, str | int | float)
+    return Answer({key: value}, habit.note or more.strip("()")) if is_carried or habit.kind == "same" else None
+
+
+def said(key: str, value: Any) -> str:
+    """Return `key=value` as the command line takes it, without a shell's quotes."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"{key}={value}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return f"{key}={text.removesuffix('...' + chr(10)).strip()}"
+
+
+def pasted(settings: Mapping[str, Any]) -> str:
+    """Return settings as arguments of a command, quoted for a shell."""
+    return " ".join(shlex.quote(said(key, value)) for key, value in settings.items())
+
+
+def by_path(layers: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
+    """Return the values of layers by their dotted paths; the last one wins."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            found |= by_path([value], f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def _asked(asked: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return the value of the key whose path ends in a name; the default if it is not given."""
+    return next((value for path, value in asked.items() if f".{path}".endswith(f".{name}")), default)
+
+
+# Keys here whose values are the same there.
+_CARRIED = frozenset(
+    [
+        "prompts_per_step",
+        "prompts_per_mini_batch",
+        "num_generations",
+        "num_iterations",
+        "max_completion_length",
+        "max_prompt_length",
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "weight_decay",
+        "max_grad_norm",
+        "epsilon",
+        "epsilon_high",
+        "dual_clip",
+        "entropy_coef",
+        "train_path",
+        "eval_path",
+        "model.path",
+        "chat_template_path",
+        "gradient_checkpointing",
+        "activation_offload",
+        "num_train_epochs",
+        "max_steps",
+        "run_name",
+        "output_dir",
+        "save_total_limit",
+        "eval_on_start",
+        "num_generations_eval",
+        "eval_temperature",
+        "eval_top_p",
+        "critic_learning_rate",
+        "critic_path",
+        "max_tool_calling_iterations",
+        "tool_call_format",
+        "seed",
+        "log_completions",
+        "kl_cov_coef",
+        "sapo_temperature_pos",
+        "sapo_temperature_neg",
+        "trust_remote_code",
+        "reshard_after_forward",
+        "device",
+    ]
+)
+_ESTIMATORS = MappingProxyType(
+    {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs", "full": "exact"}
+)
+_ADVANTAGES = MappingProxyType(
+    {name: name for name in ("grpo", "gae", "rloo", "remax", "opo", "gpg", "optimal_token_baseline")}
+    | {name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")}
+    | {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo", "grpo_passk": "pass_at_k"}
+)
+_LOSSES = MappingProxyType({"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum"})
+_BOTH = "verl would put KL into the loss and into the reward; choose kl=loss or kl=reward, and beta"
+_VERLS_BETA = 0.001
+_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+def _kl(other: str, where: str, coefficient: str) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
+    def rule(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+        if not value:
+            return Answer(note=f"{value} asks for nothing")
+        if _asked(asked, other):
+            return Answer(note=_BOTH)
+        return Answer({"kl": where, "beta": _asked(asked, coefficient, _VERLS_BETA)}, f"verl's {coefficient} counts")
+
+    return rule
+
+
+def _with(switch: str, here: str, rule: Callable[[Any], Answer | None]) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """A key that counts in verl only if a switch is on, which is off unless it is given."""
+
+    def counts(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+        if _asked(asked, "use_kl_loss") and _asked(asked, "use_kl_in_reward"):
+            return Answer(note=_BOTH)
+        return rule(value) if _asked(asked, switch) else Answer(note=f"it counts only with {switch}=True (here {here})")
+
+    return counts
+
+
+def _choice(key: str, words: Mapping[str, str]) -> Callable[..., Answer | None]:
+    return lambda value, _asked=None: Answer({key: words[value]}) if value in words else None
+
+
+def _positive(key: str) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
+    """A number of which -1, 0 and None ask for nothing."""
+
+    def rule(value: Any, _: Mapping[str, Any]) -> Answer | None:
+        is_on = isinstance(value, int | float) and value > 0
+        return Answer({key: value}) if is_on else Answer(note=f"{value} asks for nothing")
+
+    return rule
+
+
+def _offload(word: str) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
+    def rule(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+        if not value:
+            return Answer(note=f"{value} asks for nothing")
+        asking = [name for path, name in _RESIDENTS.items() if _asked(asked, path)]
+        return Answer({"memory.offload": asking}, f"the {word} while a phase does not need it")
+
+    return rule
+
+
+_RESIDENTS = MappingProxyType(
+    {
+        "actor_rollout_ref.actor.fsdp_config.param_offload": "actor",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "optimizer",
+        "actor_rollout_ref.ref.fsdp_config.param_offload": "reference",
+        "critic.model.fsdp_config.param_offload": "critic",
+        "critic.model.fsdp_config.optimizer_offload": "critic_optimizer",
+    }
+)
+
+
+def _loggers(value: Any, _: Mapping[str, Any]) -> Answer | None:
+    names = [value] if isinstance(value, str) else list(value or [])
+    unknown = [name for name in names if name not in (*_TRACKERS, "console", "file")]
+    if unknown:
+        return None
+    kept = [name for name in names if name in _TRACKERS]
+    return Answer({"report_to": kept} if kept else {}, "the console and metrics.jsonl are always there")
+
+
+def _project(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    if "wandb" not in (_asked(asked, "trainer.logger") or []):
+        return Answer(note="only trackers have projects: tracker_arguments={wandb: {project: P}}")
+    return Answer({"tracker_arguments": {"wandb": {"project": value}}})
+
+
+def _ranks(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    nodes, gpus = _asked(asked, "trainer.nnodes", 1), _asked(asked, "trainer.n_gpus_per_node", 8)
+    if not isinstance(nodes, int) or not isinstance(gpus, int):
+        return None
+    return Answer({"num_ranks": nodes * gpus}, "over all nodes" + "; see also controller.address" * (nodes > 1))
+
+
+def _truncation(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    if _asked(asked, "filter_overlong_prompts"):
+        return Answer(note="with filter_overlong_prompts no prompt is too long")
+    return _choice("overlong_prompts", {"error": "error", "left": "truncate"})(value)
+
+
+def _reward(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    file, name = (_asked(asked, f"custom_reward_function.{key}") for key in ("path", "name"))
+    if not file:
+        return Answer(note="without a path it names nothing; pass reward=FILE.py:FUNCTION, in Python reward_funcs=")
+    return Answer({"reward": f"{file}:{name or 'compute_score'}"}, "on a command line; in Python pass reward_funcs=")
+
+
+def _switch(settings: Mapping[str, Any]) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
+    return lambda value, _: Answer(settings) if value else Answer(note=f"{value} asks for nothing")
+
+
+def _clip_ratio(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    if _asked(asked, "clip_ratio_low") is not None:
+        return Answer(note="clip_ratio_low and clip_ratio_high count")
+    return Answer({"epsilon": value})
+
+
+def _resume(value: Any, _: Mapping[str, Any]) -> Answer | None:
+    if value == "auto":
+        return Answer({"resume": "auto"}, "with run_name")
+    return Answer(note="without resume a run starts anew" if value == "disable" else "resume_from_path counts")
+
+
+def _tensor_parallel(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    return (
+        Answer(note="1 asks for nothing")
+        if value == 1
+        else Answer({"tensor_parallel_size": value}, "with rollout.engine=vllm")
+    )
+
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_LOSS_SWITCH, _REWARD_SWITCH = ("use_kl_loss", "kl=loss and beta"), ("use_kl_in_reward", "kl=reward and beta")
+_RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = MappingProxyType(
+    {
+        f"{_ACTOR}.use_kl_loss": _kl("use_kl_in_reward", "loss", "kl_loss_coef"),
+        "algorithm.use_kl_in_reward": _kl("use_kl_loss", "reward", "kl_coef"),
+        f"{_ACTOR}.kl_loss_coef": _with(*_LOSS_SWITCH, lambda value: Answer({"beta": value})),
+        "algorithm.kl_ctrl.kl_coef": _with(*_REWARD_SWITCH, lambda value: Answer({"beta": value})),
+        f"{_ACTOR}.kl_loss_type": _with(*_LOSS_SWITCH, _choice("kl_estimator", _ESTIMATORS)),
+        "algorithm.kl_penalty": _with(*_REWARD_SWITCH, _choice("kl_estimator", _ESTIMATORS)),
+        "algorithm.adv_estimator": _choice("advantage", _ADVANTAGES),
+        f"{_ACTOR}.loss_agg_mode": _choice("loss_type", _LOSSES),
+        f"{_ACTOR}.clip_ratio": _clip_ratio,
+        f"{_ACTOR}.clip_ratio_low": lambda value, _: Answer({"epsilon": value}),
+        f"{_ACTOR}.optim.lr_warmup_steps": _positive("warmup_steps"),
+        f"{_ACTOR}.optim.lr_warmup_steps_ratio": lambda value, _: None if value else Answer(note="0 asks for nothing"),
+        f"{_ROLLOUT}.name": lambda value, _: Answer({"rollout.engine": value}) if value in ("vllm", "hf") else None,
+        f"{_ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
+        f"{_ROLLOUT}.val_kwargs.do_sample": lambda value, _: None if value else Answer({"eval_temperature": 0}),
+        "data.filter_overlong_prompts": _switch({"overlong_prompts": "drop"}),
+        "data.truncation": _truncation,
+        "trainer.critic_warmup": _positive("critic_warmup_steps"),
+        "trainer.save_freq": _positive("save_steps"),
+        "trainer.test_freq": _positive("eval_steps"),
+        "trainer.log_val_generations": _positive("log_completions"),
+        "trainer.logger": _loggers,
+        "trainer.project_name": _project,
+        "trainer.nnodes": _ranks,
+        "trainer.n_gpus_per_node": _ranks,
+        "trainer.resume_mode": _resume,
+        "custom_reward_function.path": _reward,
+        "custom_reward_function.name": _reward,
+        **{path: _offload(one.replace("_", "'s ")) for path, one in _RESIDENTS.items()},
+    }
+)

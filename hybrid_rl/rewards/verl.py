@@ -1,0 +1,96 @@
+"""Reward functions with verl's signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybrid_rl.data.prompts import Messages
+from hybrid_rl.errors import ConfigError, RewardError
+from hybrid_rl.rewards.marks import layers
+from hybrid_rl.rewards.verifiers import completion_text
+
+PARAMETERS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+TRUTHS = ("ground_truth", "reward_model", "answer")  # columns; the first that is there counts
+
+
+class VerlReward:
+    """A function `(data_source, solution_str, ground_truth, extra_info)`, called for every completion by itself.
+
+    data_source, extra_info: columns of verl's rows, None without them. ground_truth: reward_model.ground_truth of such
+    a row, or a column ground_truth or answer. solution_str: the text of the completion. The function returns a number,
+    or a mapping with `score`, whose other numbers become metrics: their means, under their names.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        parameters = inspect.signature(function).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        bound = {name for part in layers(function) if isinstance(part, functools.partial) for name in part.keywords}
+        names = PARAMETERS if takes_all else PARAMETERS & {parameter.name for parameter in parameters}
+        self._taken = names - bound
+
+    def __call__(
+        self,
+        completions: Sequence[str | Messages],
+        data_source: Sequence[Any] | None = None,
+        extra_info: Sequence[Any] | None = None,
+        ground_truth: Sequence[Any] | None = None,
+        reward_model: Sequence[Any] | None = None,
+        answer: Sequence[Any] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+    ) -> list[float]:
+        """Score K completions. Raises RewardError if the function returns neither a number nor a mapping with one."""
+        nothing = [None] * len(completions)
+        truths = ground_truth or (reward_model and [_truth(row) for row in reward_model]) or answer or nothing
+        results = []
+        for source, extra, truth, completion in zip(
+            data_source or nothing, extra_info or nothing, truths, completions, strict=True
+        ):
+            given = {"data_source": source, "extra_info": extra, "ground_truth": truth}
+            given["solution_str"] = completion_text(completion)
+            results.append(self.function(**{name: given[name] for name in self._taken}))
+        mappings = [result for result in results if isinstance(result, Mapping)]
+        for name in dict.fromkeys(name for result in mappings for name in result if name != "score"):
+            values = [result[name] for result in mappings if isinstance(result.get(name), int | float)]
+            if values and log_metric is not None:
+                log_metric(name, sum(values) / len(values))
+        return [self._score(result) for result in results]
+
+    def _score(self, result: Any) -> float:
+        value: Any = result.get("score") if isinstance(result, Mapping) else result
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise RewardError(
+                f"{self.__name__} returned {result!r:.80}; return a number, or a mapping with the number `score`"
+            ) from None
+
+
+def adapted(function: Callable[..., Any], columns: Sequence[str] | None) -> Callable[..., Any]:
+    """Return a `VerlReward` for a function with verl's signature, and any other as it is.
+
+    columns: of the dataset, None if they are not known. Raises ConfigError if none of them is the expected answer.
+    """
+    if inspect.iscoroutinefunction(function) or isinstance(function, VerlReward):
+        return function
+    parameters = inspect.signature(function).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    if not {"solution_str", "ground_truth"} <= needed <= PARAMETERS:
+        return function
+    if columns is not None and not set(TRUTHS) & set(columns):
+        raise ConfigError(
+            f"reward function {getattr(function, '__name__', function)!r} is one of verl's and needs ground_truth, but "
+            f"the dataset has none of the columns {', '.join(TRUTHS)} (columns: {', '.join(columns) or 'none'})"
+        )
+    return VerlReward(function)
+
+
+def _truth(row: Any) -> Any:
+    """Return the ground truth of a cell of the column reward_model, which may be stored as a text of JSON."""
+    found = json.loads(row) if isinstance(row, str) else row
+    return found["ground_truth"] if isinstance(found, Mapping) else found

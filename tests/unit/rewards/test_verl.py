@@ -1,0 +1,62 @@
+"""verl's reward functions: called per completion, with the columns of verl's rows."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from hybrid_rl.errors import ConfigError, RewardError
+from hybrid_rl.rewards.functions import inspect_function
+
+COLUMNS = ["prompt", "data_source", "reward_model", "extra_info", "answer"]
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    assert data_source == "openai/gsm8k" and set(extra_info) == {"index"}
+    return 10 * float(solution_str.endswith(ground_truth)) + extra_info["index"]
+
+
+def call(function: Any, **changes: Any) -> list[float]:
+    rows: dict[str, Any] = {
+        "completions": ["it is 4", [{"role": "assistant", "content": "it is 5"}]],
+        "data_source": ["openai/gsm8k"] * 2,
+        "extra_info": [{"index": 1}, {"index": 2}],
+        "reward_model": [{"style": "rule", "ground_truth": "4"}, '{"ground_truth": "4"}'],
+        "answer": ["x", "x"],  # reward_model comes first
+    }
+    found = inspect_function(function, "score", COLUMNS)
+    return found.function(**{name: value for name, value in (rows | changes).items() if found.accepts(name)})
+
+
+def test_it_is_called_per_completion_with_the_columns_of_its_row() -> None:
+    assert call(compute_score) == [11, 2]
+    assert inspect_function(compute_score, "score", COLUMNS).function.__name__ == "compute_score"
+    assert call(compute_score, reward_model=None, answer=["5", "5"]) == [1, 12]
+
+
+def test_some_parameters_or_all_by_keyword() -> None:
+    def short(solution_str, ground_truth, scale=2, **kwargs):
+        return scale * len(solution_str) + len(kwargs)
+
+    assert call(short) == [16, 16]  # 7 letters; data_source and extra_info are in kwargs
+    assert call(functools.partial(compute_score, extra_info={"index": 0})) == [10, 0]
+
+
+def test_a_mapping_has_a_score_and_metrics() -> None:
+    def score(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 0.5, "acc": float("4" in solution_str), "pred": "4"}
+
+    seen: dict[str, float] = {}
+    assert call(score, log_metric=seen.__setitem__) == [0.5, 0.5]
+    assert seen == {"acc": 0.5}
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs ground_truth, but the dataset has none of the columns ground_truth"):
+        inspect_function(compute_score, "score", ["prompt", "data_source"])
+    with pytest.raises(RewardError, match="score returned 'good'; return a number"):
+
+        def score(data_source, solution_str, ground_truth, extra_info):
+            return "good"
+
+        call(score)
