@@ -124,7 +124,7 @@ def test_what_cannot_be_counted_is_said():
     unknown = EvalSamples(["0"], None, [[1]], [[True]], None, 8)
     assert unknown.estimates() == {}
     for call in (lambda: unknown.passes(1), unknown.within, lambda: unknown.against(unknown)):
-        with pytest.raises(DataError, match="other than 0 and 1. Set success_reward"):
+        with pytest.raises(DataError, match="other than 0 and 1, or no number at all. Set success_reward"):
             call()
     with pytest.raises(DataError, match="no answers to vote on.*extracted_answer"):
         samples([[1.0]]).votes(1)
