@@ -8,9 +8,10 @@ import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_BYTES = 16 * 2**20
 MAX_THREADS = 8
@@ -18,6 +19,8 @@ MAX_THREADS = 8
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write a safetensors file with normal permissions: safetensors ignores the umask and hides it from others."""
+    from safetensors.torch import save_file  # imports torch, which those that write texts do without
+
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(dict(tensors), path, metadata=dict(metadata))
