@@ -9,6 +9,7 @@ from typing import Any
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES, Needs
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.buffer_keys import BufferConfig, PartialConfig
 from hybrid_rl.config.eval_keys import EvalConfig, SampledEvalConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
@@ -81,6 +82,18 @@ def _dtype(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
     return "bfloat16" if str(given.get("dtype")).removeprefix("torch.") == "bfloat16" else None
 
 
+def _is_partial(given: Mapping[str, Any]) -> bool:
+    return str(given.get("partial")).lower() == "true"
+
+
+def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
+    # Tokens of older weights need a weight, unless loss or advantages bring their own.
+    if not _is_partial(given) or given.get("old_logprobs") == "rollout":
+        return None
+    loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()
+    return None if loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs else "tis"
+
+
 def _critic(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:
     return "value_head" if Needs.VALUES in ADVANTAGES[chosen["advantage"]]().needs else "none"
 
@@ -98,7 +111,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         "advantage": Choice("estimator", ADVANTAGES),
         "policy_loss": Choice("objective", POLICY_LOSSES, _loss),
         "kl": Choice("kl_in", KL_TERMS, _kl, "set beta above 0, without kl=none"),
-        "correction": Choice("correction_mode", CORRECTIONS),
+        "correction": Choice("correction_mode", CORRECTIONS, _correction),
         "critic": Choice(
             None,
             {"none": CriticConfig, "value_head": ValueHeadConfig},
@@ -119,6 +132,12 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         ),
         "rollout": Choice(
             "engine", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig, "hf": HFRolloutConfig}
+        ),
+        "buffer": Choice(
+            None,
+            {"none": BufferConfig, "partial": PartialConfig},
+            lambda given, _: "partial" if _is_partial(given) else None,
+            "nothing is held between steps; set rollout.partial=true",
         ),
         "controller": Choice(
             "backend",

@@ -17,6 +17,7 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
+from hybrid_rl.config.buffer_keys import BufferConfig, PartialConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
@@ -192,6 +193,11 @@ class RolloutConfig:
     max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
     temperature: float = key(
         1.0, "divides the logits, in the rollout and in training on its samples", minimum=0.01, maximum=100
+    )
+    partial: bool = key(
+        False,
+        "end a step when enough groups are whole, and hold the others for the next one: long completions no longer "
+        "decide how long a step takes; their first tokens come from older weights",
     )
     stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
@@ -404,6 +410,7 @@ class TrainerConfig(LoggingKeys, Shown):
     critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
     agents: AgentConfig = field(default_factory=AgentConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
+from hybrid_rl.config.buffer_keys import BufferConfig, PartialConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
@@ -72,7 +73,30 @@ def resolve(
             f"stop_strings={config.rollout.stop_strings!r} has an empty text, which ends every completion; remove it"
         )
     _check_learns(config)
+    config = replace(config, buffer=_settled_buffer(config))
     return replace(config, algorithm=algorithm, optimizer=replace(optimizer, prompts_per_mini_batch=mini_batch))
+
+
+def _settled_buffer(config: TrainerConfig) -> BufferConfig:
+    """Return the section of the buffer without None. Raises ConfigError for what a partial rollout cannot be joined
+    with."""
+    buffer, size = config.buffer, config.data.prompts_per_step
+    if not isinstance(buffer, PartialConfig):
+        return buffer
+    others = {
+        "max_refills above 0, which draws prompts again until a step has enough": config.algorithm.max_refills > 0,
+        "demonstrations, which nothing generates": learns_from_demonstrations(config),
+        "mode=train, which generates nothing": config.mode == "train",
+    }
+    if found := [what for what, is_so in others.items() if is_so]:
+        raise ConfigError(f"rollout.partial=true cannot be combined with {found[0]}; leave one of them out")
+    oversample = max(1, size // 2) if buffer.oversample is None else buffer.oversample
+    if oversample > size:
+        raise ConfigError(
+            f"oversample={oversample} is more than prompts_per_step={size}: groups would become too old before a step "
+            f"has room for them; use at most {size}"
+        )
+    return replace(buffer, oversample=oversample)
 
 
 def _check_resume(config: TrainerConfig) -> None:

@@ -75,12 +75,24 @@ def _are_texts(strings: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The tokens that a completion has already, made by an earlier request: ids, ln p and policy version of each."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class RolloutRequest:
     """A completion to be made. Requests of the same `group` have the same prompt and share its keys and values.
 
     priority: of those that wait, lower ones start first; equal ones start in the order in which they came. The turns of
     a conversation have the number of their conversation, so that older conversations end before newer ones go on, and
     none waits for more than those before it.
+
+    begun: what the completion begins with; the engine goes on after it, with the noise of that position, and max_tokens
+    counts it.
     """
 
     id: int
@@ -88,6 +100,7 @@ class RolloutRequest:
     params: SamplingParams
     group: int | None = None
     priority: int = 0
+    begun: Beginning = Beginning()
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,12 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        begun = self.request.begun
+        if begun.token_ids and not self.tokens:
+            self.tokens, self.logprobs = [*begun.token_ids], [*begun.logprobs]
+            self.versions = [*begun.versions]
 
     @property
     def priority(self) -> float:

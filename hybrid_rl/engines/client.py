@@ -178,16 +178,16 @@ class EngineClient:
                 arrived = handle.take()
             return arrived
 
-    def advance(self, *, idle_seconds: float = IDLE_SECONDS) -> None:
+    def advance(self, *, idle_seconds: float = IDLE_SECONDS, can_interrupt: bool = True) -> None:
         """Take one step, for a loop that submits while others run, and looks into its handles after every step. If
         nothing is left to generate, on any rank that shares the engine, wait until this rank submits, cancels, pauses
         or resumes something, at most `idle_seconds`, and pass a step boundary.
 
         Collective over the ranks that share the engine, as long as any of them is inside the session. Raises
-        KeyboardInterrupt, before that step, if an interrupt was requested.
+        KeyboardInterrupt, before that step, if an interrupt was requested and `can_interrupt`.
         """
         with self._driver:
-            if interrupt_requested():
+            if can_interrupt and interrupt_requested():
                 raise KeyboardInterrupt
             if not (self.engine.num_unfinished or self._num_unfinished):
                 self._asked.wait(idle_seconds)
@@ -223,7 +223,9 @@ class EngineClient:
             self._message.aborted += mine
             for request in [request for request in self._backlog if request.id in mine]:
                 self._backlog.remove(request)
-                self._handles.pop(mine[request.id]).put(FinishedSample(mine[request.id], [], [], [], "abort"))
+                begun, identity = request.begun, mine[request.id]
+                made = [*begun.token_ids], [*begun.logprobs], [*begun.versions]
+                self._handles.pop(identity).put(FinishedSample(identity, *made, "abort"))
 
     def abort_all(self) -> None:
         """End every request at once, those of all ranks that share the engine; their events are lost."""

@@ -130,7 +130,15 @@ class Generator(ABC):
         params = request.params
         if not request.prompt_ids:
             raise DataError(f"request {request.id} has an empty prompt")
-        for tokens in (request.prompt_ids, params.stop_token_ids):
+        begun = request.begun
+        if len({len(begun.token_ids), len(begun.logprobs), len(begun.versions)}) > 1:
+            raise DataError(f"request {request.id}: its first tokens, their logprobs and versions differ in number")
+        if len(begun.token_ids) >= params.max_tokens:
+            raise DataError(
+                f"request {request.id} begins with {len(begun.token_ids)} tokens of at most {params.max_tokens}: there "
+                "is nothing left to generate"
+            )
+        for tokens in (request.prompt_ids, params.stop_token_ids, begun.token_ids):
             if tokens and (min(tokens) < 0 or max(tokens) >= self._vocab_size):
                 outside = next(token for token in tokens if not 0 <= token < self._vocab_size)
                 raise DataError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.held import HoldRule
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class RolloutCall:
 
     first_id: the first of the ids of its trajectories and groups, which no other rollout of the run uses. purpose: the
     noise of a sample depends on this, the seed and the sample's place only: the rank that makes it and the samples
-    next to it do not matter. is_scored: whether rewards are computed.
+    next to it do not matter. is_scored: whether rewards are computed. hold: of a partial rollout, which groups it
+    delivers; None = all.
     """
 
     num_generations: int
@@ -34,6 +36,7 @@ class RolloutCall:
     purpose: str
     first_id: int
     is_scored: bool = True
+    hold: HoldRule | None = None
 
     def group(self, task: RolloutTask) -> int:
         """Return the id of the group of a prompt."""

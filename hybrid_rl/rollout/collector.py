@@ -24,6 +24,7 @@ from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.held import HoldRule
 from hybrid_rl.rollout.observed import dataset_metrics, success_rates
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport
@@ -70,6 +71,7 @@ class StepPlan:
         `baseline_rewards` (ReMax, arXiv:2310.10505).
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
     demonstrates: whether the completions are the data set's own.
+    hold: of partial rollouts, which groups a step delivers; oversample: prompts that are begun beyond num_prompts.
     """
 
     sampler: PromptSampler
@@ -80,6 +82,8 @@ class StepPlan:
     greedy_baseline: bool = False
     rollouts_path: Path | None = None
     demonstrates: bool = False
+    hold: HoldRule | None = None
+    oversample: int = 0
 
 
 class Collector:
@@ -107,6 +111,7 @@ class Collector:
         self._max_failure_share = max_failure_share
         self._next_id = 0
         self._told: set[object] = set()
+        self._open: dict[int, dict[int, PromptRow]] = {}  # prompts that are held, by group, by the step after which
 
     def after(self, other: Collector) -> Collector:
         """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one."""
@@ -136,12 +141,15 @@ class Collector:
             rows, batch = self._refilled(plan.sampler, call, tally, refill)
             metrics |= refill.metrics()
         else:
-            rows = plan.sampler.take(plan.num_prompts)
-            tasks, call = self._tasks(rows, call)
+            held = self._open.get(state.global_step - 1, {})
+            rows = plan.sampler.take(plan.num_prompts + plan.oversample - len(held))
+            tasks, call = self._tasks(rows, replace(call, hold=plan.hold))
             make = self._workers.demonstrations if plan.demonstrates else self._workers.rollout
             batch = self._counted(make(tasks, call), call, tally)
             if plan.demonstrates:
                 return tally.collected(batch, {})
+            if plan.hold is not None:
+                rows = self._delivered(batch, held | {call.group(task): task.row for task in tasks}, state.global_step)
             self._observe(plan.sampler, rows, batch)
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
@@ -152,6 +160,23 @@ class Collector:
         collected = tally.collected(batch, metrics)
         self._warn_of_no_numbers(collected.logged, state.global_step)
         return collected
+
+    def _delivered(self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int) -> list[PromptRow]:
+        """Return the prompts of the groups of a batch, in its order, and note that the others are held. begun: all
+        prompts by group."""
+        groups = batch["group"].unique_consecutive().tolist()
+        left = {group: row for group, row in begun.items() if group not in {*groups}}
+        self._open = {at: held for at, held in self._open.items() if at >= step - 1} | {step: left}
+        return [begun[group] for group in groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: the next free id."""
+        return {"next_id": self._next_id}
+
+    def load_state_dict(self, state: Mapping[str, Any], held: Mapping[int, PromptRow], step: int) -> None:
+        """Continue after a training step, with the prompts of the groups that are held then."""
+        self._next_id = state["next_id"]
+        self._open = {step: dict(held)}
 
     def _warn_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
         """Warn, once for each name, of means that records leave out because JSON has no such numbers."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hybrid_rl.batch import Batch, Jagged, SampleKey
+from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
@@ -113,20 +114,32 @@ class ScoredRollout:
             samples = [finished[request.id] for request in requests]
             columns = sample_columns([tasks_of[sample.id] for sample in samples], samples, call)
             columns["completion"] = [texts[sample.id] for sample in samples]
-            with timings.measure("reward"), progress.doing("rewards"):
-                parts = _parts(futures)
-            if rewards is None:
-                return Batch(columns), RolloutReport(timings.seconds)
-            result = rewards.join([inputs[sample.id] for sample in samples], parts)
-            batch = Batch({**columns, **reward_columns(result, is_dense=rewards.is_dense)})
-            failures = first_in_full(result.failures)
-            report = RolloutReport(timings.seconds, failures, logged_means(result), result.retried)
-            if self._judges is not None:
-                with timings.measure("judge"):
-                    late = self._judges.run(batch, call)
-                report.logged.merge(late.logged)
-                batch, report.failures = merge_late(batch, report.failures, rewards, late)
-            return batch, report
+            return self._rewarded(columns, [inputs[sample.id] for sample in samples if inputs], futures, timings, call)
+
+    def _rewarded(
+        self,
+        columns: dict[str, Any],
+        inputs: Sequence[RewardInput],
+        futures: Sequence[Future[list[tuple[int, Part]]]],
+        timings: Timings,
+        call: RolloutCall,
+    ) -> tuple[Batch, RolloutReport]:
+        """Return the batch of these columns with its rewards, once they are there. inputs: of the calls `futures`."""
+        rewards = self._rewards if call.is_scored else None
+        with timings.measure("reward"), progress.doing("rewards"):
+            parts = _parts(futures)
+        if rewards is None:
+            return Batch(columns), RolloutReport(timings.seconds)
+        result = rewards.join(inputs, parts)
+        batch = Batch({**columns, **reward_columns(result, is_dense=rewards.is_dense)})
+        failures = first_in_full(result.failures)
+        report = RolloutReport(timings.seconds, failures, logged_means(result), result.retried)
+        if self._judges is not None:
+            with timings.measure("judge"):
+                late = self._judges.run(batch, call)
+            report.logged.merge(late.logged)
+            batch, report.failures = merge_late(batch, report.failures, rewards, late)
+        return batch, report
 
     def close(self) -> None:
         """Nothing is left open between calls."""
@@ -142,8 +155,12 @@ class ScoredRollout:
 
 
 def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, call: RolloutCall) -> RewardInput:
-    ids, group = sample.completion_ids, call.group(task)
-    return RewardInput(SampleKey(sample.id), task.row.prompt, text, ids, task.row.columns, group=group)
+    return reward_input(sample, task.row, text, call.group(task))
+
+
+def reward_input(sample: FinishedSample, row: PromptRow, text: str, group: int) -> RewardInput:
+    """Return what reward functions are given of a sample. text: of its completion."""
+    return RewardInput(SampleKey(sample.id), row.prompt, text, sample.completion_ids, row.columns, group=group)
 
 
 def whole_groups(
@@ -173,8 +190,16 @@ def sample_columns(
     tasks: Sequence[RolloutTask], samples: Sequence[FinishedSample], call: RolloutCall
 ) -> dict[str, Any]:
     """Make the columns of finished samples, one task each, before anything is scored."""
+    groups = [call.group(task) for task in tasks]
+    return columns_of([task.row for task in tasks], groups, samples, call.params.temperature)
+
+
+def columns_of(
+    rows: Sequence[PromptRow], groups: Sequence[int], samples: Sequence[FinishedSample], temperature: float
+) -> dict[str, Any]:
+    """Make the columns of finished samples, each with its prompt and the id of its group."""
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
-    prompts = Jagged.from_rows([list(task.row.prompt_ids) for task in tasks], torch.int64)
+    prompts = Jagged.from_rows([list(row.prompt_ids) for row in rows], torch.int64)
     keys = torch.tensor([SampleKey(sample.id) for sample in samples], dtype=torch.int64).view(-1, 2)
 
     def aligned(name: str, dtype: torch.dtype) -> Jagged:
@@ -191,13 +216,13 @@ def sample_columns(
         "oldest_version": torch.tensor([min(s.versions, default=-1) for s in samples], dtype=torch.int64),
         "prompt_length": prompts.lengths,
         "completion_length": completions.lengths,
-        "temperature": torch.full((len(samples),), call.params.temperature, dtype=torch.float64),
-        "group": torch.tensor([call.group(task) for task in tasks], dtype=torch.int64),
+        "temperature": torch.full((len(samples),), temperature, dtype=torch.float64),
+        "group": torch.tensor(groups, dtype=torch.int64),
         "trajectory": keys[:, 0],
         "turn": keys[:, 1],
         "finish_reason": [sample.finish_reason for sample in samples],
-        "prompt": [task.row.prompt for task in tasks],
-        "row": [dict(task.row.columns) for task in tasks],
+        "prompt": [row.prompt for row in rows],
+        "row": [dict(row.columns) for row in rows],
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
+from hybrid_rl.config.buffer_keys import PartialConfig
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
@@ -28,6 +29,7 @@ from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.rollout.collector import Collector, StepPlan
+from hybrid_rl.rollout.held import HoldRule
 from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
@@ -170,6 +172,7 @@ def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Col
         greedy_baseline=Needs.BASELINE_REWARDS in needs,
         rollouts_path=None if config.rollouts_path is None else Path(config.rollouts_path),
         demonstrates=Needs.DEMONSTRATIONS in needs,
+        **_held(config),
     )
     return Collector(
         policy,
@@ -179,6 +182,16 @@ def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Col
         reward_weights=run.rewards.weights(rewards.reward_weights),
         success=run.success,
     )
+
+
+def _held(config: TrainerConfig) -> dict[str, Any]:
+    """Return what a step delivers and what it holds, as arguments of StepPlan."""
+    buffer = config.buffer
+    if not isinstance(buffer, PartialConfig):
+        return {}
+    assert buffer.oversample is not None, "resolve() has set it"
+    rule = HoldRule(config.data.prompts_per_step, buffer.max_staleness, buffer.buffer_order)
+    return {"hold": rule, "oversample": buffer.oversample}
 
 
 def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:

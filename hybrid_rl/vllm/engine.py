@@ -235,17 +235,19 @@ class VLLMEngine(ColocatedEngine):
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             generation = self._waiting.popleft()
             request = generation.request
-            params = vllm_params(request.params, has_own_seed=self._config.per_request_seeds or self._draws_seeds)
+            has_own_seed = self._config.per_request_seeds or self._draws_seeds
+            params = vllm_params(request.params, has_own_seed=has_own_seed, num_begun=len(generation.tokens))
             self._running[request.id] = generation
-            self._llm.add_request(str(request.id), tokens_input(list(request.prompt_ids)), params)
+            self._llm.add_request(str(request.id), tokens_input([*request.prompt_ids, *generation.tokens]), params)
 
     def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
         finished, stopped = [], []
         for output in outputs:
             generation, made = self._running[int(output.request_id)], output.outputs[0]
-            if not generation.tokens and made.token_ids:
+            request = generation.request
+            if len(generation.tokens) == len(request.begun.token_ids) and made.token_ids:
                 cached = output.num_cached_tokens or 0
-                self._counters.num_prompt_tokens += len(generation.request.prompt_ids) - cached
+                self._counters.num_prompt_tokens += len(request.prompt_ids) + len(generation.tokens) - cached
                 self._counters.num_prefix_tokens += cached
             logprobs = sampled_logprobs(made)
             check_finite(logprobs)

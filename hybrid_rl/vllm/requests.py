@@ -7,7 +7,7 @@ from typing import Any
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from hybrid_rl.engines.base import RolloutRequest, SamplingParams
+from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.errors import DataError, EngineStateError
 
 COLDEST = 0.01  # vLLM samples at this temperature if one above 0 but below it is asked for
@@ -32,14 +32,15 @@ def sampled_logprobs(made: Any) -> list[float]:
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
-def vllm_params(params: SamplingParams, *, has_own_seed: bool) -> VLLMSamplingParams:
+def vllm_params(params: SamplingParams, *, has_own_seed: bool, num_begun: int = 0) -> VLLMSamplingParams:
     """Return the same in vLLM's words. has_own_seed: draw this request's noise from its own seed, not from the
-    engine's.
+    engine's. num_begun: tokens of the completion that were made before, which vLLM takes for a part of the prompt; the
+    rest of it has noise of its own.
 
     Stop strings are looked for by us: vLLM has no tokenizer here.
     """
     return VLLMSamplingParams(
-        max_tokens=params.max_tokens,
+        max_tokens=params.max_tokens - num_begun,
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
@@ -51,5 +52,5 @@ def vllm_params(params: SamplingParams, *, has_own_seed: bool) -> VLLMSamplingPa
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,
-        seed=params.seed % 2**63 if has_own_seed else None,
+        seed=(derive_seed(params.seed, num_begun) if num_begun else params.seed) % 2**63 if has_own_seed else None,
     )

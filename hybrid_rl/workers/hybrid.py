@@ -17,6 +17,7 @@ from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.batch.origins import check_origins
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.buffer_keys import PartialConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import JsonLines
@@ -29,6 +30,7 @@ from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
+from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.records import extracted_answers, sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
 from hybrid_rl.sharding.build import build_model
@@ -115,7 +117,11 @@ class HybridWorker(WorkerBase):
         encode = judge_encoder(setup.tokenizer, config.data.chat_template_kwargs)
         judging: Any = {"encode": encode, "max_length": min(limits)}
         self._rollout: ScoredRollout | AgentRollout
-        if setup.agents is None:
+        if setup.agents is None and isinstance(config.buffer, PartialConfig):
+            self._rollout = PartialRollout(
+                self._client, self._rewards, setup.decode, seed=config.seed, gather=context.gather, **judging
+            )
+        elif setup.agents is None:
             self._rollout = ScoredRollout(self._client, self._rewards, setup.decode, seed=config.seed, **judging)
         else:
             self._rollout = agent_rollout(setup, self._client, self._rewards, **judging)

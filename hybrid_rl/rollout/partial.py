@@ -1,0 +1,203 @@
+"""Partial rollouts: a step takes the groups that are whole and holds the others, which go on under the next weights.
+
+Which groups a step takes is a matter of counts: all ranks look at what is whole after every so many engine steps, and
+end together when it is enough. No clock is asked, so a run can be repeated. (Kimi k1.5, arXiv:2501.12599, section 2.6.2;
+APRIL, arXiv:2509.18521.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest
+from hybrid_rl.engines.client import Handle
+from hybrid_rl.errors import PeerFailedError
+from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.process import progress
+from hybrid_rl.process.interrupts import interrupt_requested
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.held import HoldRule, OpenGroup, chosen
+from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
+
+Gather = Callable[[Any], list[Any]]
+
+
+class PartialRollout(ScoredRollout):
+    """Makes the samples of training steps from groups that may have been begun in earlier ones. Rollouts without a
+    HoldRule (evaluation, generate) run to their end.
+
+    gather: the values of all ranks, by rank. What is held after a step belongs to it: a step that is taken back begins
+    again from what was held after the one before.
+    """
+
+    def __init__(self, *arguments: Any, gather: Gather, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._gather = gather
+        self._held: dict[int, list[OpenGroup]] = {}  # by the step after which they are held
+
+    def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        """Return the samples of the groups of this step that this rank has made. Collective over all ranks.
+
+        Raises KeyboardInterrupt on all ranks if an interrupt was requested on one.
+        """
+        if call.hold is None:
+            return super().run(tasks, call)
+        rule, step, timings = call.hold, call.state.global_step, Timings()
+        groups = [group.copied() for group in self.held(step - 1)]
+        num_begun = sum(group.num_tokens for group in groups)
+        groups += [self._begin(task, call) for task in tasks]
+        with ExitStack() as stack:
+            stack.enter_context(self._client.session())
+            with timings.measure("rollout"):
+                self._generate(groups, rule, call)
+            keys = [rule.key(group, call.version) for group in groups if group.is_whole]
+            taken = chosen(self._told("which groups are whole", keys), rule.num_groups)
+            mine = [group for group in groups if group.group in taken]
+            left = [group for group in groups if group.group not in taken]
+            self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
+            batch, report = self._delivered(mine, timings, call)
+        report.metrics.merge(_metrics(mine, left, num_begun, call))
+        return batch, report
+
+    def held(self, step: int) -> list[OpenGroup]:
+        """Return the groups that are held after a training step."""
+        return self._held.get(step, [])
+
+    def hold(self, step: int, groups: Sequence[OpenGroup]) -> None:
+        """Hold these groups after a training step instead of what was held then."""
+        self._held = {step: list(groups)}
+
+    def _begin(self, task: RolloutTask, call: RolloutCall) -> OpenGroup:
+        requests = {request.id: request for request in self._requests(task, call)}
+        return OpenGroup(task.row, call.group(task), call.state.global_step, requests)
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    def _generate(self, groups: Sequence[OpenGroup], rule: HoldRule, call: RolloutCall) -> None:
+        """Run what is unfinished until enough groups are whole on all ranks, and break the rest off."""
+        of = {request: group for group in groups for request in group.requests}
+        requests = [request for group in groups for request in group.remaining()]
+        progress.count(len(requests), "samples")
+        handle: Handle | None = None
+
+        def begin() -> tuple[int, int, int]:
+            nonlocal handle
+            handle = self._client.submit(self._ordered(requests), call.version)
+            return counts()
+
+        def go_on() -> tuple[int, int, int]:
+            if interrupt_requested():
+                raise KeyboardInterrupt
+            assert handle is not None
+            for _ in range(rule.check_steps):
+                if handle.is_done and not self._client.is_shared:
+                    break
+                self._client.advance(idle_seconds=0.0, can_interrupt=False)
+                self._take(handle.take(), of, call)
+            return counts()
+
+        def counts() -> tuple[int, int, int]:
+            whole = sum(group.is_whole for group in groups)
+            due = sum(rule.must_end(group, call.version) for group in groups if not group.is_whole)
+            return whole, due, sum(not group.is_whole for group in groups)
+
+        def break_off() -> None:
+            assert handle is not None
+            self._client.cancel(handle)
+            while not handle.is_done:
+                self._client.advance(idle_seconds=0.0, can_interrupt=False)
+                self._take(handle.take(), of, call)
+
+        found = self._agreed(begin)
+        while not _is_over(found, rule):
+            found = self._agreed(go_on)
+        self._agreed(break_off)
+
+    def _ordered(self, requests: Sequence[RolloutRequest]) -> Sequence[RolloutRequest]:
+        """Return requests in the order in which they should start: what is begun already goes first."""
+        return sorted(requests, key=lambda request: not request.begun.token_ids)
+
+    def _take(self, events: Sequence[FinishedSample], of: Mapping[int, OpenGroup], call: RolloutCall) -> None:
+        """Take samples that have finished, and have their groups scored once they are whole."""
+        progress.advance(sum(event.finish_reason != "abort" for event in events))
+        for event in events:
+            group = of[event.id]
+            group.take(event)
+            if group.is_whole:
+                self._score(group, call)
+
+    def _score(self, group: OpenGroup, call: RolloutCall) -> None:
+        if self._rewards is None or not call.is_scored or group.scoring is not None:
+            return
+        texts = (self._decode(sample.completion_ids) for sample in group.samples)
+        inputs = [reward_input(s, group.row, text, group.group) for s, text in zip(group.samples, texts, strict=True)]
+        group.scoring = self._rewards.submit(inputs, call.state)
+
+    def _delivered(
+        self, groups: Sequence[OpenGroup], timings: Timings, call: RolloutCall
+    ) -> tuple[Batch, RolloutReport]:
+        """Return the scored samples of these groups."""
+        samples = [sample for group in groups for sample in group.samples]
+        rows = [group.row for group in groups for _ in group.requests]
+        ids = [group.group for group in groups for _ in group.requests]
+        columns = columns_of(rows, ids, samples, call.params.temperature)
+        columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
+        inputs = [
+            reward_input(*given)
+            for given in zip(samples, rows, columns["completion"], ids, strict=True)
+        ]
+        for group in groups:
+            self._score(group, call)
+        futures = [group.scoring for group in groups if group.scoring is not None]
+        return self._rewarded(columns, inputs, futures, timings, call)
+
+    # -------------------------------------------------------------------------------------------------- other ranks
+
+    def _agreed(self, action: Callable[[], Any]) -> list[Any]:
+        """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
+        KeyboardInterrupt as such."""
+        result, failure = None, None
+        try:
+            result = action()
+        except BaseException as error:
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        outcomes = self._gather((result, told, isinstance(failure, KeyboardInterrupt)))
+        if failure is not None:
+            raise failure
+        if any(is_interrupt for _, _, is_interrupt in outcomes):
+            raise KeyboardInterrupt
+        for rank, (_, theirs, _) in enumerate(outcomes):
+            if theirs is not None:
+                raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
+        return [found for found, _, _ in outcomes]
+
+    def _told(self, what: str, value: Any) -> list[Any]:
+        return self._agreed(lambda: value)
+
+
+def _is_over(counts: Sequence[tuple[int, int, int]], rule: HoldRule) -> bool:
+    """Whether a rollout ends. counts: of each rank, groups that are whole, that must be, and that are not."""
+    whole, due, unfinished = (sum(column) for column in zip(*counts, strict=True))
+    return not unfinished or (whole >= rule.num_groups and not due)
+
+
+def _metrics(
+    taken: Sequence[OpenGroup], held: Sequence[OpenGroup], num_begun: int, call: RolloutCall
+) -> MetricSums:
+    """Return how old the tokens are that this rank delivers, and what it holds."""
+    found = MetricSums()
+    ages = Counter(
+        call.version - version for group in taken for sample in group.samples for version in sample.versions
+    )
+    num_tokens = sum(ages.values())
+    for age in range(call.hold.max_staleness + 1 if call.hold else 1):
+        found.mean(f"partial/share_age_{age}", float(ages[age]), num_tokens)
+    found.total("partial/held_groups", len(held))
+    found.total("partial/held_tokens", sum(group.num_tokens for group in held))
+    found.total("partial/continued_tokens", num_begun)
+    return found
