@@ -361,6 +361,7 @@ class Trainer(Evaluating):
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
         state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
+        state["collector"] = self.collector.state_dict()
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:
@@ -433,6 +434,9 @@ class Trainer(Evaluating):
             raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
         self._best.load_state_dict(state.get("best", {}))
+        if "collector" in state:
+            held = self.policy.held_prompts(self.global_step)
+            self.collector.load_state_dict(state["collector"], held, self.global_step)
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:
         """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""

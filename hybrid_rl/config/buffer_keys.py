@@ -10,23 +10,24 @@ from hybrid_rl.options import key
 
 @dataclass(frozen=True)
 class BufferConfig:
-    """Nothing is held: every step trains on what its own weights have made. `rollout.partial` holds groups."""
+    """Nothing is held: every step trains on what its own weights have made. `rollout.partial` and `rollout.async_level`
+    hold groups."""
 
 
 @dataclass(frozen=True)
-class PartialConfig(BufferConfig):
-    """Groups that a step has begun and not finished go on in the next one."""
+class HeldConfig(BufferConfig):
+    """Groups that were begun and are not trained on in the same step: unfinished ones go on in the next."""
 
     oversample: int | None = key(
         None,
-        "prompts that are begun beyond prompts_per_step: as many groups are held after a step; None = half of "
-        "prompts_per_step",
+        "with rollout.partial, prompts that are begun beyond what a step needs: as many groups are held after it; None "
+        "= half of prompts_per_step",
         minimum=1,
     )
-    max_staleness: int = key(
-        1,
+    max_staleness: int | None = key(
+        None,
         "policy versions that a token may lag behind the weights that train on it; a step finishes what would be older "
-        "in the next one",
+        "in the next one. None = async_level, and one more with rollout.partial",
         minimum=1,
     )
     buffer_order: Literal["fifo", "freshest"] = key(

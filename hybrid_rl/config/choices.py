@@ -9,7 +9,7 @@ from typing import Any
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES, Needs
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig, EntropyConfig
-from hybrid_rl.config.buffer_keys import BufferConfig, PartialConfig
+from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig, SampledEvalConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.presets import PRESETS
@@ -82,13 +82,13 @@ def _dtype(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
     return "bfloat16" if str(given.get("dtype")).removeprefix("torch.") == "bfloat16" else None
 
 
-def _is_partial(given: Mapping[str, Any]) -> bool:
-    return str(given.get("partial")).lower() == "true"
+def _holds(given: Mapping[str, Any]) -> bool:
+    return str(given.get("partial")).lower() == "true" or number(given.get("async_level")) > 0
 
 
 def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
     # Tokens of older weights need a weight, unless loss or advantages bring their own.
-    if not _is_partial(given) or given.get("old_logprobs") == "rollout":
+    if not _holds(given) or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()
     return None if loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs else "tis"
@@ -135,9 +135,9 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
         ),
         "buffer": Choice(
             None,
-            {"none": BufferConfig, "partial": PartialConfig},
-            lambda given, _: "partial" if _is_partial(given) else None,
-            "nothing is held between steps; set rollout.partial=true",
+            {"none": BufferConfig, "held": HeldConfig},
+            lambda given, _: "held" if _holds(given) else None,
+            "nothing is held between steps; set rollout.partial=true or rollout.async_level=1",
         ),
         "controller": Choice(
             "backend",

@@ -17,7 +17,7 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
-from hybrid_rl.config.buffer_keys import BufferConfig, PartialConfig
+from hybrid_rl.config.buffer_keys import BufferConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
@@ -198,6 +198,11 @@ class RolloutConfig:
         False,
         "end a step when enough groups are whole, and hold the others for the next one: long completions no longer "
         "decide how long a step takes; their first tokens come from older weights",
+    )
+    async_level: Literal[0, 1] = key(
+        0,
+        "1: a step trains on what was generated before the last update, so that rewards, judges and tools have the "
+        "next generation and update to finish in; 0: on what its own weights have made",
     )
     stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
-from hybrid_rl.config.buffer_keys import BufferConfig, PartialConfig
+from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
@@ -78,25 +78,31 @@ def resolve(
 
 
 def _settled_buffer(config: TrainerConfig) -> BufferConfig:
-    """Return the section of the buffer without None. Raises ConfigError for what a partial rollout cannot be joined
-    with."""
-    buffer, size = config.buffer, config.data.prompts_per_step
-    if not isinstance(buffer, PartialConfig):
+    """Return the section of the buffer without None. Raises ConfigError for what held groups cannot be joined with."""
+    buffer, size, ahead = config.buffer, config.data.prompts_per_step, config.rollout.async_level
+    if not isinstance(buffer, HeldConfig):
         return buffer
+    name = "rollout.partial=true" if config.rollout.partial else f"rollout.async_level={ahead}"
     others = {
         "max_refills above 0, which draws prompts again until a step has enough": config.algorithm.max_refills > 0,
         "demonstrations, which nothing generates": learns_from_demonstrations(config),
         "mode=train, which generates nothing": config.mode == "train",
     }
     if found := [what for what, is_so in others.items() if is_so]:
-        raise ConfigError(f"rollout.partial=true cannot be combined with {found[0]}; leave one of them out")
-    oversample = max(1, size // 2) if buffer.oversample is None else buffer.oversample
-    if oversample > size:
+        raise ConfigError(f"{name} cannot be combined with {found[0]}; leave one of them out")
+    if buffer.oversample is not None and not config.rollout.partial:
+        raise ConfigError(f"oversample={buffer.oversample} would do nothing without rollout.partial=true; set both")
+    oversample = (buffer.oversample or max(1, size // 2)) if config.rollout.partial else 0
+    # Each step takes as many groups as it begins, so the extra ones of the first step decide how old groups become.
+    least = ahead + math.ceil(oversample / size)
+    if buffer.max_staleness is not None and buffer.max_staleness < least:
         raise ConfigError(
-            f"oversample={oversample} is more than prompts_per_step={size}: groups would become too old before a step "
-            f"has room for them; use at most {size}"
+            f"max_staleness={buffer.max_staleness} is too small for async_level={ahead} with oversample={oversample}: "
+            f"a step has room for prompts_per_step={size} groups; set it to at least {least}, or leave it out"
         )
-    return replace(buffer, oversample=oversample)
+    if buffer.buffer_order == "freshest" and ahead:
+        raise ConfigError("buffer_order=freshest would never train on what async_level=1 generates ahead; use fifo")
+    return replace(buffer, oversample=oversample, max_staleness=buffer.max_staleness or least)
 
 
 def _check_resume(config: TrainerConfig) -> None:

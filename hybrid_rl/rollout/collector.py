@@ -71,7 +71,7 @@ class StepPlan:
         `baseline_rewards` (ReMax, arXiv:2310.10505).
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
     demonstrates: whether the completions are the data set's own.
-    hold: of partial rollouts, which groups a step delivers; oversample: prompts that are begun beyond num_prompts.
+    hold: which groups a step takes, and which it holds; num_extra: prompts that are under way beyond num_prompts.
     """
 
     sampler: PromptSampler
@@ -83,7 +83,7 @@ class StepPlan:
     rollouts_path: Path | None = None
     demonstrates: bool = False
     hold: HoldRule | None = None
-    oversample: int = 0
+    num_extra: int = 0
 
 
 class Collector:
@@ -142,7 +142,7 @@ class Collector:
             metrics |= refill.metrics()
         else:
             held = self._open.get(state.global_step - 1, {})
-            rows = plan.sampler.take(plan.num_prompts + plan.oversample - len(held))
+            rows = plan.sampler.take(plan.num_prompts + plan.num_extra - len(held))
             tasks, call = self._tasks(rows, replace(call, hold=plan.hold))
             make = self._workers.demonstrations if plan.demonstrates else self._workers.rollout
             batch = self._counted(make(tasks, call), call, tally)

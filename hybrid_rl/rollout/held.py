@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.rewards.results import Part
+
+HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
 
 
 @dataclass(eq=False)
@@ -116,12 +120,14 @@ class HoldRule:
     """When a step's rollout ends, and what it delivers: the same on every rank.
 
     num_groups: of the batch, over all ranks. max_staleness: how many policy versions a token may lag behind the weights
-    that train on it. order: whether of whole groups the oldest or the newest are delivered first; those that would be
-    too old in the next step come before all others. check_steps: engine steps between two looks at what is whole.
+    that train on it. ahead: groups that must be whole besides, for the next step. order: whether of whole groups the
+    oldest or the newest are delivered first; those that would be too old in the next step come before all others.
+    check_steps: engine steps between two looks at what is whole.
     """
 
     num_groups: int
     max_staleness: int
+    ahead: int = 0
     order: str = "fifo"
     check_steps: int = 8
 
@@ -140,3 +146,30 @@ def chosen(keys: Sequence[Sequence[tuple[int, int, int]]], num_groups: int) -> s
     """Return the ids of the groups of the batch. keys: of the whole groups of every rank."""
     everywhere = sorted(key for of_rank in keys for key in of_rank)
     return {group for _, _, group in everywhere[:num_groups]}
+
+
+def save_held(folder: Path, rank: int, groups: Sequence[OpenGroup]) -> None:
+    """Write the groups that a rank holds into the folder of a checkpoint.
+
+    Raises CheckpointError for a row of a dataset that JSON cannot hold.
+    """
+    try:
+        text = json.dumps([group.to_json() for group in groups])
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"a held group cannot be saved: {error}; leave columns that are no text, numbers, lists or dicts of these "
+            "out of the dataset"
+        ) from error
+    (folder / f"{HELD_FILE}{rank:04d}.json").write_text(text, encoding="utf-8")
+
+
+def load_held(folder: Path, rank: int, num_ranks: int) -> list[OpenGroup]:
+    """Read this rank's share of the groups that all ranks held when a checkpoint was written, dealt out in order."""
+    groups = []
+    for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        groups += [OpenGroup.of_json(one) for one in found]
+    return sorted(groups, key=lambda group: group.group)[rank::num_ranks]

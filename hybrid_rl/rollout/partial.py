@@ -1,8 +1,8 @@
 """Partial rollouts: a step takes the groups that are whole and holds the others, which go on under the next weights.
 
 Which groups a step takes is a matter of counts: all ranks look at what is whole after every so many engine steps, and
-end together when it is enough. No clock is asked, so a run can be repeated. (Kimi k1.5, arXiv:2501.12599, section 2.6.2;
-APRIL, arXiv:2509.18521.)
+end together when it is enough. No clock is asked, so a run can be repeated. Kimi k1.5 (arXiv:2501.12599, section 2.6.2)
+and APRIL (arXiv:2509.18521) hold completions in this way.
 """
 
 from __future__ import annotations
@@ -146,10 +146,7 @@ class PartialRollout(ScoredRollout):
         ids = [group.group for group in groups for _ in group.requests]
         columns = columns_of(rows, ids, samples, call.params.temperature)
         columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
-        inputs = [
-            reward_input(*given)
-            for given in zip(samples, rows, columns["completion"], ids, strict=True)
-        ]
+        inputs = [reward_input(*given) for given in zip(samples, rows, columns["completion"], ids, strict=True)]
         for group in groups:
             self._score(group, call)
         futures = [group.scoring for group in groups if group.scoring is not None]
@@ -183,17 +180,13 @@ class PartialRollout(ScoredRollout):
 def _is_over(counts: Sequence[tuple[int, int, int]], rule: HoldRule) -> bool:
     """Whether a rollout ends. counts: of each rank, groups that are whole, that must be, and that are not."""
     whole, due, unfinished = (sum(column) for column in zip(*counts, strict=True))
-    return not unfinished or (whole >= rule.num_groups and not due)
+    return not unfinished or (whole >= rule.num_groups + rule.ahead and not due)
 
 
-def _metrics(
-    taken: Sequence[OpenGroup], held: Sequence[OpenGroup], num_begun: int, call: RolloutCall
-) -> MetricSums:
+def _metrics(taken: Sequence[OpenGroup], held: Sequence[OpenGroup], num_begun: int, call: RolloutCall) -> MetricSums:
     """Return how old the tokens are that this rank delivers, and what it holds."""
     found = MetricSums()
-    ages = Counter(
-        call.version - version for group in taken for sample in group.samples for version in sample.versions
-    )
+    ages = Counter(call.version - version for group in taken for sample in group.samples for version in sample.versions)
     num_tokens = sum(ages.values())
     for age in range(call.hold.max_staleness + 1 if call.hold else 1):
         found.mean(f"partial/share_age_{age}", float(ages[age]), num_tokens)

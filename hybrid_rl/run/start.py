@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
-from hybrid_rl.config.buffer_keys import PartialConfig
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
+from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
@@ -187,11 +187,13 @@ def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Col
 def _held(config: TrainerConfig) -> dict[str, Any]:
     """Return what a step delivers and what it holds, as arguments of StepPlan."""
     buffer = config.buffer
-    if not isinstance(buffer, PartialConfig):
+    if not isinstance(buffer, HeldConfig):
         return {}
-    assert buffer.oversample is not None, "resolve() has set it"
-    rule = HoldRule(config.data.prompts_per_step, buffer.max_staleness, buffer.buffer_order)
-    return {"hold": rule, "oversample": buffer.oversample}
+    assert buffer.oversample is not None and buffer.max_staleness is not None, "resolve() has set them"
+    size = config.data.prompts_per_step
+    ahead = config.rollout.async_level * size
+    rule = HoldRule(size, buffer.max_staleness, ahead, buffer.buffer_order)
+    return {"hold": rule, "num_extra": ahead + buffer.oversample}
 
 
 def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:

@@ -15,10 +15,12 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.batch.origins import check_origins
+from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.buffer_keys import PartialConfig
+from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
@@ -28,6 +30,7 @@ from hybrid_rl.models.likeness import check_fingerprint
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
+from hybrid_rl.rollout.held import load_held, save_held
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.partial import PartialRollout
@@ -117,7 +120,7 @@ class HybridWorker(WorkerBase):
         encode = judge_encoder(setup.tokenizer, config.data.chat_template_kwargs)
         judging: Any = {"encode": encode, "max_length": min(limits)}
         self._rollout: ScoredRollout | AgentRollout
-        if setup.agents is None and isinstance(config.buffer, PartialConfig):
+        if setup.agents is None and isinstance(config.buffer, HeldConfig):
             self._rollout = PartialRollout(
                 self._client, self._rewards, setup.decode, seed=config.seed, gather=context.gather, **judging
             )
@@ -402,6 +405,8 @@ class HybridWorker(WorkerBase):
             self._roles.save_models(target)
             if self._context.rank == 0:
                 self._tokenizer.save_pretrained(target)
+            if isinstance(self._rollout, PartialRollout):
+                save_held(target, self._context.rank, self._rollout.held(state["global_step"]))
 
         with self.phase(self._cycle.save):
             write_checkpoint(
@@ -421,3 +426,13 @@ class HybridWorker(WorkerBase):
         with self.phase(self._cycle.save):
             self._actor.load(folder)
             self._roles.load_models(folder)
+        if isinstance(self._rollout, PartialRollout):
+            step = read_state(folder, ("global_step",))["global_step"]
+            self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
+
+    @dispatch(collect="all")
+    def held_prompts(self, step: int) -> list[tuple[int, PromptRow]]:
+        """Return id and prompt of the groups that are held after a training step."""
+        if not isinstance(self._rollout, PartialRollout):
+            return []
+        return [(group.group, group.row) for group in self._rollout.held(step)]
