@@ -199,6 +199,12 @@ class EngineClient:
         """Whether several ranks step the engine together: then every step of one waits for one of each other."""
         return self._coordinator is not None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests were unfinished at the last step boundary: of any rank that shares the engine, so all of
+        them find the same."""
+        return bool(self._num_unfinished if self._coordinator else self._handles)
+
     def wake(self) -> None:
         """End the wait of `advance`, if it waits. Thread-safe."""
         self._asked.set()
