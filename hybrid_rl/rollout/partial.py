@@ -7,7 +7,6 @@ and APRIL (arXiv:2509.18521) hold completions in this way.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -72,7 +71,7 @@ class PartialRollout(ScoredRollout):
             left = [group for group in groups if group.group not in taken]
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
-        report.metrics.merge(_metrics(mine, left, num_begun, call))
+        report.metrics.merge(_metrics(left, num_begun))
         return batch, report
 
     def held(self, step: int) -> list[OpenGroup]:
@@ -190,14 +189,11 @@ class PartialRollout(ScoredRollout):
         return [found for found, _, _ in outcomes]
 
 
-def _metrics(taken: Sequence[OpenGroup], held: Sequence[OpenGroup], num_begun: int, call: RolloutCall) -> MetricSums:
-    """Return how old the tokens are that this rank delivers, and what it holds."""
+def _metrics(held: Sequence[OpenGroup], num_begun: int) -> MetricSums:
+    """Return what this rank holds, and how many tokens it went on from. How old the tokens of a step are is counted by
+    the update (staleness/...)."""
     found = MetricSums()
-    ages = Counter(call.version - version for group in taken for sample in group.samples for version in sample.versions)
-    num_tokens = sum(ages.values())
-    for age in range(call.hold.max_staleness + 1 if call.hold else 1):
-        found.mean(f"partial/share_age_{age}", float(ages[age]), num_tokens)
-    found.total("partial/held_groups", len(held))
-    found.total("partial/held_tokens", sum(group.num_tokens for group in held))
-    found.total("partial/continued_tokens", num_begun)
+    found.total("buffer/held_groups", len(held))
+    found.total("buffer/held_tokens", sum(group.num_tokens for group in held))
+    found.total("buffer/continued_tokens", num_begun)
     return found
