@@ -361,7 +361,7 @@ class Trainer(Evaluating):
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
         state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
-        state["collector"] = self.collector.state_dict()
+        state["collector"] = self.collector.state_dict(self.global_step)
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:

@@ -199,6 +199,12 @@ class EngineClient:
         """Whether several ranks step the engine together: then every step of one waits for one of each other."""
         return self._coordinator is not None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests were unfinished at the last step boundary: of any rank that shares the engine, so all of
+        them find the same."""
+        return bool(self._num_unfinished if self._coordinator else self._handles)
+
     def wake(self) -> None:
         """End the wait of `advance`, if it waits. Thread-safe."""
         self._asked.set()
@@ -220,12 +226,12 @@ class EngineClient:
             mine = {
                 self._shared(identity): identity for identity in handle.ids if self._handles.get(identity) is handle
             }
-            self._message.aborted += mine
             for request in [request for request in self._backlog if request.id in mine]:
                 self._backlog.remove(request)
-                begun, identity = request.begun, mine[request.id]
+                begun, identity = request.begun, mine.pop(request.id)
                 made = [*begun.token_ids], [*begun.logprobs], [*begun.versions]
                 self._handles.pop(identity).put(FinishedSample(identity, *made, "abort"))
+            self._message.aborted += mine  # not those that the engine never had: their ids may come again
 
     def abort_all(self) -> None:
         """End every request at once, those of all ranks that share the engine; their events are lost."""

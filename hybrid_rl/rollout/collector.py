@@ -24,8 +24,9 @@ from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule
+from hybrid_rl.rollout.held import HeldPrompt, HoldRule, check_row
 from hybrid_rl.rollout.observed import dataset_metrics, success_rates
+from hybrid_rl.rollout.open_prompts import OpenPrompts
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
@@ -85,6 +86,11 @@ class StepPlan:
     hold: HoldRule | None = None
     num_extra: int = 0
 
+    @property
+    def kept(self) -> dict[str, float]:
+        """The settings that do not change while groups are held."""
+        return {"num_generations": self.num_generations, "temperature": self.params.temperature}
+
 
 class Collector:
     """Collects scored samples from a worker group.
@@ -111,11 +117,17 @@ class Collector:
         self._max_failure_share = max_failure_share
         self._next_id = 0
         self._told: set[object] = set()
-        self._open: dict[int, dict[int, PromptRow]] = {}  # prompts that are held, by group, by the step after which
+        self._open = OpenPrompts()
 
     def after(self, other: Collector) -> Collector:
-        """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one."""
+        """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one.
+
+        Raises ConfigError if groups are held that do not fit the plan of this one.
+        """
         self._next_id, self._told = other._next_id, other._told
+        self._open = other._open
+        if self._plan is not None and other._plan is not None:
+            self._open.check(other._plan.kept, self._plan.kept)
         return self
 
     def collect(self, version: int, state: TrainerState) -> Collected:
@@ -132,6 +144,8 @@ class Collector:
             if not plan.max_refills:  # as below
                 collected.metrics.update(self._success(collected.batch))
             return collected
+        if plan.hold is not None:
+            self._next_id = self._open.begin(state.global_step, self._next_id)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
         tally = _Tally(self._max_failure_share, self._next_id)
@@ -141,15 +155,21 @@ class Collector:
             rows, batch = self._refilled(plan.sampler, call, tally, refill)
             metrics |= refill.metrics()
         else:
-            held = self._open.get(state.global_step - 1, {})
-            rows = plan.sampler.take(plan.num_prompts + plan.num_extra - len(held))
+            held = self._open.held(state.global_step - 1)
+            num_missing = plan.num_prompts + plan.num_extra - len(held)
+            rows = plan.sampler.take(num_missing) if num_missing > 0 else []  # more are held if the plan was larger
+            if plan.hold is not None:
+                for row in rows:
+                    check_row(row)
             tasks, call = self._tasks(rows, replace(call, hold=plan.hold))
             make = self._workers.demonstrations if plan.demonstrates else self._workers.rollout
             batch = self._counted(make(tasks, call), call, tally)
             if plan.demonstrates:
                 return tally.collected(batch, {})
             if plan.hold is not None:
-                rows = self._delivered(batch, held | {call.group(task): task.row for task in tasks}, state.global_step)
+                rows = self._open.deliver(
+                    batch, held | {call.group(task): task.row for task in tasks}, state.global_step
+                )
             self._observe(plan.sampler, rows, batch)
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
@@ -161,22 +181,18 @@ class Collector:
         self._warn_of_no_numbers(collected.logged, state.global_step)
         return collected
 
-    def _delivered(self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int) -> list[PromptRow]:
-        """Return the prompts of the groups of a batch, in its order, and note that the others are held. begun: all
-        prompts by group."""
-        groups = batch["group"].unique_consecutive().tolist()
-        left = {group: row for group, row in begun.items() if group not in {*groups}}
-        self._open = {at: held for at, held in self._open.items() if at >= step - 1} | {step: left}
-        return [begun[group] for group in groups]
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return what a resumed run needs after a training step."""
+        return self._open.state_dict(step, self._next_id)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: the next free id."""
-        return {"next_id": self._next_id}
+    def load_state_dict(self, state: Mapping[str, Any], held: Mapping[int, HeldPrompt], step: int) -> None:
+        """Continue after a training step, with the prompts of the groups that are held then.
 
-    def load_state_dict(self, state: Mapping[str, Any], held: Mapping[int, PromptRow], step: int) -> None:
-        """Continue after a training step, with the prompts of the groups that are held then."""
+        Raises CheckpointError if groups are missing, ConfigError if they cannot go on under the plan of this run.
+        """
+        rule, kept = (None, {}) if self._plan is None else (self._plan.hold, self._plan.kept)
+        self._open.load_state_dict(state, held, step, rule, kept)
         self._next_id = state["next_id"]
-        self._open = {step: dict(held)}
 
     def _warn_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
         """Warn, once for each name, of means that records leave out because JSON has no such numbers."""
@@ -274,7 +290,7 @@ class Collector:
     def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
         """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
-        call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}")
+        call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}", hold=None)
         made = self._roll_out(rows, call, tally)
         rewards = made["rewards"][Trajectories.of(made).first]
         _, group = batch["group"].unique(return_inverse=True)

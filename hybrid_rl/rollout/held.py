@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.data.prompts import PromptRow, shorten
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
-from hybrid_rl.errors import CheckpointError
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError, counted
+from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import Part
 
 HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
@@ -21,8 +22,8 @@ HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
 @dataclass(eq=False)
 class OpenGroup:
     """A group of samples of one prompt. born: the training step that began it. requests: by trajectory, as they were at
-    first; finished: samples by trajectory; parts: the beginnings of the others. scoring: the calls of reward functions
-    once it is whole."""
+    first; finished: samples by trajectory; begun: the beginnings of the others. whole_in: the state of the run when it
+    became whole, which reward functions are told; scoring: their calls."""
 
     row: PromptRow
     group: int
@@ -30,6 +31,7 @@ class OpenGroup:
     requests: dict[int, RolloutRequest]
     finished: dict[int, FinishedSample] = field(default_factory=dict)
     begun: dict[int, Beginning] = field(default_factory=dict)
+    whole_in: TrainerState | None = None
     scoring: Future[list[tuple[int, Part]]] | None = None
 
     @property
@@ -53,6 +55,12 @@ class OpenGroup:
         """Tokens that were generated for it."""
         finished = sum(len(sample.completion_ids) for sample in self.finished.values())
         return finished + sum(len(one.token_ids) for one in self.begun.values())
+
+    @property
+    def prompt(self) -> HeldPrompt:
+        """What the driver knows of it."""
+        first = next(iter(self.requests.values()))
+        return HeldPrompt(self.row, len(self.requests), first.params.temperature, self.oldest_version)
 
     def remaining(self) -> Iterator[RolloutRequest]:
         """Yield requests for the rest of its samples."""
@@ -86,6 +94,7 @@ class OpenGroup:
             "seeds": {trajectory: request.params.seed for trajectory, request in self.requests.items()},
             "finished": {trajectory: dataclasses.asdict(sample) for trajectory, sample in self.finished.items()},
             "begun": {trajectory: dataclasses.asdict(one) for trajectory, one in self.begun.items()},
+            "whole_in": None if self.whole_in is None else dataclasses.asdict(self.whole_in),
         }
 
     @classmethod
@@ -110,9 +119,33 @@ class OpenGroup:
                 int(trajectory): Beginning(**{name: tuple(values) for name, values in one.items()})
                 for trajectory, one in found["begun"].items()
             }
-            return cls(PromptRow(**row), found["group"], found["born"], requests, finished, begun)
+            state = None if found["whole_in"] is None else TrainerState(**found["whole_in"])
+            return cls(PromptRow(**row), found["group"], found["born"], requests, finished, begun, state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"a held group is damaged: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class HeldPrompt:
+    """The prompt of a held group, of num_generations samples. oldest_version: of its tokens; None if it has none."""
+
+    row: PromptRow
+    num_generations: int
+    temperature: float
+    oldest_version: int | None
+
+
+class Standing(NamedTuple):
+    """How far the groups of a rank are. num_whole, num_unfinished: of all. due: those that are whole, and that are not,
+    by the version of the weights that must train on them at the latest; without those that this step began."""
+
+    num_whole: int
+    num_unfinished: int
+    due: dict[int, tuple[int, int]]
+    is_interrupted: bool = False
+
+
+Key = tuple[int, int, int]  # of a whole group: what it is sorted by, and its id
 
 
 @dataclass(frozen=True)
@@ -121,8 +154,11 @@ class HoldRule:
 
     num_groups: of the batch, over all ranks. max_staleness: how many policy versions a token may lag behind the weights
     that train on it. ahead: groups that must be whole besides, for the next step. order: whether of whole groups the
-    oldest or the newest are delivered first; those that would be too old in the next step come before all others.
-    check_steps: engine steps between two looks at what is whole.
+    oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole.
+
+    A group is due at the version of its oldest token plus max_staleness. As a step delivers num_groups, at most n *
+    num_groups of what is held may be due within the n next steps: groups beyond that are finished and delivered now,
+    those that are due first before all others.
     """
 
     num_groups: int
@@ -131,21 +167,87 @@ class HoldRule:
     order: str = "fifo"
     check_steps: int = 8
 
-    def must_end(self, group: OpenGroup, version: int) -> bool:
-        """Whether a group would be too old in the next step. version: of the weights of this one."""
-        oldest = group.oldest_version
-        return oldest is not None and version + 1 - oldest > self.max_staleness
+    def deadline(self, oldest_version: int | None, version: int) -> int:
+        """Return the last version that may train on a group. version: the present one, which made the oldest token if
+        there is none."""
+        return (version if oldest_version is None else oldest_version) + self.max_staleness
 
-    def key(self, group: OpenGroup, version: int) -> tuple[int, int, int]:
-        """Return what whole groups are sorted by."""
+    def standing(self, groups: Iterable[OpenGroup], version: int, *, is_interrupted: bool = False) -> Standing:
+        """Return how far a rank's groups are. version: of the weights of this step."""
+        numbers, due = [0, 0], dict[int, tuple[int, int]]()
+        for group in groups:
+            numbers[group.is_whole] += 1
+            deadline = self.deadline(group.oldest_version, version)
+            if deadline < version + self.max_staleness:
+                whole, unfinished = due.get(deadline, (0, 0))
+                due[deadline] = (whole + group.is_whole, unfinished + (not group.is_whole))
+        return Standing(numbers[True], numbers[False], due, is_interrupted)
+
+    def needed(self, everywhere: Sequence[Standing], version: int) -> Iterator[tuple[int, int, int]]:
+        """Yield deadlines, the earliest first, with the number of groups due by then that this step must deliver, and
+        how many of these are whole."""
+        count = whole = 0
+        for deadline in sorted({deadline for of_rank in everywhere for deadline in of_rank.due}):
+            for of_rank in everywhere:
+                numbers = of_rank.due.get(deadline, (0, 0))
+                whole, count = whole + numbers[0], count + sum(numbers)
+            yield deadline, min(self.num_groups, count - self.num_groups * (deadline - version)), whole
+
+    def is_over(self, everywhere: Sequence[Standing], version: int) -> bool:
+        """Whether a step's rollout ends."""
+        if not any(of_rank.num_unfinished for of_rank in everywhere):
+            return True
+        is_enough = sum(of_rank.num_whole for of_rank in everywhere) >= self.num_groups + self.ahead
+        return is_enough and all(needed <= whole for _, needed, whole in self.needed(everywhere, version))
+
+    def key(self, group: OpenGroup, version: int) -> Key:
+        """Return what a whole group is chosen by: its deadline, its place in the order, its id."""
         age = group.born if self.order == "fifo" else -group.born
-        return (0 if self.must_end(group, version) else 1, age, group.group)
+        return self.deadline(group.oldest_version, version), age, group.group
+
+    def chosen(self, keys: Iterable[Key], everywhere: Sequence[Standing], version: int) -> set[int]:
+        """Return the ids of the groups of the batch. keys: of the whole groups of all ranks."""
+        line = sorted(keys, key=lambda key: key[1:])
+        found: list[Key] = []
+        for deadline, needed, _ in self.needed(everywhere, version):
+            due = [key for key in line if key[0] <= deadline and key not in found]
+            found += due[: max(0, needed - len(found))]
+        found += [key for key in line if key not in found][: self.num_groups - len(found)]
+        return {group for _, _, group in found}
+
+    def check(self, held: Iterable[HeldPrompt], version: int) -> None:
+        """Check that what is held can be trained on in time, by a step at this version and those after it. Raises
+        ConfigError."""
+        deadlines = sorted(self.deadline(prompt.oldest_version, version) for prompt in held)
+        late = [
+            place // self.num_groups + version - deadline
+            for place, deadline in enumerate(deadlines)
+            if place // self.num_groups + version > deadline
+        ]
+        if late:
+            raise ConfigError(
+                f"max_staleness={self.max_staleness} is too small for the {counted(len(deadlines), 'group')} that the "
+                f"checkpoint holds, with prompts_per_step={self.num_groups}; set max_staleness to at least "
+                f"{self.max_staleness + max(late)}, or prompts_per_step as it was"
+            )
 
 
-def chosen(keys: Sequence[Sequence[tuple[int, int, int]]], num_groups: int) -> set[int]:
-    """Return the ids of the groups of the batch. keys: of the whole groups of every rank."""
-    everywhere = sorted(key for of_rank in keys for key in of_rank)
-    return {group for _, _, group in everywhere[:num_groups]}
+def check_row(row: PromptRow) -> None:
+    """Check that a row can be held: checkpoints keep it as JSON. Raises DataError for one that JSON would change."""
+    if (name := next((name for name, value in row.columns.items() if not _is_plain(value)), None)) is not None:
+        raise DataError(
+            f"row {row.index}: the column {name!r} has the value {shorten(row.columns[name])}, which a checkpoint "
+            "cannot keep with a group that is held: rollout.partial and rollout.async_level need columns of text, "
+            "numbers, booleans, None, lists, and dicts with keys of text; convert it, or drop the column"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(name) is str and _is_plain(one) for name, one in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def save_held(folder: Path, rank: int, groups: Sequence[OpenGroup]) -> None:
@@ -164,12 +266,15 @@ def save_held(folder: Path, rank: int, groups: Sequence[OpenGroup]) -> None:
 
 
 def load_held(folder: Path, rank: int, num_ranks: int) -> list[OpenGroup]:
-    """Read this rank's share of the groups that all ranks held when a checkpoint was written, dealt out in order."""
-    groups = []
+    """Read this rank's share of the groups that were held when a checkpoint was written: its own ones, or if there were
+    more or fewer ranks, all groups dealt out in order. Raises CheckpointError for a file that is damaged."""
+    of_ranks = []
     for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
-        groups += [OpenGroup.of_json(one) for one in found]
-    return sorted(groups, key=lambda group: group.group)[rank::num_ranks]
+            of_ranks.append([OpenGroup.of_json(one) for one in found])
+        except (OSError, ValueError, TypeError, CheckpointError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
+    if len(of_ranks) == num_ranks:
+        return of_ranks[rank]
+    return sorted((group for groups in of_ranks for group in groups), key=lambda group: group.group)[rank::num_ranks]

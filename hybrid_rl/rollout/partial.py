@@ -18,8 +18,9 @@ from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
+from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule, OpenGroup, chosen
+from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing
 from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
 
 Gather = Callable[[Any], list[Any]]
@@ -34,9 +35,15 @@ class PartialRollout(ScoredRollout):
     """
 
     def __init__(self, *arguments: Any, gather: Gather, **named: Any) -> None:
+        self._held: dict[int, list[OpenGroup]] = {}  # by the step after which they are held
         super().__init__(*arguments, **named)
         self._gather = gather
-        self._held: dict[int, list[OpenGroup]] = {}  # by the step after which they are held
+
+    def score_with(self, rewards: RewardRunner | None) -> None:
+        """Score with these functions from now on, also what is held."""
+        super().score_with(rewards)
+        for group in (group for groups in self._held.values() for group in groups):
+            group.scoring = None
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return the samples of the groups of this step that this rank has made. Collective over all ranks.
@@ -48,13 +55,18 @@ class PartialRollout(ScoredRollout):
         rule, step, timings = call.hold, call.state.global_step, Timings()
         groups = [group.copied() for group in self.held(step - 1)]
         num_begun = sum(group.num_tokens for group in groups)
+        for group in groups:
+            if group.is_whole:  # it was read from a checkpoint, or the functions are others now
+                self._score(group, call)
         groups += [self._begin(task, call) for task in tasks]
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
                 self._generate(groups, rule, call)
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
-            taken = chosen(self._told("which groups are whole", keys), rule.num_groups)
+            told = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
+            all_keys = [key for of_rank, _ in told for key in of_rank]
+            taken = rule.chosen(all_keys, [standing for _, standing in told], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
@@ -83,36 +95,37 @@ class PartialRollout(ScoredRollout):
         progress.count(len(requests), "samples")
         handle: Handle | None = None
 
-        def begin() -> tuple[int, int, int]:
+        def begin() -> Standing:
             nonlocal handle
             handle = self._client.submit(self._ordered(requests), call.version)
-            return counts()
+            return standing()
 
-        def go_on() -> tuple[int, int, int]:
-            if interrupt_requested():
-                raise KeyboardInterrupt
+        def go_on() -> Standing:
             assert handle is not None
             for _ in range(rule.check_steps):
                 if handle.is_done and not self._client.is_shared:
                     break
                 self._client.advance(idle_seconds=0.0, can_interrupt=False)
                 self._take(handle.take(), of, call)
-            return counts()
+            return standing()
 
-        def counts() -> tuple[int, int, int]:
-            whole = sum(group.is_whole for group in groups)
-            due = sum(rule.must_end(group, call.version) for group in groups if not group.is_whole)
-            return whole, due, sum(not group.is_whole for group in groups)
+        def standing() -> Standing:
+            return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
 
         def break_off() -> None:
             assert handle is not None
             self._client.cancel(handle)
-            while not handle.is_done:
+            self._take(handle.take(), of, call)
+            is_first = True  # ranks that share an engine take the same number of steps
+            while (is_first or self._client.is_busy) if self._client.is_shared else not handle.is_done:
                 self._client.advance(idle_seconds=0.0, can_interrupt=False)
                 self._take(handle.take(), of, call)
+                is_first = False
 
         found = self._agreed(begin)
-        while not _is_over(found, rule):
+        while not rule.is_over(found, call.version):
+            if any(of_rank.is_interrupted for of_rank in found):
+                raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
             found = self._agreed(go_on)
         self._agreed(break_off)
 
@@ -127,6 +140,7 @@ class PartialRollout(ScoredRollout):
             group = of[event.id]
             group.take(event)
             if group.is_whole:
+                group.whole_in = call.state
                 self._score(group, call)
 
     def _score(self, group: OpenGroup, call: RolloutCall) -> None:
@@ -134,7 +148,7 @@ class PartialRollout(ScoredRollout):
             return
         texts = (self._decode(sample.completion_ids) for sample in group.samples)
         inputs = [reward_input(s, group.row, text, group.group) for s, text in zip(group.samples, texts, strict=True)]
-        group.scoring = self._rewards.submit(inputs, call.state)
+        group.scoring = self._rewards.submit(inputs, group.whole_in)
 
     def _delivered(
         self, groups: Sequence[OpenGroup], timings: Timings, call: RolloutCall
@@ -160,6 +174,8 @@ class PartialRollout(ScoredRollout):
         try:
             result = action()
         except BaseException as error:
+            if self._client.is_shared:  # the others may wait for this rank's next step; their engine tells them
+                raise
             failure = error
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
         outcomes = self._gather((result, told, isinstance(failure, KeyboardInterrupt)))
@@ -171,15 +187,6 @@ class PartialRollout(ScoredRollout):
             if theirs is not None:
                 raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
         return [found for found, _, _ in outcomes]
-
-    def _told(self, what: str, value: Any) -> list[Any]:
-        return self._agreed(lambda: value)
-
-
-def _is_over(counts: Sequence[tuple[int, int, int]], rule: HoldRule) -> bool:
-    """Whether a rollout ends. counts: of each rank, groups that are whole, that must be, and that are not."""
-    whole, due, unfinished = (sum(column) for column in zip(*counts, strict=True))
-    return not unfinished or (whole >= rule.num_groups + rule.ahead and not due)
 
 
 def _metrics(held: Sequence[OpenGroup], num_begun: int) -> MetricSums:

@@ -201,10 +201,11 @@ class Live(Tenant):
         if rewards is not None:
             after = dataclasses.replace(after, grades=Grades())
         num_steps = after.num_optimizer_steps, after.num_critic_steps
+        collector = make_collector(after, self.policy, self._sampler).after(self.collector)
         self.policy.reconfigure(config, num_steps, after.rewards if is_other else None)
         self._run, self._changed = after, (*self._changed, *made)
         object.__setattr__(self, "config", config)
-        object.__setattr__(self, "collector", make_collector(after, self.policy, self._sampler).after(self.collector))
+        object.__setattr__(self, "collector", collector)
         if is_other or config.algorithm != run.config.algorithm:
             self._signal_watch = SignalWatch(config, is_chat=run.is_chat)
         self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])

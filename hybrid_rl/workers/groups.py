@@ -9,10 +9,10 @@ from typing import Any
 from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
-from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.errors import StorageError, WorkerError
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums
+from hybrid_rl.rollout.held import HeldPrompt
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.base import WorkerBase
@@ -161,7 +161,7 @@ class PolicyGroup(RankGroup):
         """Write a checkpoint. state: of the driver. Raises CheckpointError."""
         self._ranks.call(HybridWorker.save, folder, state)
 
-    def held_prompts(self, step: int) -> dict[int, PromptRow]:
+    def held_prompts(self, step: int) -> dict[int, HeldPrompt]:
         """Read the prompts of the groups that all ranks hold after a training step, by group."""
         return dict(pair for of_rank in self._ranks.call(HybridWorker.held_prompts, step) for pair in of_rank)
 

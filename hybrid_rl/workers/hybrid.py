@@ -20,7 +20,6 @@ from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
@@ -30,7 +29,7 @@ from hybrid_rl.models.likeness import check_fingerprint
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
-from hybrid_rl.rollout.held import load_held, save_held
+from hybrid_rl.rollout.held import HeldPrompt, load_held, save_held
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.partial import PartialRollout
@@ -431,8 +430,8 @@ class HybridWorker(WorkerBase):
             self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
 
     @dispatch(collect="all")
-    def held_prompts(self, step: int) -> list[tuple[int, PromptRow]]:
+    def held_prompts(self, step: int) -> list[tuple[int, HeldPrompt]]:
         """Return id and prompt of the groups that are held after a training step."""
         if not isinstance(self._rollout, PartialRollout):
             return []
-        return [(group.group, group.row) for group in self._rollout.held(step)]
+        return [(group.group, group.prompt) for group in self._rollout.held(step)]

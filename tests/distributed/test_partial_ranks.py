@@ -1,0 +1,147 @@
+"""Partial rollouts on real ranks, and runs that are killed: as many ranks, or fewer, go on with what was held."""
+
+import contextlib
+import math
+import random
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybrid_rl import Trainer
+from hybrid_rl.batch import BatchRef
+from tests.distributed.ranks import forking
+from tests.no_pictures import draw_nothing
+from tests.replayed import gaps_by_version
+from tests.tiny import build_model, build_tokenizer, sums
+
+pytestmark = pytest.mark.slow  # processes are started
+
+KEYS = {
+    "prompts_per_step": 4,
+    "num_generations": 2,
+    "max_completion_length": 40,
+    "learning_rate": 2e-2,
+    "max_steps": 4,
+    "save_steps": 1,
+    "oversample": 3,
+    "run_name": "run",
+    "resume": "auto",
+    "rollout.partial": True,
+}
+
+
+def long(completion_ids, trainer_state, **_):
+    """Depends on the step that it is told."""
+    return [len(ids) + trainer_state.global_step / 64 for ids in completion_ids]
+
+
+def make(folder: Path, **keys) -> Trainer:
+    keys = {**KEYS, "output_dir": str(folder), **keys}
+    rows = [row | {"number": number} for number, row in enumerate(sums(60))]
+    return Trainer(build_model(), long, rows, tokenizer=build_tokenizer(), **keys)
+
+
+def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """The weights of a policy version, as the checkpoint of that step has them."""
+    if not step:
+        return build_model().state_dict()
+    return AutoModelForCausalLM.from_pretrained(folder / "run" / f"checkpoint-{step}").state_dict()
+
+
+def rows_of(batch) -> list[int]:
+    """The rows of the dataset of the groups of a batch, one for each."""
+    return [row["number"] for row in batch["row"][:: KEYS["num_generations"]]]
+
+
+def loaded(batch):
+    return batch.load() if isinstance(batch, BatchRef) else batch
+
+
+def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path, monkeypatch):
+    """Versions are those of the weights. Resumed on two ranks the run is the whole one; on one rank every prompt is
+    still there once."""
+    draw_nothing(monkeypatch)
+    ages = Counter[int]()
+    with make(tmp_path / "whole", num_ranks=2) as whole:
+        steps = [loaded(whole.step().batch) for _ in range(4)]
+    weights = {step: weights_at(tmp_path / "whole", step) for step in range(4)}
+    for version, batch in enumerate(steps):
+        gap, _, found = gaps_by_version(build_model(), weights, batch, version)
+        assert gap < 1e-5
+        ages.update(found)
+    assert ages[1] > 50 and max(ages) == 1
+    checkpoint = tmp_path / "whole" / "run" / "checkpoint-2"
+    assert len(list(checkpoint.glob("held-*.json"))) == 2
+    before = [row for batch in steps[:2] for row in rows_of(batch)]
+    for num_ranks in (2, 1):
+        with make(tmp_path / f"on-{num_ranks}", num_ranks=num_ranks, resume=str(checkpoint)) as resumed:
+            again = [loaded(resumed.step().batch) for _ in range(2)]
+            held = resumed.policy.held_prompts(4).values()
+        after = [row for batch in again for row in rows_of(batch)]
+        everything = before + after + [prompt.row.columns["number"] for prompt in held]
+        assert len(set(everything)) == len(everything) == 4 * 4 + 3
+        if num_ranks == 2:
+            for mine, theirs in zip(again, steps[2:], strict=True):
+                for name in ("completion_ids", "policy_version", "rollout_logprobs"):
+                    assert torch.equal(mine[name].values, theirs[name].values)
+
+
+def train(folder: Path, keys: dict[str, Any]) -> None:
+    """The whole program of a process that may be killed."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
+        with make(folder, **keys) as trainer:
+            trainer.fit()
+
+
+@pytest.mark.parametrize(
+    "num_kills", [2, pytest.param(30, marks=[pytest.mark.sweep, pytest.mark.timeout(1800)])], ids=str
+)
+def test_a_run_that_is_killed_at_random_moments_is_the_uninterrupted_one(num_kills, tmp_path):
+    """SIGKILL after a random part of the CPU time of the whole run, with groups held and groups ahead: the weights, and
+    the records of all samples, are the same to the bit."""
+    context, rng = forking(), random.Random(num_kills)
+    keys = {"rollout.async_level": 1, "max_steps": 6, "save_total_limit": 2}
+
+    def start(name: str) -> tuple[Any, psutil.Process]:
+        process = context.Process(target=train, args=(tmp_path / name, keys), daemon=True)
+        process.start()
+        return process, psutil.Process(process.pid)
+
+    process, its = start("whole")
+    used = 0.0
+    while process.is_alive():
+        with contextlib.suppress(psutil.Error):
+            used = max(used, sum(its.cpu_times()[:2]))
+        process.join(0.01)
+    assert process.exitcode == 0
+    num_killed = 0
+    for _ in range(num_kills * 5):
+        process, its = start("killed")
+        moment = rng.uniform(0, used) if num_killed < num_kills else math.inf
+        while process.is_alive():
+            with contextlib.suppress(psutil.Error):
+                if sum(its.cpu_times()[:2]) > moment:
+                    process.kill()
+                    num_killed += 1
+                    break
+            process.join(0.005)
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        if process.exitcode == 0:
+            if num_killed >= num_kills:
+                break
+            shutil.rmtree(tmp_path / "killed")  # it was done before its moment came
+    whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
+    assert (whole / "samples.jsonl").read_text() == (killed / "samples.jsonl").read_text()
+    for name in ("model.safetensors", "held-0000.json"):
+        ours, theirs = ((folder / "checkpoint-6" / name).read_bytes() for folder in (whole, killed))
+        assert ours == theirs, name

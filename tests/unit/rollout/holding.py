@@ -1,0 +1,371 @@
+"""Runs with partial rollouts in this process: the real collector, ranks in threads, real engine clients, and under them
+an engine whose completions are known beforehand and that fails, is interrupted or killed when the test says so."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.controller import RankMesh
+from hybrid_rl.controller.dispatch import dispatch_of
+from hybrid_rl.controller.exchange import collect, cut
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import EngineState, FinishedSample, Generation, RolloutRequest, SamplingParams
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.coordinator import Coordinator
+from hybrid_rl.engines.guards import RolloutEngine
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rewards.results import RewardResult
+from hybrid_rl.rollout import partial, scored
+from hybrid_rl.rollout.collector import Collector, StepPlan
+from hybrid_rl.rollout.held import HoldRule, load_held, save_held
+from hybrid_rl.rollout.partial import PartialRollout
+from hybrid_rl.workers.hybrid import HybridWorker
+
+STOP = 1
+MAX_TOKENS = 40
+WAIT_SECONDS = 60.0  # for what takes milliseconds: past it, ranks wait for each other for ever
+
+
+class RankFailedError(RuntimeError):
+    """A fault of a rank that the test asked for."""
+
+
+def length_of(seed: int) -> int:
+    """The length of a completion: heavy-tailed, and the same whenever and wherever it is made."""
+    return min(MAX_TOKENS, int(2 * random.Random(seed).paretovariate(0.9)))
+
+
+def token_of(prompt: int, place: int) -> int:
+    return 2 + (31 * prompt + 7 * place) % 900
+
+
+def logprob_of(version: int, place: int) -> float:
+    """Tells which weights made a token, exactly in float32."""
+    return -(1.0 + version + place / 64)
+
+
+class Script:
+    """The faults of a step, by rank: after so many calls of something."""
+
+    def __init__(self) -> None:
+        self.engine_steps: dict[int, int] = {}
+        self.looks: dict[int, int] = {}
+        self._rank = threading.local()
+
+    def of_rank(self, rank: int) -> None:
+        self._rank.number = rank
+
+    def interrupt_requested(self) -> bool:
+        """Whether the rank of this thread is to be interrupted by now; from then on it is."""
+        rank = getattr(self._rank, "number", 0)
+        if rank in self.looks:
+            self.looks[rank] -= 1
+        return self.looks.get(rank, 1) <= 0
+
+
+class KnownEngine(RolloutEngine):
+    """Makes completions that are known beforehand. slots: requests that run at a time."""
+
+    kv_cache_tokens = 10**6
+    kv_cache_bytes = 0
+
+    def __init__(self, slots: int, max_num_waiting: int, script: Script, rank: int) -> None:
+        super().__init__(vocab_size=1000, limit=None, max_num_waiting=max_num_waiting, decode=None)
+        self.state, self.policy_version = EngineState.READY, 0
+        self._slots, self._script, self._rank = slots, script, rank
+        self._waiting: list[Generation] = []
+        self._running: list[Generation] = []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def _queue(self, requests: Sequence[RolloutRequest]) -> None:
+        self._waiting += [Generation(request) for request in requests]
+
+    def step(self) -> list[FinishedSample]:
+        leaving = [one for one in (*self._running, *self._waiting) if one.request.id in self._aborted]
+        finished = [self._finish(one, "abort") for one in leaving]
+        self._aborted = set()
+        self._running = [one for one in self._running if one not in leaving]
+        self._waiting = [one for one in self._waiting if one not in leaving]
+        if self._paused == "abort":
+            return finished
+        if (left := self._script.engine_steps.get(self._rank)) is not None:
+            self._script.engine_steps[self._rank] = left - 1
+            if left <= 1:
+                raise RankFailedError(f"rank {self._rank}")
+        while self._waiting and len(self._running) < self._slots:
+            self._running.append(self._waiting.pop(0))
+        for one in list(self._running):
+            place = len(one.tokens)
+            is_last = place + 1 == length_of(one.request.params.seed)
+            token = STOP if is_last else token_of(one.request.prompt_ids[0], place)
+            if reason := self._extend(one, token, logprob_of(self.policy_version, place)):
+                self._running.remove(one)
+                finished.append(self._finish(one, reason))
+        return finished
+
+    def _cache_usage(self) -> tuple[int, float]:
+        return 0, 0.0
+
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        raise NotImplementedError
+
+    def sleep(self, tags: Iterable[str]) -> None:
+        raise NotImplementedError
+
+    def wake(self, tags: Iterable[str]) -> None:
+        raise NotImplementedError
+
+
+class Exchange:
+    """Gathers the values of ranks in threads. A rank that the others wait for in vain is found out."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._values: list[Any] = [None] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=WAIT_SECONDS)
+
+    def of_rank(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait()
+            found = list(self._values)
+            self._barrier.wait()
+            return found
+
+        return gather
+
+
+class Lengths:
+    """In the place of reward functions: the length of a completion, and the step that a function was told."""
+
+    names = ("length",)
+    entries: Any = SimpleNamespace(judges=(), models=(), names=names)
+    score_by = "group"
+    is_dense = False
+
+    def submit(self, inputs: Sequence[Any], state: TrainerState) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result([(0, (one.key, len(one.completion_ids) + state.global_step / 64)) for one in inputs])
+        return future
+
+    def join(self, inputs: Sequence[Any], parts: Sequence[tuple[int, Any]]) -> RewardResult:
+        values = dict(value for _, value in parts)
+        rewards = np.array([values[one.key] for one in inputs], dtype=np.float64)
+        keys = [one.key for one in inputs]
+        return RewardResult(keys, rewards.reshape(-1, 1), rewards, [], {}, {}, [np.zeros(0)] * len(keys), {})
+
+
+class Prompts:
+    """In the place of a sampler: prompts numbered from 0."""
+
+    epoch = 0.0
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def take(self, num_prompts: int) -> list[PromptRow]:
+        assert num_prompts >= 1
+        self.position += num_prompts
+        return [
+            PromptRow(number, str(number), (number,), {"answer": number})
+            for number in range(self.position - num_prompts, self.position)
+        ]
+
+    def observe(self, rows: Any, rates: Any) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration that validate allows, and the machine under it. is_shared: all ranks step one engine."""
+
+    num_prompts: int
+    num_generations: int
+    ahead: int
+    oversample: int
+    max_staleness: int
+    order: str
+    check_steps: int
+    num_ranks: int
+    slots: int
+    max_num_waiting: int
+    is_shared: bool = False
+
+    @property
+    def rule(self) -> HoldRule:
+        return HoldRule(self.num_prompts, self.max_staleness, self.ahead, self.order, self.check_steps)
+
+
+@dataclass
+class Step:
+    """What a committed step trained on. samples: by prompt and generation, tokens, versions and reward."""
+
+    version: int
+    samples: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+
+
+class Run:
+    """A run whose driver, ranks and engines are this process. folder: of its checkpoint."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.setting, self.folder, self.script = setting, folder, Script()
+        self.step, self.steps = 0, list[Step]()
+        self.prompts = Prompts()
+        self._start(setting.num_ranks)
+
+    def _start(self, num_ranks: int) -> None:
+        setting, self.num_ranks = self.setting, num_ranks
+        outer, inner = Exchange(num_ranks), Exchange(num_ranks)
+        self.engines, self.ranks = list[KnownEngine](), list[PartialRollout]()
+        for rank in range(num_ranks):
+            engine = KnownEngine(setting.slots, setting.max_num_waiting, self.script, rank)
+            together: Any = {
+                "gather": inner.of_rank(rank),
+                "gather_numbers": inner.of_rank(rank),
+                "fingerprint": lambda: 0,
+            }
+            is_shared = setting.is_shared and num_ranks > 1
+            coordinator = Coordinator(rank=rank, num_ranks=num_ranks, **together) if is_shared else None
+            rewards: Any = Lengths()
+            client = EngineClient(engine, coordinator=coordinator)
+            self.engines.append(engine)
+            self.ranks.append(
+                PartialRollout(client, rewards, lambda ids: str(len(ids)), seed=7, gather=outer.of_rank(rank))
+            )
+        sampler: Any = self.prompts
+        plan = StepPlan(
+            sampler,
+            setting.num_prompts,
+            setting.num_generations,
+            SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP,)),
+            hold=setting.rule,
+            num_extra=setting.ahead + setting.oversample,
+        )
+        workers: Any = self
+        self.collector = Collector(workers, ["length"], plan, max_failure_share=1.0, success=None)
+
+    def rollout(self, *args: Any) -> Any:
+        """Call the ranks as the worker group does."""
+        record = dispatch_of(HybridWorker.rollout)
+        parts = cut("rollout", record, args, self.num_ranks, lambda *_: [])
+
+        def run(rank: int) -> Any:
+            self.script.of_rank(rank)
+            try:
+                return self.ranks[rank].run(*parts.arguments[rank])
+            except BaseException as error:
+                return error
+
+        if self.num_ranks == 1:
+            answers = [run(0)]
+        else:
+            with ThreadPoolExecutor(self.num_ranks) as pool:
+                answers = list(pool.map(run, range(self.num_ranks)))
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            for kind in (KeyboardInterrupt, RankFailedError):
+                for failure in failures:
+                    if isinstance(failure, kind):
+                        raise failure
+            raise failures[0]
+        mesh = RankMesh(dp_shard=self.num_ranks)
+        return collect("rollout", record, parts, mesh, dict(enumerate(answers)))
+
+    def one_step(self) -> None:
+        """Collect and train: or, if that is interrupted or fails, take the step back and raise."""
+        position, step = self.prompts.position, self.step + 1
+        for engine in self.engines:
+            engine.policy_version = self.step
+        try:
+            batch = self.collector.collect(self.step, TrainerState(step, 100, 0.0)).batch
+        except BaseException:
+            self.prompts.position = position
+            assert not any(engine.num_unfinished for engine in self.engines)
+            raise
+        assert isinstance(batch, Batch)
+        self.steps.append(self._checked(batch))
+        self.step = step
+
+    def evaluate(self) -> None:
+        """Generate something else between two steps."""
+        rows = [PromptRow(place, "eval", (900 + place,), {}) for place in range(3)]
+        for engine in self.engines:
+            engine.policy_version = self.step
+        params = SamplingParams(max_tokens=8)
+        self.collector.rollout(
+            rows, 1, params, self.step, TrainerState(self.step, 100, 0.0), purpose="eval", is_scored=False
+        )
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.iterdir():
+            old.unlink()
+        for rank, rollout in enumerate(self.ranks):
+            save_held(self.folder, rank, rollout.held(self.step))
+        self._saved = self.step, self.prompts.position, self.collector.state_dict(self.step), len(self.steps)
+
+    def kill(self, num_ranks: int | None = None) -> None:
+        """Lose everything but the checkpoint, and go on from there."""
+        self.step, self.prompts.position, state, num_steps = self._saved
+        del self.steps[num_steps:]
+        self.script.engine_steps, self.script.looks = {}, {}
+        self._start(num_ranks or self.num_ranks)
+        for rank, rollout in enumerate(self.ranks):
+            rollout.hold(self.step, load_held(self.folder, rank, self.num_ranks))
+        held = {group.group: group.prompt for rollout in self.ranks for group in rollout.held(self.step)}
+        self.collector.load_state_dict(state, held, self.step)
+
+    def _checked(self, batch: Batch) -> Step:
+        """Check every sample of a batch against what is known of it, and return them."""
+        setting, found = self.setting, Step(self.step)
+        ids, logprobs, versions = (
+            [row.tolist() for row in batch[name]] for name in ("completion_ids", "rollout_logprobs", "policy_version")
+        )
+        prompts = [row.tolist()[0] for row in batch["prompt_ids"]]
+        assert len(prompts) == setting.num_prompts * setting.num_generations
+        for place, prompt in enumerate(prompts):
+            generation = sum(other == prompt for other in prompts[:place])
+            tokens, made = ids[place], versions[place]
+            assert tokens[:-1] == [token_of(prompt, at) for at in range(len(tokens) - 1)]
+            assert tokens[-1] == STOP or len(tokens) == MAX_TOKENS
+            assert len(made) == len(tokens) and made == sorted(made)
+            assert logprobs[place] == [logprob_of(version, at) for at, version in enumerate(made)]
+            assert 0 <= self.step - min(made) <= setting.max_staleness, (self.step, made)
+            assert max(made) <= self.step
+            found.samples[prompt, generation] = (tuple(tokens), tuple(made), float(batch["rewards"][place]))
+        assert len({prompt for prompt, _ in found.samples}) == setting.num_prompts
+        assert len(found.samples) == len(prompts)
+        return found
+
+    def check_prompts(self) -> None:
+        """Nothing is lost and nothing used twice: what was trained on and what is held is what was begun."""
+        used = [prompt for step in self.steps for prompt in {prompt for prompt, _ in step.samples}]
+        held = [group.row.index for rollout in self.ranks for group in rollout.held(self.step)]
+        assert sorted(used + held) == list(range(self.prompts.position))
+        assert len(held) == self.setting.ahead + self.setting.oversample
+
+
+def listen(monkeypatch: Any, runs: Callable[[], Script]) -> None:
+    """Let ranks ask the script of the present run whether they are interrupted."""
+    for module in (partial, scored):
+        monkeypatch.setattr(module, "interrupt_requested", lambda: runs().interrupt_requested())

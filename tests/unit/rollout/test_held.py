@@ -1,0 +1,146 @@
+"""The rule of what a step delivers and holds, without engines: by hand, and under random completions."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rl.config import resolve
+from hybrid_rl.config.load import load_config
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.held import HeldPrompt, HoldRule, OpenGroup, load_held, save_held
+
+ROW = PromptRow(3, [{"role": "user", "content": "ü"}], (4, 5), {"answer": 1.5, "tags": ["a", None]})
+
+
+def group(number, *, born=1, oldest=None, is_whole=False):
+    """A group of one sample with two tokens, the first of version `oldest`; None: it has no token yet."""
+    found = OpenGroup(ROW, number, born, {number: RolloutRequest(number, (4, 5), SamplingParams(8))})
+    if is_whole:
+        found.take(FinishedSample(number, [6, 1], [-0.5, -1.0], [oldest, oldest], "stop"))
+    elif oldest is not None:
+        found.take(FinishedSample(number, [6, 7], [-0.5, -1.0], [oldest, oldest + 1], "abort"))
+    return found
+
+
+def taken(rule, groups, version):
+    standing = [rule.standing(groups, version)]
+    keys = [rule.key(one, version) for one in groups if one.is_whole]
+    return rule.is_over(standing, version), rule.chosen(keys, standing, version)
+
+
+def test_a_step_delivers_now_what_the_next_steps_could_not_deliver_in_time():
+    """By hand: 2 groups a step, 2 versions at most. At version 1 four groups began at version 0 and are due at version
+    2. The step there delivers two, so two of the four are needed now, although two newer ones are whole."""
+    rule = HoldRule(num_groups=2, max_staleness=2, order="freshest")
+    held = [group(number, oldest=0, is_whole=number == 0) for number in range(4)]
+    new = [group(number, born=2, oldest=1, is_whole=True) for number in (4, 5)]
+    assert taken(rule, held + new, 1)[0] is False
+    held[2] = group(2, oldest=0, is_whole=True)
+    assert taken(rule, held + new, 1) == (True, {0, 2})
+    assert taken(HoldRule(2, 3, order="freshest"), held + new, 1) == (True, {4, 5})  # with three versions there is time
+    assert taken(HoldRule(2, 3), held + new, 1) == (True, {0, 2})  # the oldest first
+    assert taken(HoldRule(2, 3, ahead=2), held + new, 1) == (True, {0, 2})
+    assert taken(HoldRule(2, 3, ahead=3), held + new, 1)[0] is False  # 4 are whole, 5 are asked for
+
+
+def test_the_end_is_decided_by_the_groups_of_all_ranks():
+    rule = HoldRule(num_groups=3, max_staleness=1)
+    ranks = [[group(0, oldest=0, is_whole=True), group(1, oldest=0)], [group(2, oldest=1, is_whole=True)]]
+    standings = [rule.standing(groups, 1) for groups in ranks]
+    assert [found[:3] for found in standings] == [(1, 1, {1: (1, 1)}), (1, 0, {})]
+    assert not rule.is_over(standings, 1)
+    ranks[1].append(group(3, oldest=1, is_whole=True))
+    assert not rule.is_over([rule.standing(groups, 1) for groups in ranks], 1)  # three are whole, but group 1 is due
+    ranks[0][1] = group(1, oldest=0, is_whole=True)
+    assert rule.is_over([rule.standing(groups, 1) for groups in ranks], 1)
+
+
+def test_what_a_checkpoint_holds_must_fit_into_the_steps_to_come():
+    """Four groups of version 0 at version 1, two a step: the last two train at version 2."""
+    held = [HeldPrompt(ROW, 1, 1.0, 0)] * 4
+    HoldRule(2, 2).check(held, 1)
+    HoldRule(4, 1).check(held, 1)
+    with pytest.raises(
+        ConfigError, match=r"max_staleness=1 is too small for the 4 groups .* set max_staleness to at least 2"
+    ):
+        HoldRule(2, 1).check(held, 1)
+    with pytest.raises(ConfigError, match=r"set max_staleness to at least 4, or prompts_per_step as it was"):
+        HoldRule(1, 1).check(held, 1)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=80, derandomize=True)
+def test_no_token_is_older_than_the_bound_with_any_setting_that_validate_allows(seed):
+    """Groups become whole in a random order, one or several between two looks; which have begun is random too."""
+    rng = random.Random(seed)
+    rule, num_extra = rule_of(rng)
+    held, number = [], 0
+    for version in range(12):
+        groups = [*held]
+        while len(groups) < rule.num_groups + num_extra:
+            groups.append(group(number, born=version + 1))
+            number += 1
+        for place, one in enumerate(groups):
+            if not one.begun and not one.finished and rng.random() < 0.7:
+                groups[place] = group(one.group, born=one.born, oldest=version)
+        while not taken(rule, groups, version)[0]:
+            place = rng.choice([place for place, one in enumerate(groups) if not one.is_whole])
+            oldest = groups[place].oldest_version
+            groups[place] = group(
+                groups[place].group,
+                born=groups[place].born,
+                oldest=version if oldest is None else oldest,
+                is_whole=True,
+            )
+        batch = taken(rule, groups, version)[1]
+        assert len(batch) == rule.num_groups
+        for one in groups:
+            if one.group in batch:
+                assert one.is_whole and version - one.oldest_version <= rule.max_staleness
+        held = [one for one in groups if one.group not in batch]
+        assert len(held) == num_extra
+
+
+def rule_of(rng):
+    """A rule as `resolve` settles it from keys that it accepts, and how many groups are held."""
+    size, ahead = rng.randint(1, 5), rng.randint(0, 1)
+    keys = {"prompts_per_step": size, "rollout.async_level": ahead, "learning_rate": 1e-3, "max_steps": 9}
+    if not ahead or rng.random() < 0.5:
+        keys |= {"rollout.partial": True, "oversample": rng.choice((None, rng.randint(1, 3 * size)))}
+    if not ahead:
+        keys["buffer_order"] = rng.choice(("fifo", "freshest"))
+    if rng.random() < 0.7:
+        keys["max_staleness"] = rng.randint(1, 6)
+    try:
+        config = resolve(*load_config(keys)[:2])
+    except ConfigError as error:
+        assert "max_staleness" in str(error)
+        del keys["max_staleness"]
+        config = resolve(*load_config(keys)[:2])
+    buffer, num_ahead = config.buffer, ahead * size
+    rule = HoldRule(size, buffer.max_staleness, num_ahead, buffer.buffer_order)
+    return rule, num_ahead + buffer.oversample
+
+
+def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):
+    requests = {
+        number: RolloutRequest(number, (4, 5), SamplingParams(8, stop_token_ids=(1,), seed=2**62 + number), group=9)
+        for number in (7, 8)
+    }
+    kept = OpenGroup(ROW, 9, 2, requests, whole_in=TrainerState(2, 5, 1 / 3))
+    kept.take(FinishedSample(8, [6, 1], [-0.1, -1e-40], [0, 1], "stop"))
+    kept.take(FinishedSample(7, [6], [-0.3], [1], "abort"))
+    save_held(tmp_path, 0, [group(11), kept])
+    save_held(tmp_path, 1, [group(10)])
+    found = load_held(tmp_path, 0, 2)[1]
+    assert vars(found) == vars(kept)
+    assert [request.begun for request in found.remaining()] == [Beginning((6,), (-0.3,), (1,))]
+    # As many ranks read what they wrote, in its order; others deal all groups out.
+    assert [[one.group for one in load_held(tmp_path, rank, 2)] for rank in range(2)] == [[11, 9], [10]]
+    assert [[one.group for one in load_held(tmp_path, rank, 3)] for rank in range(3)] == [[9], [10], [11]]
+    assert [one.group for one in load_held(tmp_path, 0, 1)] == [9, 10, 11]

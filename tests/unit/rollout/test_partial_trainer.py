@@ -1,0 +1,152 @@
+"""Partial rollouts in whole runs: versions are those of the weights, a step taken back begins again from what was held,
+and what cannot be joined with held groups is refused."""
+
+import json
+import os
+import signal
+from collections import Counter
+
+import pytest
+import torch
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError
+from tests.no_pictures import draw_nothing
+from tests.replayed import gaps_by_version
+from tests.tiny import build_model, build_tokenizer, spread, sums
+
+KEYS = {
+    "prompts_per_step": 2,
+    "num_generations": 2,
+    "max_completion_length": 40,
+    "learning_rate": 2e-2,
+    "max_steps": 5,
+    "rollout.partial": True,
+}
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """A Trainer whose completions end by chance, after some 40 tokens: most are held once."""
+    draw_nothing(monkeypatch)
+    made = []
+
+    def make(folder="runs", reward_funcs=spread, rows=None, **keys):
+        keys = {**KEYS, "output_dir": str(tmp_path / folder), "run_name": "run", **keys}
+        made.append(Trainer(build_model(), reward_funcs, rows or sums(40), tokenizer=build_tokenizer(), **keys))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def weights_of(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("keys", [{"oversample": 2}, {"rollout.partial": False, "rollout.async_level": 1}])
+def test_every_token_has_the_version_of_the_weights_that_made_it(make, keys):
+    """Replayed through the weights of each version, by the model's own forward pass."""
+    trainer = make(**keys)
+    weights, others, ages, num_mixed = {0: weights_of(trainer)}, [], Counter[int](), 0
+    for step in range(1, KEYS["max_steps"] + 1):
+        batch = trainer.step().batch
+        weights[step] = weights_of(trainer)
+        gap, other_gap, found = gaps_by_version(build_model(), weights, batch, step - 1)
+        assert gap < 1e-5
+        others.append(other_gap)
+        ages.update(found)
+        num_mixed += sum(len(set(row.tolist())) > 1 for row in batch["policy_version"])
+    assert num_mixed or "oversample" not in keys  # completions were broken off and gone on with
+    assert max(others) > 1e-2  # so weights of a neighbouring version would be noticed
+    assert ages[1] > 50 and max(ages) <= trainer.config.buffer.max_staleness
+
+
+def test_a_step_taken_back_begins_again_from_what_was_held(make):
+    """The interrupted run is the whole one, to the bit: also if the interrupt comes while rewards are awaited."""
+    interrupts = [2, 3]  # of reward calls, in the third step
+
+    def reward(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 3 and interrupts:
+            interrupts.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+        return [len(ids) + trainer_state.global_step / 64 for ids in completion_ids]
+
+    broken = make("broken", reward, oversample=2)
+    steps = []
+    while len(steps) < 4:
+        try:
+            steps.append(broken.step().batch)
+        except KeyboardInterrupt:
+            continue
+    assert not interrupts
+    whole = make("whole", reward, oversample=2)
+    for batch in steps:
+        mine = whole.step().batch
+        for name in ("trajectory", "group", "rewards"):
+            assert torch.equal(mine[name], batch[name])
+        for name in ("completion_ids", "policy_version", "rollout_logprobs"):
+            assert torch.equal(mine[name].values, batch[name].values)
+
+
+def test_a_resumed_run_tells_rewards_when_a_group_became_whole_and_ends_with_the_same_weights(make):
+    """A reward that depends on the step; the groups ahead were whole a step before they are trained on."""
+
+    def reward(completion_ids, trainer_state, **_):
+        return [len(ids) * trainer_state.global_step for ids in completion_ids]
+
+    keys = {"oversample": 1, "rollout.async_level": 1, "save_steps": 1}
+    whole = make("whole", reward, **keys)
+    whole.fit()
+    broken = make("broken", reward, **keys)
+    for _ in range(3):
+        broken.step()
+    broken.close()
+    resumed = make("broken", reward, resume="auto", **keys)
+    assert len(resumed.collector._open.held(3)) == 3
+    resumed.fit()
+    lines = [(t.run_folder / "samples.jsonl").read_text() for t in (whole, resumed)]
+    assert lines[0] == lines[1] and lines[0].count("\n") == 20
+    theirs = weights_of(whole)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
+
+
+def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
+    trainer = make(oversample=2, save_steps=1)
+    trainer.step()
+    trainer.max_steps = 6
+    trainer.learning_rate = 1e-3  # the groups that are held outlive a change
+    before = trainer.collector
+    with pytest.raises(
+        ConfigError, match=r"temperature=0.7 cannot be joined with the groups .* temperature=1.0: leave"
+    ):
+        trainer.temperature = 0.7
+    with pytest.raises(ConfigError, match=r"num_generations=4 cannot be joined with"):
+        trainer.num_generations = 4
+    assert trainer.collector is before and trainer.config.rollout.temperature == 1
+    trainer.step()
+    assert len(trainer.collector._open.held(2)) == 2
+    trainer.close()
+    saved = tmp_path / "runs" / "run" / "checkpoint-1"
+    for refusal, match in (
+        ({"rollout.partial": False}, r"the checkpoint holds 2 groups of samples .* would lose: resume with"),
+        ({"temperature": 0.5, "oversample": 2}, r"temperature=0.5 cannot be joined"),
+        ({"prompts_per_step": 1, "oversample": 1}, r"max_staleness=1 is too small for the 2 groups .* to at least 2"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            make("others", resume=str(saved), **refusal)
+    held = saved / "held-0000.json"
+    groups = json.loads(held.read_text())
+    for damage, match in ((groups[:1], "but its files have"), ([{"row": 3}], "is damaged")):
+        held.write_text(json.dumps(damage))
+        with pytest.raises(CheckpointError, match=match):
+            make("others", resume=str(saved), oversample=2)
+
+
+def test_rows_that_a_checkpoint_would_change_are_refused_before_anything_is_generated(make):
+    trainer = make(rows=[row | {"pair": (1, 2)} for row in sums(8)])
+    with pytest.raises(
+        DataError, match=r"row \d+: the column 'pair' has the value \(1, 2\), which a checkpoint cannot"
+    ):
+        trainer.step()

@@ -1,0 +1,71 @@
+"""Partial rollouts on vLLM: completions go on under newer weights, and every token has the version of those that made
+it."""
+
+from collections import Counter
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hybrid_rl import Trainer
+from tests.no_pictures import draw_nothing
+from tests.replayed import gaps_by_version
+from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.vllm.test_trainer_ranks import short_folder as short_folder
+
+pytestmark = pytest.mark.slow
+
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+KEYS = {
+    "engine": "vllm",
+    "enforce_eager": True,
+    "rollout.vllm.block_size": 32,
+    "kv_cache_memory_bytes": 2**22,
+    "per_request_seeds": True,
+    "prompts_per_step": 2,
+    "num_generations": 2,
+    "max_completion_length": 40,
+    "learning_rate": 2e-2,
+    "max_steps": 5,
+    "rollout.partial": True,
+    "oversample": 2,
+}
+
+
+def test_every_token_has_the_version_of_the_weights_that_made_it(tmp_path, monkeypatch):
+    """Replayed through the weights of each version, by the model's own forward pass."""
+    draw_nothing(monkeypatch)
+    model = build_model(**SHAPE)
+    with Trainer(model, spread, sums(40), tokenizer=build_tokenizer(), output_dir=str(tmp_path), **KEYS) as trainer:
+        weights, others, ages, num_mixed = {}, [], Counter[int](), 0
+        for step in range(1, KEYS["max_steps"] + 1):
+            weights[step - 1] = {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
+            batch = trainer.step().batch
+            gap, other_gap, found = gaps_by_version(build_model(**SHAPE), weights, batch, step - 1)
+            assert gap < 1e-5
+            others.append(other_gap)
+            ages.update(found)
+            num_mixed += sum(len(set(row.tolist())) > 1 for row in batch["policy_version"])
+        assert max(others) > 1e-2  # so weights of a neighbouring version would be noticed
+        assert ages[1] > 50 and max(ages) <= trainer.config.buffer.max_staleness
+        assert num_mixed
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+def test_ranks_that_share_an_engine_break_off_together(tmp_path, short_folder, monkeypatch):
+    """Tensor parallel over two ranks, which step together until both have nothing left that runs."""
+    draw_nothing(monkeypatch)
+    keys = {**KEYS, "tensor_parallel_size": 2, "transport": "auto", "num_ranks": 2, "run_name": "run", "save_steps": 1}
+    keys |= {"env_vars": {"TMPDIR": str(short_folder)}, "output_dir": str(tmp_path)}
+    model, ages = build_model(**SHAPE), Counter[int]()
+    with Trainer(model, spread, sums(40), tokenizer=build_tokenizer(), **keys) as trainer:
+        batches = [trainer.step().batch.load() for _ in range(KEYS["max_steps"])]
+    weights = {0: build_model(**SHAPE).state_dict()}
+    for step in range(1, KEYS["max_steps"]):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"checkpoint-{step}")
+        weights[step] = saved.state_dict()
+    for version, batch in enumerate(batches):
+        gap, _, found = gaps_by_version(build_model(**SHAPE), weights, batch, version)
+        assert gap < 1e-5
+        ages.update(found)
+    assert ages[1] > 50 and max(ages) == 1
