@@ -27,7 +27,7 @@ KEYS = {
     "learning_rate": 2e-2,
     "max_steps": 5,
     "rollout.partial": True,
-    "oversample": 2,
+    "oversample": 1,
 }
 
 

@@ -291,13 +291,16 @@ class Run:
         mesh = RankMesh(dp_shard=self.num_ranks)
         return collect("rollout", record, parts, mesh, dict(enumerate(answers)))
 
-    def one_step(self) -> None:
-        """Collect and train: or, if that is interrupted or fails, take the step back and raise."""
+    def one_step(self, *, scores: bool = True) -> None:
+        """Collect and train: or, if that is interrupted or fails, take the step back and raise. scores: False = it is
+        interrupted when it has collected."""
         position, step = self.prompts.position, self.step + 1
         for engine in self.engines:
             engine.policy_version = self.step
         try:
             batch = self.collector.collect(self.step, TrainerState(step, 100, 0.0)).batch
+            if not scores:
+                raise KeyboardInterrupt
         except BaseException:
             self.prompts.position = position
             assert not any(engine.num_unfinished for engine in self.engines)

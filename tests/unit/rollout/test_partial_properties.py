@@ -63,7 +63,7 @@ class Schedule:
             if breaks:
                 self._break(run.script, run.num_ranks)
             try:
-                run.one_step()
+                run.one_step(scores=not breaks or self.rng.random() > 0.1)
             except BROKEN_OFF:
                 run.script.looks, run.script.engine_steps = {}, {}
                 if saved and self.rng.random() < 0.4:

@@ -45,7 +45,7 @@ def weights_of(trainer):
     return {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("keys", [{"oversample": 2}, {"rollout.partial": False, "rollout.async_level": 1}])
+@pytest.mark.parametrize("keys", [{"oversample": 1}, {"rollout.partial": False, "rollout.async_level": 1}])
 def test_every_token_has_the_version_of_the_weights_that_made_it(make, keys):
     """Replayed through the weights of each version, by the model's own forward pass."""
     trainer = make(**keys)
