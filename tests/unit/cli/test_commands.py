@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,6 +70,26 @@ def test_what_is_piped_ends_where_its_text_ends(capsys: pytest.CaptureFixture[st
     assert main([command]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10 and [line for line in lines if line != line.rstrip()] == []
+
+
+def test_without_an_output_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `hybrid-rl version >&- 2>&-`."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["version"]) == 0
+
+
+@pytest.mark.parametrize("fault", [errno.EFBIG, errno.EDQUOT, errno.EIO])
+def test_an_output_that_cannot_be_written_is_one_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: int
+) -> None:
+    class Limited(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(sys, "stdout", Limited())
+    assert main(["version"]) == 1
+    assert capsys.readouterr().err == f"cannot write the output: {os.strerror(fault)}\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
