@@ -382,8 +382,7 @@ def upload(folder: str | Path, name: str, *, again: bool = False) -> int:
         tracker.close()
     except Exception as error:
         raise HybridRLError(
-            f"{name} took {counted(sent, 'step')} and then failed: {told(error)}; "
-            f"call it again for the rest"
+            f"{name} took {counted(sent, 'step')} and then failed: {told(error)}; call it again for the rest"
         ) from error
     return sent
 

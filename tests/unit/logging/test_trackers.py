@@ -304,7 +304,8 @@ def test_upload_refuses(tmp_path: Path) -> None:
 
 def test_upload_of_a_damaged_folder(service: Service, tmp_path: Path) -> None:
     JsonLines(tmp_path / "metrics.jsonl").write([{"step": 0, "reward": 0.5}])
-    for content, what in (("[1]", "list"), ("[", "cannot be read"), ("tracker_arguments: [2]", r"tracker_arguments: \[2\]")):
+    damaged = {"[1]": "list", "[": "cannot be read", "tracker_arguments: [2]": r"tracker_arguments: \[2\]"}
+    for content, what in damaged.items():
         (tmp_path / "config.yaml").write_text(content)
         with pytest.raises(ConfigError, match=f"config.yaml.*{what}.*restore it, or delete it"):
             upload(tmp_path, "mlflow")
@@ -377,9 +378,7 @@ def test_wandb_without_a_login_is_refused_before_the_run(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("broken\nbuild"), SystemExit(4), ImportError("no lib")])
-def test_a_tracker_whose_import_fails(
-    fault: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tracker_whose_import_fails(fault: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "trackio.py").write_text("raise Fault\n")
     monkeypatch.setattr("builtins.Fault", fault, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
