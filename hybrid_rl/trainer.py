@@ -192,7 +192,7 @@ class Trainer(Evaluating):
         check_modes(self.config)
         if self.global_step >= self.max_steps:
             raise ConfigError(self._nothing_to_do())
-        self._follow_length()
+        self._follow()
         start, step, phase = now(), self.global_step + 1, self._timeline.phase
         self.policy.label = f"training step {step}"
         with self._working("step()"), self._guard.step(), self._timeline.step(step):
@@ -360,7 +360,7 @@ class Trainer(Evaluating):
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
+        state |= {"changed": self._changes_state(), "config": to_dict(self.config), "best": self._best.state_dict()}
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:

@@ -101,8 +101,8 @@ def _generate(model: str, words: Sequence[str], folder: Path | None) -> Evaluati
         raise ConfigError("the data is missing: give a file with prompts, such as gsm8k.jsonl")
     functions = [load_reward(reference) for reference in rewards]
     # Imported here, after what can be refused without it.
+    from hybrid_rl.run.changed import leaves_of
     from hybrid_rl.run.checkpoints import evaluate_checkpoint
-    from hybrid_rl.run.live import leaves_of
 
     keys = {path: value for path, value in leaves_of(config) if path in given}
     say_lookup(model)

@@ -112,6 +112,7 @@ class MixedSampler(PromptSampler):
         self._configured = dict(self._weights)
         self._credits = dict.fromkeys(self._samplers, 0.0)
         self._num_drawn = 0
+        self._assigned: dict[str, float] | None = None
 
     def __repr__(self) -> str:
         return f"MixedSampler({', '.join(f'{name}={weight:.3g}' for name, weight in self._weights.items())})"
@@ -124,8 +125,13 @@ class MixedSampler(PromptSampler):
 
     @weights.setter
     def weights(self, weights: Mapping[str, float]) -> None:
-        self._weights = self._checked(weights)
+        self._assigned = self._weights = self._checked(weights)
         self._credits = dict.fromkeys(self._samplers, 0.0)  # what was earned under other weights is not owed
+
+    def assigned(self) -> Mapping[str, float] | None:
+        """Return the weights if they were assigned since the last call, else None."""
+        found, self._assigned = self._assigned, None
+        return found
 
     def take(self, num_prompts: int) -> list[PromptRow]:
         """Return the next prompts, in the order in which datasets were drawn."""
