@@ -112,7 +112,8 @@ def _refuse_more_than_there_is(config: TrainerConfig, machine: Machine) -> None:
 
 
 def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str]]:
-    """Return the YAML file to begin with, settings over it, and the `key=value` arguments."""
+    """Return the YAML file to begin with (that of a run for its folder), settings over it, and the `key=value`
+    arguments."""
     first = words[0] if words and "=" not in words[0] else None
     arguments = list(words[1:] if first else words)
     if first is None:
@@ -122,13 +123,15 @@ def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str
         return _recipe(path, arguments)
     if path.suffix in (".yaml", ".yml"):
         return first, {}, arguments
+    if (path / "config.yaml").is_file() and not (path / "config.json").exists():  # the folder of a run
+        return str(path / "config.yaml"), {}, arguments
     if first in PRESETS:
         return None, {"algorithm": first}, arguments
     near = difflib.get_close_matches(first, PRESETS, n=1)
     help_ = f"did you mean {near[0]!r}?" if near else "`hybrid-rl algorithms` lists the presets"
     if path.is_dir() or (not near and "/" in first):
         help_ = f"did you mean model.path={first}?"
-    raise ConfigError(f"{first!r} is no recipe (.py), YAML file, preset or key=value; {help_}")
+    raise ConfigError(f"{first!r} is no recipe (.py), YAML file, folder of a run, preset or key=value; {help_}")
 
 
 def _recipe(path: Path, arguments: list[str]) -> tuple[str | None, dict[str, object], list[str]]:
