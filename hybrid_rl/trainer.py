@@ -360,7 +360,8 @@ class Trainer(Evaluating):
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state |= {"changed": self._changes_state(), "config": to_dict(self.config), "best": self._best.state_dict()}
+        state |= {"changed": self._changes_state(), "rewards": self._run.reward_names}
+        state |= {"config": to_dict(self.config), "best": self._best.state_dict()}
         try:
             self.policy.save(target.resolve(), state)
         except BaseException:

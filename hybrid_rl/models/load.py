@@ -113,8 +113,8 @@ def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
     rows = vocabulary_size(module)
     if len(tokenizer) > rows:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {rows}; resize the embeddings or use its "
-            f"own tokenizer"
+            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {rows}; leave tokenizer= out to use the "
+            "one in the model's folder, or resize the embeddings (module.resize_token_embeddings)"
         )
 
 

@@ -309,6 +309,11 @@ class Live(Tenant):
                 "them",
                 *(names.step, ", ".join(names.now), ", ".join(self._run.reward_names)),
             )
+        elif names is None and state.get("rewards", self._run.reward_names) != self._run.reward_names:
+            logger.warning(
+                "the resumed run had the reward functions %s, and this one has %s; pass the same to go on with them",
+                *(", ".join(state["rewards"]) or "none", ", ".join(self._run.reward_names)),
+            )
         flat = dict(leaves_of(self.config))
         wanted = {path: change.now for path, change in mine.items() if path in flat and flat[path] == first[path]}
         if not wanted:

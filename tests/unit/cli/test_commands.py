@@ -257,6 +257,11 @@ def test_what_cannot_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "reward=FILE.py:FUNCTION is missing" in shown and "e is only read, but some/model has to be" in shown
 
 
+def test_a_key_with_a_letter_wrong_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no key contains 'learnin_rate'; did you mean learning_rate?" in told(capsys, "keys", "learnin_rate")
+    assert told(capsys, "keys", "qqqqqq") == "no key contains 'qqqqqq'; `hybrid-rl keys` lists all"
+
+
 def test_the_folder_of_a_run_can_be_planned(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {path: m, device: cpu}\nmax_steps: 7\n")
     assert planned_config([str(tmp_path), "seed=3"], Machine()).max_steps == 7

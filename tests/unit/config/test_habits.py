@@ -195,7 +195,7 @@ def test_args_of_trl_are_taken_or_refused() -> None:
             if not self.use_cpu:
                 raise ValueError("no GPU")
 
-    assert load_config(None, {"args": NeedsGPU(use_cpu=True, bf16=False, seed=7)})[1] == {"seed"}
+    assert load_config(None, {"args": NeedsGPU(use_cpu=True, bf16=False, seed=7)})[1] == {"seed", "model.device"}
     with pytest.raises(ConfigError, match="args=3 is of type int; pass a GRPOConfig of TRL"):
         load_config(None, {"args": 3})
 

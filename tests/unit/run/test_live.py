@@ -318,3 +318,16 @@ def test_a_longer_run_is_resumed_with_the_length_that_is_given(make_trainer) -> 
     trainer.max_steps = 3
     again = make_trainer(max_steps=2, resume=str(trainer.save()))
     assert (again.max_steps, again.config.max_steps) == (2, 2)
+
+
+def test_a_resumed_run_with_other_reward_functions_is_told(make_trainer, caplog) -> None:
+    def other(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer(max_steps=2, reward_funcs=[spread, other])
+    trainer.step()
+    folder = str(trainer.save())
+    make_trainer(folder, max_steps=2, reward_funcs=[spread, other], resume=folder)
+    assert "reward functions" not in caplog.text
+    make_trainer(folder, max_steps=2, reward_funcs=other, resume=folder)
+    assert "the resumed run had the reward functions spread, other, and this one has other" in caplog.text
