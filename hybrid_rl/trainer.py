@@ -34,7 +34,7 @@ from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.evaluating import Evaluating
-from hybrid_rl.run.generation import check_numbers, generation_of
+from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
@@ -323,7 +323,7 @@ class Trainer(Evaluating):
         """
         self._require_idle("generate")
         self._require_current()
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        prompts = prompts_of(prompts)
         if not prompts:
             return []
         check_modes(self.config, learns=False)

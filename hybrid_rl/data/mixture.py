@@ -18,6 +18,7 @@ from hybrid_rl.data.source import SizedSource, StreamSource, digest, load_source
 from hybrid_rl.errors import ConfigError, DataError, counted
 
 DATASET_COLUMN = "dataset"  # the name of the dataset that a row comes from
+MOST_LETTERS = 100  # of a name, which metrics have in theirs
 _STATE_VERSION = 1
 
 
@@ -244,6 +245,11 @@ def load_sources(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSo
         return load_source(dataset, encoder)
     parts: dict[str, SizedSource] = {}
     for name, part in dataset.items():
+        if not name.isprintable() or not name.strip() or "/" in name or len(name) > MOST_LETTERS:
+            raise DataError(
+                f"a dataset is named {name!r:.80}, but metrics are named data/<name>/reward: use at most "
+                f"{MOST_LETTERS} printable characters, without /"
+            )
         try:
             source = load_source(part, encoder)
         except DataError as error:
