@@ -38,7 +38,8 @@ from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.missing import explained, refuse_adapters
+from hybrid_rl.run.adapters import with_adapters
+from hybrid_rl.run.missing import explained
 from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
@@ -93,7 +94,7 @@ class Trainer(Evaluating):
         **overrides: Any,
     ) -> None:
         super().__init__()
-        refuse_adapters(peft_config)
+        model, overrides = with_adapters(model, peft_config, overrides)
         self._callbacks = checked_callbacks(callbacks)
         data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)

@@ -20,6 +20,16 @@ def needs_reference(config: TrainerConfig) -> bool:
     return config.kl.in_loss or config.kl.in_reward or Needs.REF_LOGPROBS in config.advantage.needs
 
 
+def reference_is_policy(config: TrainerConfig) -> bool:
+    """Return whether the reference is the policy without its adapters, so that no second model is needed."""
+    return needs_reference(config) and not reference_ranks(config) and config.lora.is_on
+
+
+def has_reference_model(config: TrainerConfig) -> bool:
+    """Return whether the ranks of the policy hold a reference model beside the policy."""
+    return needs_reference(config) and not reference_ranks(config) and not config.lora.is_on
+
+
 def needs_logprobs(config: TrainerConfig) -> bool:
     """Return whether the learner's logprobs are needed before the update, whatever the ratio compares with."""
     needs = config.advantage.needs | config.policy_loss.needs

@@ -21,6 +21,7 @@ from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.logging_keys import LoggingKeys
+from hybrid_rl.config.lora_keys import FullTrainingConfig
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -402,6 +403,7 @@ class TrainerConfig(LoggingKeys, Shown):
     correction: Correction = field(default_factory=NoCorrection)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    lora: FullTrainingConfig = field(default_factory=FullTrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)
     agents: AgentConfig = field(default_factory=AgentConfig)

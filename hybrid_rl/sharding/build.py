@@ -18,9 +18,12 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.lora.inject import init_adapters, inject
+from hybrid_rl.models.lora.plain import is_adapted, plain
+from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
-from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.loading import load_weights, materialise
 from hybrid_rl.weights.sources import ObjectSource, WeightSource
 
 
@@ -39,6 +42,10 @@ def build_model(
         module = build_on_meta(model, DTYPES[config.model.dtype])
         if not is_trained:
             module.requires_grad_(False)
+    if is_trained and config.lora.is_on and not is_adapted(module):
+        inject(module, peft_config_of(vars(config.lora)))
+        if isinstance(model, PreTrainedModel):
+            init_adapters(module, config.seed)
     if not isinstance(module.get_output_embeddings(), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
@@ -89,14 +96,25 @@ def filled(
     if isinstance(source, ObjectSource):
         source.get = context.get
     if context.num_ranks == 1:
-        load_weights(module, source, context.device)
+        _fill(module, source, context.device, config.seed)
         return CausalLM(module, **options)
     sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
-    load_weights(module, source, shards.device)
+    _fill(module, source, shards.device, config.seed)
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))
     return ShardedCausalLM(shards, **options)
+
+
+def _fill(module: PreTrainedModel, source: WeightSource, device: torch.device, seed: int) -> None:
+    """Load the weights of a module on meta, and draw its adapters."""
+    if not is_adapted(module):
+        load_weights(module, source, device)
+        return
+    with plain(module, trained=False):
+        load_weights(module, source, device)
+    materialise(module, device)
+    init_adapters(module, seed)
 
 
 def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:

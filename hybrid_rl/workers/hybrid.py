@@ -85,7 +85,7 @@ class HybridWorker(WorkerBase):
     def _build(self, setup: WorkerSetup, model: CausalLM) -> None:
         """Make everything around the model. What leaves memory leaves as soon as it is made."""
         config, context, memory = self._config, self._context, self._memory
-        self._roles = Roles(setup, context, memory, self.hold)  # copies of the model, which must still be there
+        self._roles = Roles(setup, context, memory, self.hold, model)  # copies of the model, which must still be there
         self._actor = Actor(
             model,
             config,

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid_rl.algos import KLInLoss, KLInReward
 from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
@@ -37,12 +38,19 @@ class Roles:
     built, so that those that leave are never in memory together. Collective."""
 
     def __init__(
-        self, setup: WorkerSetup, context: RankContext, memory: TrainerMemory, hold: Callable[[Resident], None]
+        self,
+        setup: WorkerSetup,
+        context: RankContext,
+        memory: TrainerMemory,
+        hold: Callable[[Resident], None],
+        policy: CausalLM,
     ) -> None:
         config = setup.config
         self._config, self._context = config, context
         self._reference = self._teacher = None
-        if setup.has_own_reference:
+        if reference_is_policy(config):
+            self._reference = Reference.of_policy(policy)
+        elif setup.has_own_reference:
             self._reference = Reference(setup.model, config, context)
             hold(memory.models(REFERENCE, [self._reference.model]))
         if setup.teacher is not None:

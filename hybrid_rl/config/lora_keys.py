@@ -1,0 +1,43 @@
+"""The configuration keys of adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_rl.options import key
+
+RANK_DOC = "rank of low-rank adapters (LoRA, arXiv:2106.09685): only they are trained; None = all weights are"
+
+
+@dataclass(frozen=True)
+class FullTrainingConfig:
+    """Training of all weights; `lora.r` turns adapters on."""
+
+    r: int | None = key(None, RANK_DOC, minimum=1)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained instead of the model's own weights."""
+        return self.r is not None
+
+
+@dataclass(frozen=True)
+class LoraKeys(FullTrainingConfig):
+    """Low-rank adapters, under the names of peft's LoraConfig: y = W x + s B A x, s = lora_alpha / r."""
+
+    lora_alpha: float = key(8, "the adapters' product is scaled by lora_alpha / r", above=0)
+    target_modules: list[str] | str = key(
+        "all-linear",
+        "layers with an adapter: all-linear (all but the head), ends of names, or one regular expression of full names",
+    )
+    exclude_modules: list[str] | str | None = key(None, "layers without an adapter, in the same forms")
+    target_parameters: list[str] = key(
+        [], "ends of names of parameters with an adapter, for experts that are fused into one: mlp.experts.gate_up_proj"
+    )
+    modules_to_save: list[str] = key([], "ends of names of modules that are trained whole and saved with the adapter")
+    use_rslora: bool = key(False, "scale by lora_alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)")
+    use_dora: bool = key(False, "train a magnitude per output beside the direction (DoRA, arXiv:2402.09353)")
+    rank_pattern: dict[str, Any] = key({}, "other ranks by ends of names or regular expressions of layers")
+    alpha_pattern: dict[str, Any] = key({}, "other values of lora_alpha, likewise")
+    lora_critic: bool = key(False, "the critic's backbone is frozen and trained through an adapter of its own too")

@@ -1,0 +1,53 @@
+"""What the adapters of a module add to its weights, by the weights' names in the module without adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybrid_rl.compat.peft import is_swapped
+from hybrid_rl.models.lora.plain import ADAPTER, wrappers
+from hybrid_rl.weights.low_rank import LowRank
+
+
+@torch.no_grad()
+def low_rank_changes(module: nn.Module, dtype: torch.dtype) -> dict[str, LowRank]:
+    """Return the change of each adapted tensor by its name inside `plain`, whole on every rank; collective if the
+    module is sharded.
+
+    dtype: in which the module computes. Factors are rounded to it first: the engine gets what the trainer computes
+    with.
+    """
+    paths = {id(child): path for path, child in module.named_modules()}
+    return {
+        f"{paths[id(wrapper)]}.{name}": change
+        for _, _, wrapper in wrappers(module)
+        if not hasattr(wrapper, "modules_to_save")
+        for name, change in _changes(wrapper, dtype)
+    }
+
+
+def _changes(wrapper: Any, dtype: torch.dtype) -> Iterator[tuple[str, LowRank]]:
+    """Yield the changes of a wrapped layer: of its weight, or of each parameter that has a wrapper of its own."""
+    while hasattr(wrapper, "lora_A"):
+        a, b = (_whole(side[ADAPTER].weight, dtype) for side in (wrapper.lora_A, wrapper.lora_B))
+        scale = float(wrapper.scaling[ADAPTER])
+        name = getattr(wrapper, "parameter_name", None)
+        if name is None:
+            yield "weight", LowRank(a, b, scale)
+            return
+        if wrapper.num_experts > 1:
+            a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+            b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        # peft calls the middle dim of experts their input unless it has found them to be stored the other way round.
+        yield name, LowRank(a, b, scale, is_transposed=wrapper.num_experts > 1 and not is_swapped(wrapper))
+        wrapper = wrapper.base_layer
+
+
+def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    found = parameter.detach().to(dtype)
+    return (found.full_tensor() if isinstance(found, DTensor) else found).float()

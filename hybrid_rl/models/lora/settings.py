@@ -1,0 +1,61 @@
+"""peft's LoraConfig from configuration keys, and the keys from a LoraConfig that a user passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from hybrid_rl.errors import ConfigError
+
+# Fields of LoraConfig that are keys of their own.
+KEYS = ("r", "lora_alpha", "target_modules", "exclude_modules", "target_parameters", "modules_to_save", "use_rslora")
+KEYS += ("use_dora", "rank_pattern", "alpha_pattern")
+# Fields that say nothing about training here: what saved the adapter, and for what.
+SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
+SILENT |= {"inference_mode", "runtime_config"}
+REFUSED = {
+    "lora_dropout": "dropout makes the ratio of new to old probabilities noise; set lora_dropout=0",
+    "bias": "only adapters are trained; set bias='none'",
+    "init_lora_weights": "this start changes the base weights or needs data; leave it out",
+}
+
+
+def require_peft() -> None:
+    """Raise ConfigError if peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("adapters (lora.r, peft_config) need peft, which is not installed: pip install peft")
+
+
+def peft_config_of(keys: Mapping[str, Any]) -> Any:
+    """Return the LoraConfig of configuration keys (KEYS by name)."""
+    require_peft()
+    from peft import LoraConfig
+
+    given = {name: value for name, value in keys.items() if name in KEYS and value not in (None, [], {})}
+    for name in ("target_modules", "exclude_modules"):
+        if given.get(name) == ["all-linear"]:
+            given[name] = "all-linear"
+    return LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **given)
+
+
+def keys_of(peft_config: Any) -> dict[str, Any]:
+    """Return the configuration keys of a LoraConfig. Raises ConfigError for anything that is not supported."""
+    require_peft()
+    from peft import LoraConfig, PeftConfig
+
+    if not isinstance(peft_config, PeftConfig):
+        raise ConfigError(f"peft_config={type(peft_config).__name__} is no peft config; pass a peft.LoraConfig")
+    if type(peft_config) is not LoraConfig:
+        raise ConfigError(f"peft_config={type(peft_config).__name__}: only LoRA is supported; pass a peft.LoraConfig")
+    default, found = LoraConfig(), {}
+    for item in dataclasses.fields(LoraConfig):
+        value, usual = getattr(peft_config, item.name), getattr(default, item.name)
+        if item.name in KEYS:
+            if value is not None and (value != usual or item.name in ("r", "lora_alpha")):
+                found[item.name] = sorted(value) if isinstance(value, set) else value
+        elif value != usual and item.name not in SILENT:
+            why = REFUSED.get(item.name, "this option of peft is not supported; leave it out")
+            raise ConfigError(f"peft_config: {item.name}={value!r}: {why}")
+    return found
