@@ -29,6 +29,7 @@ from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
+from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
@@ -38,7 +39,6 @@ from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.missing import explained
 from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
