@@ -19,7 +19,7 @@ from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.inject import init_adapters, inject
-from hybrid_rl.models.lora.plain import is_adapted, plain
+from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
@@ -46,7 +46,7 @@ def build_model(
         inject(module, peft_config_of(vars(config.lora)))
         if isinstance(model, PreTrainedModel):
             init_adapters(module, config.seed)
-    if not isinstance(module.get_output_embeddings(), nn.Linear):
+    if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
         )

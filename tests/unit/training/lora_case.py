@@ -83,7 +83,7 @@ def step(
                 loss, _, _ = micro_batch_loss(
                     model, micro_batch(batch, rows), *terms_of(config, counts), SideModels(reference)
                 )
-                loss.backward()  # inside: checkpoints run the forward pass again
+                loss.backward()
             total += float(loss.detach())
     return total
 

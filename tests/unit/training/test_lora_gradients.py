@@ -17,6 +17,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", PLAIN),
     "gemma2": ("gemma2", PLAIN),
     "qwen3-moe": ("qwen3-moe", EXPERTS),
+    "DoRA": ("qwen2", {**PLAIN, "use_dora": True}),
+    "rsLoRA, ranks of some": (
+        "llama",
+        {"r": 2, "target_modules": ["q_proj", "mlp.down_proj"], "use_rslora": True, "lora_alpha": 3}
+        | {"rank_pattern": {"down_proj": 5}, "alpha_pattern": {"down_proj": 7}},
+    ),
+    "head and embedding whole": ("qwen2", {**PLAIN, "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "transposed layers": ("gpt2", PLAIN),
 }
 
 
@@ -28,3 +36,11 @@ def test_loss_and_gradients_are_those_of_peft(name: str, dtype: torch.dtype) -> 
     model = CausalLM(adapted(family, keys, dtype))
     loss = step(model, config_of(keys), recorded(old))
     check((loss, gradients(model.module)), theirs, TOLERANCE[dtype])
+
+
+def test_checkpoints_and_the_exact_kl_change_nothing() -> None:
+    theirs, old = by_peft("qwen2", PLAIN, torch.float32, exact_kl=True)
+    model = CausalLM(adapted("qwen2", PLAIN, torch.float32), activation_offload=True)
+    model.enable_gradient_checkpointing()
+    loss = step(model, config_of(PLAIN, kl_estimator="exact"), recorded(old))
+    check((loss, gradients(model.module)), theirs, TOLERANCE[torch.float32])
