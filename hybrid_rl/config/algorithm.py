@@ -241,6 +241,11 @@ def _check_kl(config: TrainerConfig) -> None:
             f"kl_estimator={kl.kl_estimator} is a KL gradient only without the importance weight; set "
             "use_bias_correction_kl=false or kl_estimator=k3"
         )
+    if isinstance(kl, (KLInLoss, KLInReward)) and kl.moves_reference and config.lora.is_on:
+        raise ConfigError(
+            f"{kl.moves_reference} copies the policy into the reference, but with lora.r the reference is the policy "
+            "without its adapters, which never moves; leave it out, or train all weights"
+        )
     if isinstance(kl, (KLInLoss, KLInReward)) and kl.moves_reference and reference_ranks(config):
         raise ConfigError(
             f"{kl.moves_reference} copies the policy into a reference on the same ranks, "
