@@ -106,9 +106,7 @@ class Source(ABC):
     _layout: SourceLayout
     gather: Gather = staticmethod(alone)  # the values of all participants; all must call it
     _last_version = -1
-    changes: Mapping[str, LowRank] = MappingProxyType(
-        {}
-    )  # what adapters add, by the name of the tensor; set before a handoff
+    changes: Mapping[str, LowRank] = MappingProxyType({})  # what adapters add to tensors; set before each handoff
     waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
     def layout(self) -> SourceLayout:
