@@ -20,6 +20,8 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.lora.factors import low_rank_changes
+from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
@@ -104,8 +106,8 @@ class EmbeddedSide(RolloutSide):
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
         self._model = model
-        with generating_model(model) as plain:
-            self.client = EngineClient(make_engine(engine_setup(setup, plain, context)))
+        with generating_model(model) as whole:
+            self.client = EngineClient(make_engine(engine_setup(setup, whole, context)))
         cache = kv_cache_resident(self.client)
         if isinstance(model, ShardedCausalLM):
             self.residents = (engine_weights_resident(model, self.client), cache)
@@ -132,7 +134,8 @@ class ColocatedSide(RolloutSide):
         self._config, self._model, self._context = config, model, context
         size = config.ranks_per_engine
         gather = BlockGather(size)
-        engine = make_engine(engine_setup(setup, model, context))
+        with plain(model.module):  # the engine's model has no adapters
+            engine = make_engine(engine_setup(setup, model, context))
         assert isinstance(engine, ColocatedEngine)
         self._engine = engine
         coordinator = None
@@ -223,6 +226,13 @@ class ColocatedSide(RolloutSide):
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
     def _source(self, version: int) -> Source:
+        """Return the source of the weights, with what the adapters add to them now. Collective."""
+        with plain(self._model.module):
+            source = self._plain_source(version)
+        source.changes = low_rank_changes(self._model.module, self._model.dtype)
+        return source
+
+    def _plain_source(self, version: int) -> Source:
         """Return the source of the weights for rollout.transport; it is made once."""
         transport = self._config.transport
         if transport == "disk":
