@@ -21,7 +21,7 @@ from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.logging_keys import LoggingKeys
-from hybrid_rl.config.lora_keys import FullTrainingConfig
+from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -164,6 +164,11 @@ class VLLMConfig(EngineConfig):
     plain_weights: bool = key(
         True, "keep weights as loaded even if the platform would pack them, so that they can be written directly"
     )
+    lora_handoff: Literal["merged", "adapter"] = key(
+        "merged",
+        "how adapters (lora.r) get to vLLM: merged into its weights, or adapter = alone, into vLLM's own LoRA slot: the "
+        "base is handed over once, a handoff has a thousandth of the bytes, and each pass computes the adapter too",
+    )
     engine_args: dict[str, Any] = key(
         {}, "every other argument of vLLM, under its own name next to these keys", takes_rest=True
     )
@@ -294,6 +299,8 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
+        if self.vllm.lora_handoff == "adapter":
+            check_slot(config.lora)
         super().check(config, num_ranks)
 
 
