@@ -57,6 +57,6 @@ def check_slot(lora: FullTrainingConfig) -> None:
     for name, why in unlike.items():
         if value := getattr(lora, name):
             raise ConfigError(
-                f"{asked} and lora.{name}={value}: vLLM's slots hold low-rank matrices of linear layers only, and {why}; "
+                f"{asked} and lora.{name}={value}: vLLM's slots hold low-rank matrices of linear layers, and {why}; "
                 f"set rollout.vllm.lora_handoff=merged, or leave lora.{name} out"
             )

@@ -194,6 +194,7 @@ class AdapterSlot:
                 wrapper.set_lora(SLOT, a[0], b[0])
             else:
                 wrapper.set_lora(SLOT, a, b)
+
     def _bytes_of(self, layer: str) -> int:
         """Count the bytes of the factors of a layer's pieces on this rank; a piece may have several rows of one A."""
         num = 0

@@ -52,11 +52,11 @@ class EngineMemory:
     """Puts an LLMEngine's weights and cache to sleep, and wakes them. Requests that it holds stay, and are computed
     again.
 
-    Sleeping weights are lost, and nothing of them is copied, unless it keeps them; vLLM keeps the model's buffers in host memory meanwhile.
-    constants: tensors among the weights that are neither parameters nor buffers, and that a handoff does not write;
-    they are kept here. can_sleep: whether its platform can give memory back; if it cannot, nothing is moved and the
-    log says so once. keeps_weights: have vLLM copy the weights to host memory when they sleep, and back, because
-    handoffs do not write all of them.
+    Sleeping weights are lost, and nothing of them is copied, unless they are kept; vLLM keeps the model's buffers in
+    host memory meanwhile. constants: tensors among the weights that are neither parameters nor buffers, and that a
+    handoff does not write; they are kept here. can_sleep: whether its platform can give memory back; if it cannot,
+    nothing is moved and the log says so once. keeps_weights: have vLLM copy the weights to host memory when they sleep,
+    and back, because handoffs do not write all of them.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import adopted_views, check_adopted
 from hybrid_rl.resharding.handoff.base import Delivered, Source
 from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.resharding.merged import check_changes, full_merged, merge
 from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.vllm.derived import reload_derived
 from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
@@ -102,11 +104,15 @@ class WeightWriter:
                 return Delivered(0)
             self.weights.trace.fill(self.weights.destinations)
             delivered = source.deliver(self._plan(source), self.weights.destinations)
-            num_reloaded = reload_derived(self.weights, self._views, source.full, model_config)
-        links = dict(delivered.link_bytes)
-        if num_reloaded:
-            links["reloaded"] = num_reloaded
-        return dataclasses.replace(delivered, num_bytes=delivered.num_bytes + num_reloaded, link_bytes=links)
+            check_changes(source.changes, source.layout())
+            num_merged = merge(self.weights.trace, self.weights.destinations, source.changes)
+            num_reloaded = reload_derived(self.weights, self._views, partial(full_merged, source), model_config)
+        more = {name: size for name, size in (("merged", num_merged), ("reloaded", num_reloaded)) if size}
+        return dataclasses.replace(
+            delivered,
+            num_bytes=delivered.num_bytes + num_merged + num_reloaded,
+            link_bytes={**delivered.link_bytes, **more},
+        )
 
     def _plan(self, source: Source) -> Plan:
         layout = source.layout()

@@ -38,13 +38,14 @@ def _changes(wrapper: Any, dtype: torch.dtype) -> Iterator[tuple[str, LowRank]]:
         scale = float(wrapper.scaling[ADAPTER])
         name = getattr(wrapper, "parameter_name", None)
         if name is None:
-            yield "weight", LowRank(a, b, scale)
+            yield "weight", LowRank(a, b, scale, is_transposed=bool(wrapper.fan_in_fan_out), dtype=dtype)
             return
         if wrapper.num_experts > 1:
             a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
             b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
         # peft calls the middle dim of experts their input unless it has found them to be stored the other way round.
-        yield name, LowRank(a, b, scale, is_transposed=wrapper.num_experts > 1 and not is_swapped(wrapper))
+        is_transposed = wrapper.num_experts > 1 and not is_swapped(wrapper)
+        yield name, LowRank(a, b, scale, is_transposed=is_transposed, dtype=dtype)
         wrapper = wrapper.base_layer
 
 
