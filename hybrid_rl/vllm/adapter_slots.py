@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 
 from hybrid_rl.errors import ConfigError, HandoffError
@@ -171,8 +172,9 @@ class AdapterSlot:
 
     def _clear(self) -> None:
         """Have vLLM know the adapter, as one of zeros, whatever it held before."""
+        of_no_layer = LoRALayerWeights("none", 1, 1, torch.zeros(1, 1), torch.zeros(1, 1), scaling=1.0)
         self._manager.remove_all_adapters()
-        self._manager.add_adapter(LoRAModel(ADAPTER_ID, max(self._ranks.values()), {}))
+        self._manager.add_adapter(LoRAModel(ADAPTER_ID, 1, {"none": of_no_layer}))  # vLLM fails on one without layers
         self._manager.activate_adapter(ADAPTER_ID)
 
     @torch.no_grad()

@@ -231,9 +231,8 @@ class ColocatedSide(RolloutSide):
         if not verified:
             return SAME_MEMORY if self._config.adopt_weights else None
         if "handoff/unproven_bytes" not in verified:
-            return (
-                "its adapters were read back in this handoff, and are the trainer's; its base was not (verify_steps=1)"
-            )
+            base = SAME_MEMORY if self._config.adopt_weights else "its base was not compared (verify_steps=1 does)"
+            return f"its adapters were read back in this handoff, and are the trainer's; {base}"
         unproven = int(verified["handoff/unproven_bytes"])
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
