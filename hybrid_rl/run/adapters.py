@@ -1,13 +1,17 @@
-"""Adapters that a user passes: a LoraConfig, or a PeftModel."""
+"""Adapters that a user passes, a LoraConfig or a PeftModel; and the check of what they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.models.lora.plain import ADAPTER
-from hybrid_rl.models.lora.settings import keys_of
+from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
+from hybrid_rl.models.lora.settings import keys_of, peft_config_of
+from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 
 
 def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -24,6 +28,19 @@ def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) ->
     if double:
         raise ConfigError(f"{', '.join(double)}: given by peft_config and as a key; give only one of them")
     return inner, {**overrides, **{f"lora.{name}": value for name, value in keys.items()}}
+
+
+def checked_adapters(module: PreTrainedModel, config: TrainerConfig) -> AdapterSize | None:
+    """Return the size of the adapters that a run trains, None if it trains all weights. Raises ConfigError if they
+    cannot be had."""
+    if config.lora.is_on:
+        return adapter_size(module, peft_config_of(vars(config.lora)))
+    if is_adapted(module):
+        raise ConfigError(
+            "the module has adapters, but lora.r is not set, so all weights would be trained: pass the PeftModel "
+            "itself, or the module that merge_and_unload() returns"
+        )
+    return None
 
 
 def _of_peft_model(model: Any) -> tuple[Any, Any]:
