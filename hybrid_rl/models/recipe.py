@@ -99,8 +99,8 @@ def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"cannot load {recipe.source.label}: its weights are quantised, which cannot be trained; convert it to "
-            "bfloat16 first"
+            f"cannot load {recipe.source.label}: its weights are quantised, which cannot be trained, nor can "
+            "adapters on them (QLoRA); convert it to bfloat16 first"
         )
     config = copy.deepcopy(config)
     # Some classes draw random numbers while they are built, although no weight is kept.

@@ -16,6 +16,7 @@ from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
+from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
 
 
@@ -32,6 +33,14 @@ def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) ->
     if double:
         raise ConfigError(f"{', '.join(double)}: given by peft_config and as a key; give only one of them")
     return inner, {**overrides, **{f"lora.{name}": value for name, value in keys.items()}}
+
+
+def checked_adapters(module: PreTrainedModel, config: TrainerConfig) -> AdapterSize | None:
+    """Return the size of the adapters that a run trains, None if it trains all weights. Raises ConfigError if they
+    cannot be had."""
+    if config.lora.is_on:
+        return adapter_size(module, peft_config_of(vars(config.lora)))
+    return None
 
 
 def _of_peft_model(model: Any) -> tuple[Any, bool]:

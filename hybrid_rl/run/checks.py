@@ -69,6 +69,11 @@ def check_modes(config: TrainerConfig, *, learns: bool = True) -> None:
 
 def check_module(module: PreTrainedModel) -> None:
     """Raise ModelError for a module whose parameters cannot be trained, or cannot be saved in the form of its class."""
+    if getattr(module.config, "quantization_config", None) is not None:
+        raise ModelError(
+            "the module's weights are quantised: neither they nor adapters on them (QLoRA) can be trained, because the "
+            "engine would compute with other weights than the trainer; load it in bfloat16, and set lora.r for adapters"
+        )
     made = [name for name, parameter in module.named_parameters() if parameter.is_inference()]
     if made:
         raise ModelError(
