@@ -47,6 +47,27 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
         assert parameter.requires_grad == is_adapter_name(name), name
 
 
+def train_adapters(module: PreTrainedModel) -> None:
+    """Prepare the adapters that a module came with: they are trained, in the module's dtype, and nothing else is.
+
+    peft keeps adapters of a bfloat16 model in float32; here the optimizer does that. Raises ModelError if other
+    parameters are to be trained too.
+    """
+    dtype, others = module.dtype, []
+    for name, parameter in module.named_parameters():
+        if is_adapter_name(name):
+            parameter.requires_grad_(True)
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+        elif parameter.requires_grad:
+            others.append(name)
+    if others:
+        raise ModelError(
+            f"{len(others)} parameters besides the adapters require a gradient ({others[0]}, ...); freeze them with "
+            "requires_grad_(False), or name their modules in modules_to_save"
+        )
+
+
 def is_adapter_name(name: str) -> bool:
     """Return whether a parameter's name is that of an adapter, or of a copy that is trained whole."""
     return ".lora_" in name or ".modules_to_save." in name or name.startswith("modules_to_save.")
