@@ -28,6 +28,7 @@ class ModelRecipe:
     """A model by folder (or hub name), or a live module by class and config; and the source of its weights.
 
     frozen: names of parameters that require no gradient. conversions: those that the live module was loaded with.
+    adapter: source of the adapter to begin with, by peft's names; None = a new one, if the run trains one.
     """
 
     source: WeightSource
@@ -38,6 +39,7 @@ class ModelRecipe:
     generation_config: GenerationConfig | None = None
     frozen: frozenset[str] = frozenset()
     conversions: tuple[Any, ...] | None = None
+    adapter: WeightSource | None = None
 
     @classmethod
     def of_folder(cls, path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
