@@ -219,6 +219,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield from ((f"fsdp.{item.name}", "one rank shards nothing; set num_ranks") for item in fields(FSDPConfig))
     if config.model.device == "cpu":
         yield "fsdp.cpu_offload", "on CPUs everything is in host memory anyway"
+    if not isinstance(config.critic, ValueHeadConfig):
+        yield "lora.lora_critic", "there is no critic; an advantage such as gae has one"
     if not has_eval:
         for item in fields(EvalConfig):
             yield f"eval.{item.name}", "there is no eval_dataset (or eval_path)"
