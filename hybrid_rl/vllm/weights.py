@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from vllm.lora.request import LoRARequest
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import adopted_views, check_adopted
@@ -28,7 +29,14 @@ class WeightWriter:
 
     views: of the trainer's checkpoint. rank: of this process among those that hold the weights. is_plain: keep weights
     as they were loaded if the platform would pack them; what it packs is loaded again by vLLM at every handoff.
+
+    writes_all: whether every handoff writes all weights. lora_request: what a request must carry, if anything.
+    slot_bytes: of adapters that vLLM adds to its weights itself.
     """
+
+    writes_all = True
+    lora_request: LoRARequest | None = None
+    slot_bytes = 0
 
     def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool) -> None:
         self._views, self._rank, self._is_plain = views, rank, is_plain
@@ -51,6 +59,18 @@ class WeightWriter:
         if self._loading.weights is None:
             raise HandoffError("vLLM has not built its model with this loader yet")
         return self._loading.weights
+
+    def begin(self) -> None:
+        """Take over the model that vLLM has built."""
+        return
+
+    def forget(self) -> None:
+        """Trust nothing that earlier handoffs wrote."""
+        return
+
+    def check_adapters(self, source: Source) -> None:
+        """Prove that what vLLM adds to its weights itself are the adapters of a source. Raises HandoffError."""
+        return
 
     def close(self) -> None:
         """Let go of every tensor of vLLM's, whose config holds the loading for as long as the engine is there. The

@@ -77,3 +77,13 @@ def _row_factor(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
 def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     found = parameter.detach().to(dtype)
     return (found.full_tensor() if isinstance(found, DTensor) else found).float()
+
+
+def adapter_ranks(module: nn.Module) -> dict[str, int]:
+    """Return the rank of the adapter of each adapted weight of a layer, by its name inside `plain`."""
+    paths = {id(child): path for path, child in module.named_modules()}
+    return {
+        f"{paths[id(wrapper)]}.weight": int(wrapper.r[ADAPTER])
+        for _, _, wrapper in wrappers(module)
+        if hasattr(wrapper, "lora_A")
+    }

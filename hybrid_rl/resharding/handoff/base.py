@@ -107,6 +107,7 @@ class Source(ABC):
     gather: Gather = staticmethod(alone)  # the values of all participants; all must call it
     _last_version = -1
     changes: Mapping[str, LowRank] = MappingProxyType({})  # what adapters add to tensors; set before each handoff
+    adapters: Mapping[str, LowRank] = MappingProxyType({})  # the same, for engines that add them by themselves
     waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
     def layout(self) -> SourceLayout:
