@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
-RANK_DOC = "rank of low-rank adapters (LoRA, arXiv:2106.09685): only they are trained; None = all weights are"
+RANK_DOC = "rank of low-rank adapters (LoRA, arXiv:2106.09685): only they are trained; None = no adapters"
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class LoraKeys(FullTrainingConfig):
     """Low-rank adapters, under the names of peft's LoraConfig: y = W x + s B A x, s = lora_alpha / r."""
 
     lora_alpha: float = key(8, "the adapters' product is scaled by lora_alpha / r", above=0)
-    target_modules: list[str] | str = key(
+    target_modules: list[str] | str | None = key(
         "all-linear",
-        "layers with an adapter: all-linear (all but the head), ends of names, or one regular expression of full names",
+        "layers with an adapter: all-linear (all but the head), a list of ends of names, or a text, which is a regular "
+        "expression of whole names; None = those that peft chooses for the architecture",
     )
     exclude_modules: list[str] | str | None = key(None, "layers without an adapter, in the same forms")
     target_parameters: list[str] = key(

@@ -167,7 +167,8 @@ class VLLMConfig(EngineConfig):
     lora_handoff: Literal["merged", "adapter"] = key(
         "merged",
         "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
-        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with both",
+        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with "
+        "both",
     )
     engine_args: dict[str, Any] = key(
         {}, "every other argument of vLLM, under its own name next to these keys", takes_rest=True
@@ -271,6 +272,11 @@ class ColocatedRolloutConfig(RolloutConfig):
             raise ConfigError(
                 f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
                 f"transport={self.transport}; leave it out, or use num_ranks=1 without a transport"
+            )
+        if self.adopt_weights and config.lora.is_on:
+            raise ConfigError(
+                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
+                "as one tensor (lora.r): the base would be lost; leave adopt_weights out"
             )
         if (self.transport == "disk") != (self.weights_path is not None):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Adapters merged into an engine's weights, and into the parts that a proof compares them with.
 
-The engine's tensors hold the base when they are merged, as the plan has just written it. Nothing is ever taken away from
-them again: the next handoff writes the base anew, so errors of rounding cannot add up.
+The plan has just written the base into the engine's tensors when they are merged. No change is ever taken out again:
+the next handoff writes the base first, so errors of rounding cannot add up.
 """
 
 from __future__ import annotations
