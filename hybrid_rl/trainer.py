@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef
-from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
+from hybrid_rl.checkpoint.finding import resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
-from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
+from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
@@ -34,7 +33,6 @@ from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
-from hybrid_rl.run.evaluating import Evaluating
 from hybrid_rl.run.generation import check_numbers, generation_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
@@ -45,6 +43,7 @@ from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
+from hybrid_rl.run.saving import Saving
 from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
@@ -52,7 +51,7 @@ from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explain
 logger = logging.getLogger("hybrid_rl")
 
 
-class Trainer(Evaluating):
+class Trainer(Saving):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
@@ -347,59 +346,11 @@ class Trainer(Evaluating):
 
     # --------------------------------------------------------------------------------------- saving and closing
 
-    def save(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint: weights and tokenizer as `from_pretrained` reads them, optimizer, position in the data.
-
-        folder: default `checkpoint-<step>` in the run folder. It is written completely or not at all.
-
-        Raises CheckpointError if it cannot be written.
-        """
-        self._require_idle("save")
-        if folder is None:
-            self._log.check()
-        target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
-        if not target.resolve().name:
-            raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
-        state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
-        try:
-            self.policy.save(target.resolve(), state)
-        except BaseException:
-            if self.policy.has_ended:  # no rank is left to delete its unfinished files
-                clear_up(target.resolve().parent, is_ours=folder is None)
-            raise
-        self._log.display.message(f"saved {target}")
-        self._notify("on_save", self.global_step, target)
-        return target
-
     def save_memory_trace(self, path: str | Path) -> Path:
         """Write what was in memory on every rank over the last steps, and in which phase, as a JSON file for Perfetto
         (https://ui.perfetto.dev) or chrome://tracing. Returns its path."""
         self._require_open()
         return save_trace(self.policy.memory_history(), path)
-
-    def _save_now(self, *, final: bool) -> None:
-        """Save a checkpoint. A failure (disk full) does not end the run: the next step tries again, as long as there
-        are ranks."""
-        if self._watch.is_broken:
-            logger.warning("step %d is not saved: its weights are not finite", self.global_step)
-            return
-        try:
-            with self._timeline.phase("checkpoint"):
-                target = self.save()
-        except CheckpointError as error:
-            if final or self.policy.has_ended:
-                raise
-            logger.warning("%s; trying again after the next step", error)
-            return
-        self._save_due = False
-        self._forget_old(target, self._best.checkpoint)
-
-    def _keep_last_step(self) -> None:
-        """Save the last complete step, if checkpoints were asked for and it has none yet."""
-        saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
-        if self.config.save_steps is not None and self.global_step and not self._guard.is_torn and not saved:
-            self._save_now(final=True)
 
     def _evaluate_at_start(self) -> None:
         if self._has_begun or self.global_step:

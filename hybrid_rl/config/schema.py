@@ -21,7 +21,7 @@ from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.logging_keys import LoggingKeys
-from hybrid_rl.config.lora_keys import FullTrainingConfig
+from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -164,6 +164,11 @@ class VLLMConfig(EngineConfig):
     plain_weights: bool = key(
         True, "keep weights as loaded even if the platform would pack them, so that they can be written directly"
     )
+    lora_handoff: Literal["merged", "adapter"] = key(
+        "merged",
+        "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
+        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with both",
+    )
     engine_args: dict[str, Any] = key(
         {}, "every other argument of vLLM, under its own name next to these keys", takes_rest=True
     )
@@ -251,6 +256,11 @@ class ColocatedRolloutConfig(RolloutConfig):
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )
 
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether the engine gets adapters by themselves, and adds them to its weights."""
+        return False
+
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if the transport of the weights does not fit the ranks."""
         if self.transport in ("ipc", "distributed") and num_ranks == 1:
@@ -261,6 +271,11 @@ class ColocatedRolloutConfig(RolloutConfig):
             raise ConfigError(
                 f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
                 f"transport={self.transport}; leave it out, or use num_ranks=1 without a transport"
+            )
+        if self.adopt_weights and config.lora.is_on:
+            raise ConfigError(
+                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
+                "as one tensor (lora.r): the base would be lost; leave adopt_weights out"
             )
         if (self.transport == "disk") != (self.weights_path is not None):
             raise ConfigError(
@@ -286,6 +301,11 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         """Ranks of a tensor-parallel replica."""
         return self.vllm.tensor_parallel_size
 
+    @property
+    def sends_adapters(self) -> bool:
+        """As rollout.vllm.lora_handoff says."""
+        return self.vllm.lora_handoff == "adapter"
+
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if ranks cannot be divided into replicas, or the transport of the weights does not fit
         them."""
@@ -294,6 +314,13 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
+        if self.sends_adapters:
+            check_slot(config.lora)
+            if self.transport == "disk":
+                raise ConfigError(
+                    "rollout.transport=disk writes all weights at every handoff, and rollout.vllm.lora_handoff=adapter "
+                    "hands over adapters only; leave transport out"
+                )
         super().check(config, num_ranks)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
-from hybrid_rl.checkpoint.manifest import check_model_texts
+from hybrid_rl.checkpoint.manifest import check_model, check_model_texts
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.config import (
     TrainerConfig,
@@ -39,11 +39,14 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.trackers import check_trackers
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
-from hybrid_rl.models.load import DTYPES, media_of
+from hybrid_rl.models.load import DTYPES, has_tokenizer, media_of
+from hybrid_rl.models.lora.folder import AdapterSource
+from hybrid_rl.models.lora.sizes import AdapterSize
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.rollout.successes import Grades, SuccessRule
+from hybrid_rl.run.adapters import adapter_of, check_adapters, checked_adapters, record_adapters, with_adapter
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
@@ -69,12 +72,14 @@ logger = logging.getLogger("hybrid_rl")
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """The model of a run, given by name or as a module; its weights are loaded last."""
+    """The model of a run, given by name or as a module; its weights are loaded last. adapter: the folder of the adapter
+    to go on with, whose base model `path` is."""
 
     module: PreTrainedModel | None
     path: str | None
     tokenizer: PreTrainedTokenizerBase
     settings: PreTrainedConfig
+    adapter: Path | None = None
 
     @property
     def max_positions(self) -> int | None:
@@ -86,9 +91,10 @@ class ModelChoice:
         if self.module is not None:
             return self.module
         assert self.path is not None
-        return load_model(
+        module = load_model(
             self.path, dtype=config.model.dtype, device=device, trust_remote_code=config.model.trust_remote_code
         )
+        return module if self.adapter is None else with_adapter(module, self.adapter, config)
 
     def skeleton(self, config: TrainerConfig) -> PreTrainedModel:
         """Return the module; without weights if it was given by path."""
@@ -97,7 +103,8 @@ class ModelChoice:
     def recipe(self, config: TrainerConfig) -> ModelRecipe:
         """Return the recipe with which other processes build a model that was given by path."""
         assert self.path is not None
-        return ModelRecipe.of_folder(self.path, trust_remote_code=config.model.trust_remote_code)
+        recipe = ModelRecipe.of_folder(self.path, trust_remote_code=config.model.trust_remote_code)
+        return recipe if self.adapter is None else dataclasses.replace(recipe, adapter=AdapterSource(str(self.adapter)))
 
 
 def record_arguments(
@@ -195,8 +202,13 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
-    tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config))
+    path, adapter = adapter_of(path)
+    if tokenizer is None:
+        place = path if adapter is None or not has_tokenizer(adapter) else str(adapter)
+        tokenizer = load_tokenizer(place, trust_remote_code=config.model.trust_remote_code)
+    if adapter is not None:
+        check_model(adapter)  # the base is checked with its settings
+    return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config), adapter)
 
 
 def check_stop_strings(
@@ -259,6 +271,7 @@ class Run:
     agents: AgentSetup | None = None  # what makes trajectories of many turns
     given: frozenset[str] = frozenset()  # paths of the keys that were set
     grades: Grades = field(default_factory=Grades)
+    adapters: AdapterSize | None = None  # if only adapters are trained
 
     @property
     def module(self) -> PreTrainedModel | None:
@@ -279,15 +292,23 @@ class Run:
     def about(self) -> dict[str, Any]:
         """What environment.json says of the run itself: the keys that were set to something else than their default,
         the model, the reward functions."""
-        num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
         model = {
             "path": self.config.model.path,
             "class": type(self.skeleton).__name__,
-            "num_parameters": num_parameters,
+            "num_parameters": self.num_parameters,
         }
+        if self.adapters is not None:
+            model |= {"adapter_rank": self.adapters.rank, "num_trained_parameters": self.adapters.num_trained}
         default, _ = load_config(None, {"algorithm": {"name": self.config.algorithm.name}})
         changed = self.given & {*changed_keys(to_dict(default), to_dict(self.config))}
         return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the policy, without adapters."""
+        if self.adapters is not None:
+            return self.adapters.num_base
+        return sum(parameter.numel() for parameter in self.skeleton.parameters())
 
     @property
     def is_chat(self) -> bool:
@@ -330,6 +351,7 @@ def prepare(
     were made to look at them, when it is closed. Raises ConfigError, DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
+    loaded, given, brought = record_adapters(loaded, given, model)
     module_device = device_of(model)
     hardware = find_hardware(loaded, module_device)
     has_eval = evaluation is not None or loaded.data.eval_path is not None
@@ -380,7 +402,10 @@ def prepare(
     check_metric(resolved.eval, data.eval, names)
     phases = memory_phases(resolved, has_reward_models=rewards.has_models)
     skeleton = choice.skeleton(resolved)
+    if brought is not None:
+        check_adapters(choice.module or choice.recipe(resolved), brought, resolved)
     check_tokenizer(choice.tokenizer, skeleton)
+    adapters = checked_adapters(skeleton, resolved)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
     training, evaluating = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
@@ -388,7 +413,7 @@ def prepare(
         check_resumed(resume, is_auto=resolved.resume == "auto")
     models = (choice, skeleton, teacher_path, critic_path)
     scoring, params = (rewards, names), (training, evaluating)
-    rest: Any = {"agents": made_by, "given": given}
+    rest: Any = {"agents": made_by, "given": given, "adapters": adapters}
     return Run(resolved, *models, data, *scoring, *params, max_steps, resume, phases, lock, hardware, **rest)
 
 

@@ -18,8 +18,9 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
-from hybrid_rl.models.lora.inject import init_adapters, inject
-from hybrid_rl.models.lora.plain import is_adapted, plain
+from hybrid_rl.models.lora.folder import load_adapter
+from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
+from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
@@ -46,7 +47,9 @@ def build_model(
         inject(module, peft_config_of(vars(config.lora)))
         if isinstance(model, PreTrainedModel):
             init_adapters(module, config.seed)
-    if not isinstance(module.get_output_embeddings(), nn.Linear):
+    if is_trained and isinstance(model, PreTrainedModel) and is_adapted(module):
+        train_adapters(module)
+    if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
         )
@@ -54,7 +57,8 @@ def build_model(
     if isinstance(model, PreTrainedModel):
         return CausalLM(module, **options)
     region = "actor" if is_trained and config.rollout.placement != "embedded" else None
-    return filled(module, model.source, config, context, options, region=region)
+    adapter = model.adapter if is_trained else None
+    return filled(module, model.source, config, context, options, region=region, adapter=adapter)
 
 
 def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
@@ -90,24 +94,28 @@ def filled(
     options: dict[str, Any],
     *,
     region: str | None = None,
+    adapter: WeightSource | None = None,
 ) -> CausalLM:
     """Load the weights of a module on meta, sharded over the ranks. region: tag of the memory that CPU shards are moved
-    to, so that engines of other ranks can read them."""
-    if isinstance(source, ObjectSource):
-        source.get = context.get
+    to, so that engines of other ranks can read them. adapter: what its adapters begin with, instead of a new draw."""
+    for each in (source, adapter):
+        if isinstance(each, ObjectSource):
+            each.get = context.get
     if context.num_ranks == 1:
-        _fill(module, source, context.device, config.seed)
+        _fill(module, source, context.device, config.seed, adapter)
         return CausalLM(module, **options)
     sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
-    _fill(module, source, shards.device, config.seed)
+    _fill(module, source, shards.device, config.seed, adapter)
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))
     return ShardedCausalLM(shards, **options)
 
 
-def _fill(module: PreTrainedModel, source: WeightSource, device: torch.device, seed: int) -> None:
-    """Load the weights of a module on meta, and draw its adapters."""
+def _fill(
+    module: PreTrainedModel, source: WeightSource, device: torch.device, seed: int, adapter: WeightSource | None
+) -> None:
+    """Load the weights of a module on meta, and draw its adapters or load them."""
     if not is_adapted(module):
         load_weights(module, source, device)
         return
@@ -115,6 +123,8 @@ def _fill(module: PreTrainedModel, source: WeightSource, device: torch.device, s
         load_weights(module, source, device)
     materialise(module, device)
     init_adapters(module, seed)
+    if adapter is not None:
+        load_adapter(module, adapter)
 
 
 def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:

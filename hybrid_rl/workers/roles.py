@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +126,12 @@ class Roles:
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
-    def save_models(self, folder: Path) -> None:
-        """Write the models that a resumed run cannot build again into folders of the checkpoint. Collective."""
+    def save_models(self, folder: Path, base: Mapping[str, Any] | None) -> None:
+        """Write the models that a resumed run cannot build again into folders of the checkpoint. base: where the base
+        of adapters is. Collective."""
         is_writer = self._context.rank == 0
         if self._critic is not None:
-            self._critic.save_model(folder / CRITIC_FOLDER)
+            self._critic.save_model(folder / CRITIC_FOLDER, base)
         if self._moves_reference and self._reference is not None:
             model = self._reference.model
             save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)

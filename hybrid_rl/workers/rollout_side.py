@@ -19,8 +19,11 @@ from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
+from hybrid_rl.metrics import now
 from hybrid_rl.models import CausalLM
-from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.models.lora.factors import adapter_ranks, low_rank_changes
+from hybrid_rl.models.lora.plain import plain
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source, agree
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
@@ -104,8 +107,8 @@ class EmbeddedSide(RolloutSide):
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
         self._model = model
-        with generating_model(model) as plain:
-            self.client = EngineClient(make_engine(engine_setup(setup, plain, context)))
+        with generating_model(model) as whole:
+            self.client = EngineClient(make_engine(engine_setup(setup, whole, context)))
         cache = kv_cache_resident(self.client)
         if isinstance(model, ShardedCausalLM):
             self.residents = (engine_weights_resident(model, self.client), cache)
@@ -132,7 +135,9 @@ class ColocatedSide(RolloutSide):
         self._config, self._model, self._context = config, model, context
         size = config.ranks_per_engine
         gather = BlockGather(size)
-        engine = make_engine(engine_setup(setup, model, context))
+        ranks = adapter_ranks(model.module) if config.sends_adapters else {}
+        with plain(model.module):  # the engine's model has no adapters
+            engine = make_engine(replace(engine_setup(setup, model, context), adapter_ranks=ranks))
         assert isinstance(engine, ColocatedEngine)
         self._engine = engine
         coordinator = None
@@ -201,28 +206,49 @@ class ColocatedSide(RolloutSide):
 
     def verify(self, version: int) -> dict[str, float]:
         """Compare every byte, if it is due. What the engine derived from the weights cannot be compared; it is
-        counted."""
+        counted. Adapters that the engine adds by itself are read back every time: they are few bytes."""
         every = self._config.verify_steps
-        if not every or version % every:
+        is_due = bool(every) and version % every == 0
+        if not is_due and not self._config.sends_adapters:
             return {}
         source = self._source(version)
+        start = now()
+        if self._config.sends_adapters:
+            what = f"the adapters of policy version {version}"
+            agree(source.gather, what, lambda: self._engine.check_adapters(source))
+        if not is_due:
+            return {"timing/verify": now() - start}
         if self._verifier is None:
             self._verifier = Verifier(self._engine.weights.trace, source.layout(), gather=source.gather)
         weights = self._engine.weights
-        seconds = self._verifier.verify(source, weights.destinations, version=version)
+        self._verifier.verify(source, weights.destinations, version=version)
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
-        return {"timing/verify": seconds, "handoff/unproven_bytes": float(num_bytes)}
+        return {"timing/verify": now() - start, "handoff/unproven_bytes": float(num_bytes)}
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """Say that they were compared in this handoff, or are the same memory; None if it is not known."""
         if not verified:
             return SAME_MEMORY if self._config.adopt_weights else None
+        if "handoff/unproven_bytes" not in verified:
+            base = SAME_MEMORY if self._config.adopt_weights else "its base was not compared (verify_steps=1 does)"
+            return f"its adapters were read back in this handoff, and are the trainer's; {base}"
         unproven = int(verified["handoff/unproven_bytes"])
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
     def _source(self, version: int) -> Source:
+        """Return the source of the weights, with what the adapters add to them now. Collective."""
+        with plain(self._model.module):
+            source = self._plain_source(version)
+        changes = low_rank_changes(self._model.module, self._model.dtype)
+        if self._config.sends_adapters:
+            source.adapters = changes
+        else:
+            source.changes = changes
+        return source
+
+    def _plain_source(self, version: int) -> Source:
         """Return the source of the weights for rollout.transport; it is made once."""
         transport = self._config.transport
         if transport == "disk":

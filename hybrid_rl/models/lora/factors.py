@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_rl.compat.peft import is_swapped
+from hybrid_rl.errors import ModelError
 from hybrid_rl.models.lora.plain import ADAPTER, wrappers
+from hybrid_rl.tensors.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 
 
@@ -38,16 +41,49 @@ def _changes(wrapper: Any, dtype: torch.dtype) -> Iterator[tuple[str, LowRank]]:
         scale = float(wrapper.scaling[ADAPTER])
         name = getattr(wrapper, "parameter_name", None)
         if name is None:
-            yield "weight", LowRank(a, b, scale)
+            change = LowRank(a, b, scale, is_transposed=bool(wrapper.fan_in_fan_out), dtype=dtype)
+            if ADAPTER in wrapper.lora_magnitude_vector:
+                if change.is_transposed:
+                    raise ModelError(f"use_dora cannot be handed over for {wrapper.get_base_layer()}; leave it out")
+                magnitude = wrapper.lora_magnitude_vector[ADAPTER].weight
+                change = replace(change, row_factor=_row_factor(wrapper.get_base_layer().weight, change, magnitude))
+            yield "weight", change
             return
         if wrapper.num_experts > 1:
             a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
             b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
         # peft calls the middle dim of experts their input unless it has found them to be stored the other way round.
-        yield name, LowRank(a, b, scale, is_transposed=wrapper.num_experts > 1 and not is_swapped(wrapper))
+        is_transposed = wrapper.num_experts > 1 and not is_swapped(wrapper)
+        yield name, LowRank(a, b, scale, is_transposed=is_transposed, dtype=dtype)
         wrapper = wrapper.base_layer
+
+
+def _row_factor(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
+    """Return the factors of DoRA (arXiv:2402.09353), magnitude / |W + s B A| of each row, float32 [out].
+
+    A row's norm is computed in float32 by the rank that holds the row; then norm and factor are rounded to the dtype
+    that the trainer computes in.
+    """
+    part = change.merged(local_tensor(weight), local_box(weight))
+    norm = torch.linalg.vector_norm(part, dim=1)
+    if isinstance(weight, DTensor):
+        shape: Any = weight.shape[:1]
+        norm = DTensor.from_local(
+            norm, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=(1,)
+        ).full_tensor()
+    return (_whole(magnitude, change.dtype).to(change.dtype) / norm.to(change.dtype)).float()
 
 
 def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     found = parameter.detach().to(dtype)
     return (found.full_tensor() if isinstance(found, DTensor) else found).float()
+
+
+def adapter_ranks(module: nn.Module) -> dict[str, int]:
+    """Return the rank of the adapter of each adapted weight of a layer, by its name inside `plain`."""
+    paths = {id(child): path for path, child in module.named_modules()}
+    return {
+        f"{paths[id(wrapper)]}.weight": int(wrapper.r[ADAPTER])
+        for _, _, wrapper in wrappers(module)
+        if hasattr(wrapper, "lora_A")
+    }

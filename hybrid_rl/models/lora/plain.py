@@ -54,6 +54,19 @@ def plain(module: nn.Module, *, trained: bool = True) -> Iterator[None]:
             parent._modules[name] = wrapper
 
 
+def take_out(module: nn.Module) -> None:
+    """Remove the adapters of a module for good; modules that were trained whole are as they were before."""
+    for parent, name, wrapper in wrappers(module):
+        parent._modules[name] = _layer(wrapper, trained=False)
+    vars(module).pop("peft_config", None)  # where peft notes what it has injected
+
+
+def running(module: Any) -> Any:
+    """Return what runs in the place of a module: of peft's wrapper of a module that is trained whole, the copy that is
+    trained; otherwise the module itself."""
+    return _layer(module, trained=True) if hasattr(module, "modules_to_save") else module
+
+
 def _layer(wrapper: Any, *, trained: bool) -> nn.Module:
     if hasattr(wrapper, "modules_to_save"):
         copies: Any = wrapper.modules_to_save

@@ -15,10 +15,15 @@ KEYS += ("use_dora", "rank_pattern", "alpha_pattern")
 # Fields that say nothing about training here: what saved the adapter, and for what.
 SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
 SILENT |= {"inference_mode", "runtime_config"}
+TASKS = (None, "CAUSAL_LM")
 REFUSED = {
     "lora_dropout": "dropout makes the ratio of new to old probabilities noise; set lora_dropout=0",
-    "bias": "only adapters are trained; set bias='none'",
-    "init_lora_weights": "this start changes the base weights or needs data; leave it out",
+    "bias": "biases of the model are frozen, so that a handoff changes weights only; set bias='none'",
+    "init_lora_weights": "adapters begin with A uniform and B zero, so that the first policy is the base; leave it out",
+    "layers_to_transform": "give the layers as a regular expression, target_modules=r'.*\\.[0-7]\\.self_attn\\.q_proj'",
+    "layer_replication": "it makes another model of the base; pass that model",
+    "trainable_token_indices": "train the embeddings whole: modules_to_save=['embed_tokens']",
+    "fan_in_fan_out": "peft finds out by itself how a layer stores its weight; leave it out",
 }
 
 
@@ -33,6 +38,8 @@ def peft_config_of(keys: Mapping[str, Any]) -> Any:
     require_peft()
     from peft import LoraConfig
 
+    if keys.get("target_modules") == []:
+        raise ConfigError("lora.target_modules=[] names no layer; leave it out for all-linear")
     given = {name: value for name, value in keys.items() if name in KEYS and value not in (None, [], {})}
     for name in ("target_modules", "exclude_modules"):
         if given.get(name) == ["all-linear"]:
@@ -47,12 +54,24 @@ def keys_of(peft_config: Any) -> dict[str, Any]:
 
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(f"peft_config={type(peft_config).__name__} is no peft config; pass a peft.LoraConfig")
+    if peft_config.is_prompt_learning:
+        raise ConfigError(
+            f"peft_config={type(peft_config).__name__} learns tokens in front of the prompt, which engines that get "
+            "weights cannot decode with; pass a peft.LoraConfig"
+        )
     if type(peft_config) is not LoraConfig:
-        raise ConfigError(f"peft_config={type(peft_config).__name__}: only LoRA is supported; pass a peft.LoraConfig")
+        raise ConfigError(
+            f"peft_config={type(peft_config).__name__}: of peft's methods only LoRA is supported (with use_dora and "
+            "use_rslora), whose change of a weight an engine can be given; pass a peft.LoraConfig"
+        )
+    if peft_config.task_type not in TASKS:
+        raise ConfigError(f"peft_config: task_type={peft_config.task_type}: a policy is a causal language model")
     default, found = LoraConfig(), {}
     for item in dataclasses.fields(LoraConfig):
         value, usual = getattr(peft_config, item.name), getattr(default, item.name)
-        if item.name in KEYS:
+        if item.name == "target_modules":  # None is peft's choice, not ours
+            found[item.name] = sorted(value) if isinstance(value, set) else value
+        elif item.name in KEYS:
             if value is not None and (value != usual or item.name in ("r", "lora_alpha")):
                 found[item.name] = sorted(value) if isinstance(value, set) else value
         elif value != usual and item.name not in SILENT:

@@ -1,0 +1,46 @@
+"""The form of the adapters of a module: which tensors they have, and by what their products are scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.models.lora.folder import stored_parameters
+from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.plain import ADAPTER, plain
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.weights.sources import StateSource
+
+
+def form_of(module: nn.Module) -> dict[str, str]:
+    """Return, by names, what two adapters must have in common to compute the same of the same numbers, as text."""
+    found = {name: f"of shape {list(parameter.shape)}" for name, parameter in stored_parameters(module).items()}
+    for name, child in module.named_modules():
+        scaling: Any = getattr(child, "scaling", None)
+        if hasattr(child, "lora_A") and isinstance(scaling, dict):
+            found[name] = f"scaled by {float(scaling[ADAPTER]):g}"
+    return found
+
+
+def form_of_settings(model: PreTrainedModel | ModelRecipe, settings: Any) -> dict[str, str]:
+    """Return the form of the adapters that a peft LoraConfig makes in a model, of which no weight is read; adapters
+    that a module has already do not count."""
+    if isinstance(model, PreTrainedModel):
+        with plain(model, trained=False):
+            module = build_on_meta(ModelRecipe.of_module(model, StateSource({})), model.dtype)
+    else:
+        module = build_on_meta(model, torch.float32)
+    inject(module, settings)
+    return form_of(module)
+
+
+def difference(given: dict[str, str], there: dict[str, str]) -> str | None:
+    """Describe the first difference of two forms; None if there is none."""
+    for name in sorted({*given, *there}):
+        one, other = given.get(name, "without an adapter"), there.get(name, "without an adapter")
+        if one != other:
+            return f"{name} is {one} by the keys, and {other} there"
+    return None
