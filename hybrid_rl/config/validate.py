@@ -288,7 +288,7 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             f"learning_rate={config.optimizer.learning_rate:g}: AdamW moves each weight by about this much in an "
             "update, and most weights are far smaller, so one update may ruin the model; 1e-6 to 1e-4 are usual"
         )
-    if config.lora.is_on and 0 < config.optimizer.learning_rate < SMALL_ADAPTER_RATE:
+    if config.lora.is_on and 0 < config.optimizer.learning_rate < SMALL_ADAPTER_RATE and config.mode != "rollout":
         yield (
             f"learning_rate={config.optimizer.learning_rate:g} is low for adapters, which learn slowly at the rates of "
             "all weights; about ten times that is usual: 1e-5 to 1e-4"

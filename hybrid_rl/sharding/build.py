@@ -44,12 +44,12 @@ def build_model(
         module = build_on_meta(model, DTYPES[config.model.dtype])
         if not is_trained:
             module.requires_grad_(False)
-    if is_trained and config.lora.is_on and not is_adapted(module):
+    if is_trained and config.lora.is_on and is_adapted(module):
+        train_adapters(module)
+    elif is_trained and config.lora.is_on:
         inject(module, peft_config_of(vars(config.lora)))
         if isinstance(model, PreTrainedModel):
             init_adapters(module, config.seed)
-    if is_trained and isinstance(model, PreTrainedModel) and is_adapted(module):
-        train_adapters(module)
     if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
