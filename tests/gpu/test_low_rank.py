@@ -1,0 +1,36 @@
+"""Adapters merged on the device: against the bits of the PyTorch form on the CPU, boxes of every kind in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid_rl import native
+from hybrid_rl.resharding.merged import _carry_out, _Merge
+from tests.gpu.device import DEVICE, cuda_only
+from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of
+
+pytestmark = cuda_only
+
+
+def on_device(box: _Merge) -> _Merge:
+    """The same box there, of the same strides; in place if it was."""
+    target = torch.empty_strided(box.target.shape, box.target.stride(), dtype=box.target.dtype, device=DEVICE)
+    target.copy_(box.target)
+    base = target if box.base is box.target else box.base.to(DEVICE)
+    return replace(box, change=box.change.ready(target.device), base=base, target=target)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_bits_are_those_of_the_cpu(dtype: torch.dtype, layout: str) -> None:
+    assert native.operator("low_rank_merge", "cuda") is not None
+    boxes = [on_device(box) for box in boxes_of(dtype, layout)]
+    wanted = boxes_of(dtype, layout)
+    _carry_out(boxes)
+    _carry_out(wanted)
+    for box, there in zip(wanted, boxes, strict=True):
+        found = there.target.cpu().contiguous().flatten().clone().view(torch.uint8)
+        assert torch.equal(found, box.target.contiguous().flatten().clone().view(torch.uint8))
