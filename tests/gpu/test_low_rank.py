@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from hybrid_rl import native
-from hybrid_rl.resharding.merged import _carry_out, _Merge
+from hybrid_rl.resharding.merged import Merge, carry_out
 from tests.gpu.device import DEVICE, cuda_only
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of
 
 pytestmark = cuda_only
 
 
-def on_device(box: _Merge) -> _Merge:
+def on_device(box: Merge) -> Merge:
     """The same box there, of the same strides; in place if it was."""
     target = torch.empty_strided(box.target.shape, box.target.stride(), dtype=box.target.dtype, device=DEVICE)
     target.copy_(box.target)
@@ -29,7 +29,7 @@ def test_the_bits_are_those_of_the_cpu(dtype: torch.dtype, layout: str) -> None:
     assert native.operator("low_rank_merge", "cuda") is not None
     boxes = [on_device(box) for box in boxes_of(dtype, layout)]
     wanted = boxes_of(dtype, layout)
-    _carry_out(boxes)
-    _carry_out(wanted)
+    carry_out(boxes)
+    carry_out(wanted)
     found, expected = (torch.cat([box.target.flatten().cpu() for box in all_of]) for all_of in (boxes, wanted))
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybrid_rl import native
-from hybrid_rl.resharding.merged import _carry_out
+from hybrid_rl.resharding.merged import carry_out
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of, contents
 
 pytestmark = pytest.mark.slow
@@ -49,9 +49,9 @@ def test_the_kernel_has_the_bits_of_its_oracle(
         assert library.run(ctypes.c_void_p(table.data_ptr()), ctypes.c_int64(len(table))) == 0
 
     monkeypatch.setattr(native, "operator", lambda name, device_type="cpu": run)
-    _carry_out(boxes)
+    carry_out(boxes)
     monkeypatch.setattr(native, "operator", lambda name, device_type="cpu": None)
-    _carry_out(wanted)
+    carry_out(wanted)
     assert torch.equal(contents(boxes), contents(wanted))
 
 

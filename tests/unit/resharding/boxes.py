@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid_rl.resharding.merged import _Merge
+from hybrid_rl.resharding.merged import Merge
 from hybrid_rl.weights.low_rank import LowRank
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -20,7 +20,7 @@ LAYOUTS = {
 EXTENTS = [(0, 7, 33, 3), (0, 130, 600, 18), (3, 9, 20, 4), (0, 1, 1, 1), (2, 5, 515, 1)]
 
 
-def boxes_of(dtype: torch.dtype, layout: str) -> list[_Merge]:
+def boxes_of(dtype: torch.dtype, layout: str) -> list[Merge]:
     """Boxes to be written in a dtype and a layout, from bases of each dtype and in place. The same at every call."""
     generator = torch.Generator().manual_seed(0)
 
@@ -37,14 +37,14 @@ def boxes_of(dtype: torch.dtype, layout: str) -> list[_Merge]:
             for base_dtype in FLOATS:
                 base = drawn(*change.shape).to(base_dtype)[box]
                 base[(0,) * base.dim()] = torch.nan if base_dtype is dtype else torch.inf
-                boxes.append(_Merge(change.ready(base.device), base, LAYOUTS[layout](base.shape, dtype), box))
+                boxes.append(Merge.of(change.ready(base.device), base, LAYOUTS[layout](base.shape, dtype), box))
                 if base_dtype is dtype:
                     copy = LAYOUTS[layout](base.shape, dtype).copy_(base)
-                    boxes.append(_Merge(change.ready(base.device), copy, copy, box))
+                    boxes.append(Merge.of(change.ready(base.device), copy, copy, box))
     return boxes
 
 
-def contents(boxes: Sequence[_Merge]) -> Tensor:
+def contents(boxes: Sequence[Merge]) -> Tensor:
     """All that lies in the memory of the targets, between their elements too."""
     memory = [box.target.untyped_storage() for box in boxes]
     return torch.cat([torch.tensor([], dtype=torch.uint8).set_(storage) for storage in memory])

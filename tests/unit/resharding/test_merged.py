@@ -11,7 +11,7 @@ from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.resharding.merged import _carry_out, _Merge, check_changes, full_merged, merge
+from hybrid_rl.resharding.merged import Merge, carry_out, check_changes, full_merged, merge
 from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.weights.low_rank import LowRank
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of, contents
@@ -210,9 +210,9 @@ def test_the_compiled_operator_has_the_bits_of_its_oracle(dtype, layout, monkeyp
         pytest.skip("the extension was not built")
     boxes, wanted = boxes_of(dtype, layout), boxes_of(dtype, layout)
     assert all(box.is_compiled for box in boxes)
-    _carry_out(boxes)
+    carry_out(boxes)
     monkeypatch.setattr(native, "operator", lambda name, device_type="cpu": None)
-    _carry_out(wanted)
+    carry_out(wanted)
     assert is_equal([contents(boxes)], [contents(wanted)])
 
 
@@ -220,7 +220,7 @@ def test_a_base_that_is_kept_in_a_wider_dtype_is_rounded_first():
     """The trainer computes with the rounded one."""
     base = torch.tensor([[1.0 + 2**-10]])
     change = LowRank(torch.ones(1, 1), torch.full((1, 1), 2.0**-9), 1.0, dtype=torch.bfloat16)
-    merge_of = _Merge(change, base, torch.empty(1, 1), (slice(0, 1), slice(0, 1)))
+    merge_of = Merge.of(change, base, torch.empty(1, 1), (slice(0, 1), slice(0, 1)))
     assert not merge_of.is_compiled
-    _carry_out([merge_of])
+    carry_out([merge_of])
     assert merge_of.target.item() == 1.0 + 2**-9
