@@ -29,6 +29,7 @@ from hybrid_rl.memory.cycle import (
     RESIDENTS,
     Phase,
 )
+from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.choices import plan_memory
 from hybrid_rl.planning.ledger import GRADIENTS, Budget, MemoryPlan, PhaseMemory
@@ -211,7 +212,7 @@ class MeasuredStep:
         arena = worker._memory._arena
         found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
         found[GRADIENTS] = gradients(worker._actor)
-        if roles._reference is not None:
+        if roles._reference is not None and not isinstance(roles._reference.model, WithoutAdapters):
             found[REFERENCE] = shards(roles._reference.model.module)
         if roles._critic is not None:
             found[CRITIC] = shards(roles._critic.model.module)

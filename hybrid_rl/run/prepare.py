@@ -56,9 +56,9 @@ from hybrid_rl.run.checks import (
     check_rewards,
     check_teacher,
 )
+from hybrid_rl.run.choice import ModelChoice, choose_model
 from hybrid_rl.run.evaluation import rows_of, success_rule
 from hybrid_rl.run.inputs import Data, load_data, paths_of
-from hybrid_rl.run.model_choice import ModelChoice, choose_model
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases

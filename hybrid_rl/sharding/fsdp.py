@@ -111,8 +111,8 @@ class Shards:
 def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> Shards:
     """Shard a model in place: one unit per transformer block, one for the rest.
 
-    A module on the meta device stays there: fill its shards before it is used. Weights below adapters keep their dtype.
-    Raises ConfigError for an option that this device cannot do, ModelError for an architecture without blocks.
+    A module on the meta device stays there: fill its shards before it is used. Frozen weights below adapters keep their
+    dtype. Raises ConfigError for an option that this device cannot do, ModelError for an architecture without blocks.
     """
     if options.cpu_offload and mesh.device_type == "cpu":
         raise ConfigError("cpu_offload=true does nothing on CPU ranks: parameters are in host memory anyway; unset it")

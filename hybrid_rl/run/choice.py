@@ -1,4 +1,4 @@
-"""The model of a run: a module that was passed, or a name or folder, with its tokenizer."""
+"""The model of a run, by name, as a module, or as an adapter with its base model."""
 
 from __future__ import annotations
 
