@@ -76,7 +76,7 @@ def keep_base(
     written.
     """
     hashes = base_hashes(module, dtype, rank=rank, gather=gather)
-    if known is None and _is_at(module.name_or_path, module, dtype, hashes, rank, gather):
+    if known is None and _is_at(module.name_or_path or "", module, dtype, hashes, rank, gather):
         known = module.name_or_path
     if known is not None:
         return {"path": str(Path(known).resolve()) if Path(known).is_dir() else known, "hashes": hashes}

@@ -241,6 +241,8 @@ def _check_kl(config: TrainerConfig) -> None:
             f"kl_estimator={kl.kl_estimator} is a KL gradient only without the importance weight; set "
             "use_bias_correction_kl=false or kl_estimator=k3"
         )
+    if config.lora.is_on and isinstance(kl, (KLInLoss, KLInReward)):
+        _check_reference_of_adapters(kl, config)
     if isinstance(kl, (KLInLoss, KLInReward)) and kl.moves_reference and reference_ranks(config):
         raise ConfigError(
             f"{kl.moves_reference} copies the policy into a reference on the same ranks, "
@@ -251,6 +253,14 @@ def _check_kl(config: TrainerConfig) -> None:
             f"kl_estimator=exact compares whole distributions in the update, but "
             f"reference_ranks={reference_ranks(config)} puts the reference on other ranks; leave one of them out"
         )
+
+
+def _check_reference_of_adapters(kl: KLInLoss | KLInReward, config: TrainerConfig) -> None:
+    is_policy = "with lora.r the reference is the policy without its adapters"
+    if kl.moves_reference:
+        raise ConfigError(f"{kl.moves_reference} moves the reference, but {is_policy}, which stays; leave it out")
+    if reference_ranks(config):
+        raise ConfigError(f"reference_ranks={reference_ranks(config)}: {is_policy}, on the same ranks; leave it out")
 
 
 def reference_ranks(config: TrainerConfig) -> int:

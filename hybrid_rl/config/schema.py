@@ -167,7 +167,8 @@ class VLLMConfig(EngineConfig):
     lora_handoff: Literal["merged", "adapter"] = key(
         "merged",
         "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
-        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with both",
+        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with "
+        "both",
     )
     engine_args: dict[str, Any] = key(
         {}, "every other argument of vLLM, under its own name next to these keys", takes_rest=True

@@ -129,18 +129,8 @@ def _write_configs(module: PreTrainedModel, folder: Path, dtype: torch.dtype) ->
     config = copy.deepcopy(module.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__]
-    if not _ties_as_configured(module):  # a head or embeddings that were trained alone: the config would tie them again
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     if module.is_remote_code():
         custom_object_save(module, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
-
-
-def _ties_as_configured(module: PreTrainedModel) -> bool:
-    """Return whether the head has the weight of the embeddings if the config says so."""
-    if not getattr(module.config.get_text_config(), "tie_word_embeddings", False):
-        return True
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    return embedding is None or head is None or embedding.weight is head.weight

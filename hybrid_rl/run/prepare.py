@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
-from hybrid_rl.checkpoint.manifest import check_model, check_model_texts
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.config import (
     TrainerConfig,
@@ -38,15 +37,13 @@ from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.trackers import check_trackers
-from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
-from hybrid_rl.models.load import DTYPES, has_tokenizer, media_of
-from hybrid_rl.models.lora.folder import AdapterSource
+from hybrid_rl.models import check_tokenizer, stop_token_ids
+from hybrid_rl.models.load import media_of
 from hybrid_rl.models.lora.sizes import AdapterSize
-from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.rollout.successes import Grades, SuccessRule
-from hybrid_rl.run.adapters import adapter_of, check_adapters, checked_adapters, record_adapters, with_adapter
+from hybrid_rl.run.adapters import check_adapters, checked_adapters, record_adapters
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
@@ -58,53 +55,16 @@ from hybrid_rl.run.checks import (
     check_module_dtype,
     check_rewards,
     check_teacher,
-    load_settings,
 )
+from hybrid_rl.run.choice import ModelChoice, choose_model
 from hybrid_rl.run.evaluation import rows_of, success_rule
-from hybrid_rl.run.inputs import Data, load_data, paths_of, with_template
+from hybrid_rl.run.inputs import Data, load_data, paths_of
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """The model of a run, given by name or as a module; its weights are loaded last. adapter: the folder of the adapter
-    to go on with, whose base model `path` is."""
-
-    module: PreTrainedModel | None
-    path: str | None
-    tokenizer: PreTrainedTokenizerBase
-    settings: PreTrainedConfig
-    adapter: Path | None = None
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence that the model's config allows; None if it does not say."""
-        return getattr(self.settings.get_text_config(), "max_position_embeddings", None)
-
-    def load(self, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
-        """Return the module that was passed, or load it from its path onto the device."""
-        if self.module is not None:
-            return self.module
-        assert self.path is not None
-        module = load_model(
-            self.path, dtype=config.model.dtype, device=device, trust_remote_code=config.model.trust_remote_code
-        )
-        return module if self.adapter is None else with_adapter(module, self.adapter, config)
-
-    def skeleton(self, config: TrainerConfig) -> PreTrainedModel:
-        """Return the module; without weights if it was given by path."""
-        return self.module or build_on_meta(self.recipe(config), DTYPES[config.model.dtype])
-
-    def recipe(self, config: TrainerConfig) -> ModelRecipe:
-        """Return the recipe with which other processes build a model that was given by path."""
-        assert self.path is not None
-        recipe = ModelRecipe.of_folder(self.path, trust_remote_code=config.model.trust_remote_code)
-        return recipe if self.adapter is None else dataclasses.replace(recipe, adapter=AdapterSource(str(self.adapter)))
 
 
 def record_arguments(
@@ -186,29 +146,6 @@ def warn_of_devices(config: TrainerConfig, hardware: Hardware, module_device: De
         )
     if module_device is None and config.model.device == "cuda" and not hardware.has_bfloat16:
         logger.warning("dtype=%s: %s has no hardware support for bfloat16", config.model.dtype, hardware.name)
-
-
-def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:
-    """Return the model of a run: a module with its tokenizer, or a name or folder (argument or model.path). A tokenizer
-    may also be a name or folder."""
-    if isinstance(tokenizer, str | os.PathLike):
-        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=config.model.trust_remote_code)
-    if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
-        if not isinstance(model, PreTrainedModel):
-            raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
-        check_tokenizer(tokenizer, model)
-        return ModelChoice(model, None, with_template(tokenizer, config), model.config)
-    path = config.model.path if model is None else str(model)
-    if path is None:
-        raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
-    check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
-    path, adapter = adapter_of(path)
-    if tokenizer is None:
-        place = path if adapter is None or not has_tokenizer(adapter) else str(adapter)
-        tokenizer = load_tokenizer(place, trust_remote_code=config.model.trust_remote_code)
-    if adapter is not None:
-        check_model(adapter)  # the base is checked with its settings
-    return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config), adapter)
 
 
 def check_stop_strings(

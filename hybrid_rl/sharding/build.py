@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
@@ -21,7 +22,7 @@ from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.folder import load_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
 from hybrid_rl.models.lora.plain import is_adapted, plain, running
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.loading import load_weights, materialise
@@ -43,12 +44,12 @@ def build_model(
         module = build_on_meta(model, DTYPES[config.model.dtype])
         if not is_trained:
             module.requires_grad_(False)
-    if is_trained and config.lora.is_on and not is_adapted(module):
+    if is_trained and config.lora.is_on and is_adapted(module):
+        train_adapters(module)
+    elif is_trained and config.lora.is_on:
         inject(module, peft_config_of(vars(config.lora)))
         if isinstance(model, PreTrainedModel):
             init_adapters(module, config.seed)
-    if is_trained and isinstance(model, PreTrainedModel) and is_adapted(module):
-        train_adapters(module)
     if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
@@ -62,18 +63,33 @@ def build_model(
 
 
 def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
-    """Make a model that returns a number per token instead of logits: over a copy of a live module's backbone, or from
-    a recipe of a language model, of a critic or of a reward model.
+    """Make a model that returns a number per token instead of logits: over a copy of a live module's backbone, without
+    its adapters, or from a recipe of a language model, of a critic or of a reward model. With lora.lora_critic its
+    backbone is frozen below adapters of its own, and its head is trained whole.
 
     Collective. Raises ModelError or ConfigError if the model or an option cannot be used.
     """
     options = call_options(config, is_trained=True)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(value_model_of(model), **options)
+        had_adapters = is_adapted(model)
+        with plain(model, trained=False):
+            module = value_model_of(model)
+        if had_adapters:  # below which the policy is frozen
+            module.requires_grad_(True)
+        if _adapts_critic(config):
+            inject(module, critic_peft_config(module, vars(config.lora)))
+            init_adapters(module, config.seed)
+        return CausalLM(module, **options)
     module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
+    if _adapts_critic(config):
+        inject(module, critic_peft_config(module, vars(config.lora)))
     if isinstance(model.source, ObjectSource):
         model.source.get = context.get
     return filled(module, source, config, context, options)
+
+
+def _adapts_critic(config: TrainerConfig) -> bool:
+    return isinstance(config.lora, LoraKeys) and config.lora.lora_critic
 
 
 def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:

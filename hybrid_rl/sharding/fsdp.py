@@ -47,10 +47,11 @@ class ShardOptions:
     """The way a model is sharded over dp_replicate x dp_shard ranks.
 
     param_dtype: what it computes in; the shards are the masters and at least float32, but for the frozen weights below
-    adapters, which need none. reduce_dtype: in which gradients are summed over ranks. reshard_after_forward: free a block's gathered parameters between its forward and backward
-    pass; without it they are gathered once per mini-batch and stay. cpu_offload: shards, gradients and optimizer live
-    in host memory. sync_every_micro_batch: reduce gradients after every micro-batch instead of after the last one of a
-    mini-batch; more communication, but a rank holds full gradients of one block at a time only.
+    adapters, which need none. reduce_dtype: in which gradients are summed over ranks. reshard_after_forward: free a
+    block's gathered parameters between its forward and backward pass; without it they are gathered once per mini-batch
+    and stay. cpu_offload: shards, gradients and optimizer live in host memory. sync_every_micro_batch: reduce gradients
+    after every micro-batch instead of after the last one of a mini-batch; more communication, but a rank holds full
+    gradients of one block at a time only.
     """
 
     dp_replicate: int
@@ -110,8 +111,8 @@ class Shards:
 def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> Shards:
     """Shard a model in place: one unit per transformer block, one for the rest.
 
-    A module on the meta device stays there: fill its shards before it is used. Weights below adapters keep their dtype. Raises ConfigError for an option that
-    this device cannot do, ModelError for an architecture without blocks.
+    A module on the meta device stays there: fill its shards before it is used. Frozen weights below adapters keep their
+    dtype. Raises ConfigError for an option that this device cannot do, ModelError for an architecture without blocks.
     """
     if options.cpu_offload and mesh.device_type == "cpu":
         raise ConfigError("cpu_offload=true does nothing on CPU ranks: parameters are in host memory anyway; unset it")

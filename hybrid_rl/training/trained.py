@@ -111,11 +111,12 @@ class TrainedModel:
     def save_model(self, folder: Path, base: Mapping[str, Any] | None = None) -> None:
         """Write the weights and config as `from_pretrained` reads them; of a model with adapters only those, as peft
         reads them. base: where the rest is (`keep_base`). Collective."""
-        module, options = self.model.module, {"is_writer": self._context.rank == 0}
+        module, dtype, is_writer = self.model.module, self.model.dtype, self._context.rank == 0
         if is_adapted(module):
-            save_adapter(module, folder, self.model.dtype, base=None if base is None else base["path"], **options)
+            path = None if base is None else base["path"]
+            save_adapter(module, folder, dtype, base=path, is_writer=is_writer)
         else:
-            save_weights(module, folder, self.model.dtype, **options)
+            save_weights(module, folder, dtype, is_writer=is_writer)
 
     def save_merged(self, folder: Path) -> None:
         """Write a model with adapters as one without, which computes the same. Collective."""

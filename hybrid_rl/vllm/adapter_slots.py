@@ -41,6 +41,12 @@ def slot_arguments(ranks: Mapping[str, int], dtype: torch.dtype, device: torch.d
 
     Raises ConfigError for adapters that vLLM does not compute.
     """
+    fused = [name for name in ranks if not name.endswith(".weight")]
+    if fused:
+        raise ConfigError(
+            f"vLLM has no slot for adapters of experts that are fused into one parameter, e.g. {fused[0]}; {MERGED}, "
+            "or name other layers in lora.target_modules"
+        )
     largest = max(ranks.values())
     if largest > RANKS[-1]:
         raise ConfigError(f"vLLM has no slot for an adapter of rank {largest}, but up to {RANKS[-1]}; {MERGED}")

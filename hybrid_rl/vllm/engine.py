@@ -145,7 +145,7 @@ class VLLMEngine(ColocatedEngine):
         except BaseException:
             release_groups(with_all=self._owns_group)
             raise
-        log_derived(self._writer.weights)
+        log_derived(self._writer.weights, at="every handoff" if self._writer.writes_all else "the first handoff")
         # There a request without a seed has NumPy draw one; to bring its own costs nothing.
         self._draws_seeds = device.type == "cuda" and self._llm.vllm_config.use_v2_model_runner
         cache = self._llm.vllm_config.cache_config

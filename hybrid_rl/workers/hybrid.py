@@ -23,6 +23,8 @@ from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.likeness import check_fingerprint
+from hybrid_rl.models.lora.inject import leave
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
@@ -66,19 +68,24 @@ class HybridWorker(SavingWorker):
         self._tokenizer = setup.tokenizer
         self._cycle = memory_phases(config, has_reward_models=setup.rewards.has_models).cycle
         self._is_live = isinstance(setup.model, PreTrainedModel)  # the module is the user's own
+        try:
+            model = self._loaded(setup)
+            self._memory = TrainerMemory(config, context)
+            self._build(setup, model)
+        except BaseException:
+            self._leave_what_is_the_users(setup.model)
+            raise
+
+    def _loaded(self, setup: WorkerSetup) -> CausalLM:
+        """Make the policy, and check that it computes what its module does."""
         with progress.doing("loading the model"):
-            model = build_model(setup.model, config, context, is_trained=True)
+            model = build_model(setup.model, setup.config, self._context, is_trained=True)
         with progress.doing("checking the model"):
             model.verify()
         model.check_length(setup.max_length)
         if setup.fingerprint is not None:
             check_fingerprint(model, setup.fingerprint)
-        self._memory = TrainerMemory(config, context)
-        try:
-            self._build(setup, model)
-        except BaseException:
-            self._wake_what_is_the_users()
-            raise
+        return model
 
     def _build(self, setup: WorkerSetup, model: CausalLM) -> None:
         """Make everything around the model. What leaves memory leaves as soon as it is made."""
@@ -362,6 +369,13 @@ class HybridWorker(SavingWorker):
         self._wake_what_is_the_users(make_room=self._side.close)
         self._side.close()
         self._memory.close()
+        self._leave_what_is_the_users(self._actor.model.module)
+
+    def _leave_what_is_the_users(self, model: PreTrainedModel | ModelRecipe) -> None:
+        """Give back a module that the user has passed: with its weights, and without adapters that learned nothing."""
+        self._wake_what_is_the_users()
+        if isinstance(model, PreTrainedModel) and self._is_live and ACTOR not in self.movable - self.leases.awake:
+            leave(model)
 
     def _wake_what_is_the_users(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Bring back the weights of modules that the user has passed, which outlive this worker: also if memory is

@@ -15,6 +15,7 @@ from hybrid_rl.config import MemoryConfig, TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory.cycle import REFERENCE
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_model
@@ -31,7 +32,8 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> None:
         if isinstance(model, PreTrainedModel):
-            model = copy.deepcopy(model).requires_grad_(False)
+            with plain(model, trained=False):
+                model = copy.deepcopy(model).requires_grad_(False)
         self.model: CausalLM = build_model(model, config, context, is_trained=False)
 
     @classmethod

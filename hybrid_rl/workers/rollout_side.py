@@ -216,13 +216,14 @@ class ColocatedSide(RolloutSide):
         if self._config.sends_adapters:
             what = f"the adapters of policy version {version}"
             agree(source.gather, what, lambda: self._engine.check_adapters(source))
-        if not is_due:
-            return {"timing/verify": now() - start}
-        if self._verifier is None:
-            self._verifier = Verifier(self._engine.weights.trace, source.layout(), gather=source.gather)
         weights = self._engine.weights
-        self._verifier.verify(source, weights.destinations, version=version)
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
+        if is_due:
+            if self._verifier is None:
+                self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)
+            self._verifier.verify(source, weights.destinations, version=version)
+        elif not self._config.adopt_weights:
+            unproven = list(weights.trace.destinations)
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
         return {"timing/verify": now() - start, "handoff/unproven_bytes": float(num_bytes)}
 
@@ -230,11 +231,12 @@ class ColocatedSide(RolloutSide):
         """Say that they were compared in this handoff, or are the same memory; None if it is not known."""
         if not verified:
             return SAME_MEMORY if self._config.adopt_weights else None
-        if "handoff/unproven_bytes" not in verified:
-            base = SAME_MEMORY if self._config.adopt_weights else "its base was not compared (verify_steps=1 does)"
-            return f"its adapters were read back in this handoff, and are the trainer's; {base}"
         unproven = int(verified["handoff/unproven_bytes"])
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
+        if unproven and self._config.sends_adapters:
+            but = (
+                f", but for {unproven} bytes of base weights, which may have changed (verify_steps=1 compares them too)"
+            )
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
     def _source(self, version: int) -> Source:

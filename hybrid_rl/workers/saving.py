@@ -73,9 +73,10 @@ class SavingWorker(WorkerBase):
     def keep_base(self, known: str | None, run_folder: Path) -> dict[str, Any]:
         """Return where the base model of the adapters is, with its hashes; write it into the run folder if it is
         nowhere. known: the name or folder that it was loaded from, if it was."""
-        model, ranks = self._actor.model, {"rank": self._context.rank, "gather": self._context.gather}
+        model, context = self._actor.model, self._context
+        where = (known, run_folder, self._write_tokenizer)
         with self.phase(self._cycle.save):
-            return keep_base(model.module, model.dtype, known, run_folder, self._write_tokenizer, **ranks)
+            return keep_base(model.module, model.dtype, *where, rank=context.rank, gather=context.gather)
 
     @dispatch(collect="leader")
     def check_base(self, record: dict[str, Any], what: str) -> None:
@@ -85,8 +86,9 @@ class SavingWorker(WorkerBase):
 
     def _compare_base(self, record: Mapping[str, Any] | None, what: str) -> None:
         if record is not None:
-            model, ranks = self._actor.model, {"rank": self._context.rank, "gather": self._context.gather}
-            check_base(record, base_hashes(model.module, model.dtype, **ranks), what)
+            model, context = self._actor.model, self._context
+            hashes = base_hashes(model.module, model.dtype, rank=context.rank, gather=context.gather)
+            check_base(record, hashes, what)
 
     @dispatch(collect="leader")
     def load(self, folder: Path) -> None:

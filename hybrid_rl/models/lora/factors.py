@@ -80,10 +80,15 @@ def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def adapter_ranks(module: nn.Module) -> dict[str, int]:
-    """Return the rank of the adapter of each adapted weight of a layer, by its name inside `plain`."""
+    """Return the rank of the adapter of each adapted tensor, by its name inside `plain`; nothing is communicated."""
     paths = {id(child): path for path, child in module.named_modules()}
-    return {
-        f"{paths[id(wrapper)]}.weight": int(wrapper.r[ADAPTER])
-        for _, _, wrapper in wrappers(module)
-        if hasattr(wrapper, "lora_A")
-    }
+    found: dict[str, int] = {}
+    for _, _, outermost in wrappers(module):
+        wrapper: Any = outermost
+        while hasattr(wrapper, "lora_A"):
+            name = getattr(wrapper, "parameter_name", None)
+            found[f"{paths[id(outermost)]}.{name or 'weight'}"] = int(wrapper.r[ADAPTER])
+            if name is None:
+                break
+            wrapper = wrapper.base_layer
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
+
+# What required a gradient in a module before adapters were put into it.
+_trainable: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def inject(module: PreTrainedModel, settings: Any) -> None:
@@ -45,14 +50,33 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
         if parameter.requires_grad and parameter.dtype != module.dtype:
             parameter.data = parameter.data.to(module.dtype)
         assert parameter.requires_grad == is_adapter_name(name), name
+    _trainable[module] = frozenset(name for name, is_trained in trainable.items() if is_trained)
+
+
+def leave(module: PreTrainedModel) -> None:
+    """Leave a module with adapters to whoever passed it. Adapters that learned nothing are taken out again if they were
+    put in here, with what required a gradient before; others stay, and transformers is told: so the module's
+    `save_pretrained` writes them, and `disable_adapters` switches them off."""
+    if not is_adapted(module):
+        return
+    products = [p for name, p in module.named_parameters() if ".lora_B." in name]
+    if module not in _trainable or any(bool(p.any()) for p in products):
+        mark_adapted(module)
+        return
+    take_out(module)
+    before = _trainable.pop(module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in before)
 
 
 def train_adapters(module: PreTrainedModel) -> None:
     """Prepare the adapters that a module came with: they are trained, in the module's dtype, and nothing else is.
 
     peft keeps adapters of a bfloat16 model in float32; here the optimizer does that. Raises ModelError if other
-    parameters are to be trained too.
+    parameters are to be trained too, ConfigError for layers that cannot be trained so.
     """
+    _refuse_layers(module)
+    _trainable.pop(module, None)  # whoever put them in must leave them in
     dtype, others = module.dtype, []
     for name, parameter in module.named_parameters():
         if is_adapter_name(name):

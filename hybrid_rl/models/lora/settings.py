@@ -7,6 +7,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from hybrid_rl.errors import ConfigError
 
 # Fields of LoraConfig that are keys of their own.
@@ -45,6 +47,17 @@ def peft_config_of(keys: Mapping[str, Any]) -> Any:
         if given.get(name) == ["all-linear"]:
             given[name] = "all-linear"
     return LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **given)
+
+
+def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
+    """Return the LoraConfig of a critic's module: the policy's adapters, and its head trained whole; what the policy
+    trains whole is so here if the critic has it."""
+    heads = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+    paths = [name for name, _ in module.named_modules()]
+    shared = [name for name in keys["modules_to_save"] if any(f".{path}".endswith(f".{name}") for path in paths)]
+    found = peft_config_of({**keys, "modules_to_save": [*heads, *shared]})
+    found.task_type = "SEQ_CLS"  # all-linear leaves out the head by this
+    return found
 
 
 def keys_of(peft_config: Any) -> dict[str, Any]:
