@@ -149,9 +149,9 @@ def summary(
     model = model if isinstance(model, dict) else {}
     size = model.get("num_parameters")
     shown = config.get("model.path") or model.get("class")
-    trained, rank = model.get("num_trained_parameters"), model.get("adapter_rank")
-    is_adapter = is_number(trained) and is_number(size) and size > 0
-    adapter = f", adapter r={rank}, {100 * trained / size:.2g} % trained" if is_adapter else ""
+    adapter, trained = "", model.get("num_trained_parameters")
+    if trained is not None and size and is_number(trained) and is_number(size):
+        adapter = f", adapter r={model.get('adapter_rank')}, {100 * trained / size:.2g} % trained"
     steps = [record["step"] for record in metrics if record["step"] > 0]
     sets = sorted({name for record in metrics for name in record if fnmatchcase(name, "eval/*/accuracy")})
     first_and_last = {name: (values[0], values[-1]) for name in (*HEADLINES, *sets) if (values := known(name))}
