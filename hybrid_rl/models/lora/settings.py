@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.errors import ConfigError
 
 # Fields of LoraConfig that are keys of their own.
-KEYS = tuple(item.name for item in dataclasses.fields(LoraKeys) if item.name != "lora_critic")
+KEYS: tuple[str, ...] = ("r", "lora_alpha", "target_modules", "exclude_modules", "target_parameters", "modules_to_save")
+KEYS += ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 # Fields that say nothing about training here: what saved the adapter, and for what.
 SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
 SILENT |= {"inference_mode", "runtime_config"}
