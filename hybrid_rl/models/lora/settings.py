@@ -54,7 +54,7 @@ def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
     trains whole is so here if the critic has it."""
     heads = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
     paths = [name for name, _ in module.named_modules()]
-    shared = [name for name in keys["modules_to_save"] if any(f".{path}".endswith(f".{name}") for path in paths)]
+    shared = [name for name in keys["modules_to_save"] if any(path.endswith(name) for path in paths)]
     found = peft_config_of({**keys, "modules_to_save": [*heads, *shared]})
     found.task_type = "SEQ_CLS"  # all-linear leaves out the head by this
     return found
