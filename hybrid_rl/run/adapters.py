@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.checkpoint.base_model import base_of
 from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.load import has_tokenizer
 from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, read_settings, settings_of
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject
@@ -18,6 +21,8 @@ from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
+
+logger = logging.getLogger("hybrid_rl")
 
 
 def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -102,3 +107,18 @@ def adapter_of(path: str) -> tuple[str, Path | None]:
     if not is_adapter_folder(path):
         return path, None
     return base_of(Path(path)), Path(path)
+
+
+def tokenizer_place(path: str) -> str:
+    """Return where the tokenizer of a model is: of an adapter folder without one, its base model. Raises ModelError if
+    there is no such base."""
+    return path if not is_adapter_folder(path) or has_tokenizer(Path(path)) else adapter_of(path)[0]
+
+
+def tell_of_reference(config: TrainerConfig) -> None:
+    """Say that a run which begins with an adapter is compared with the model below it, if it is compared at all."""
+    if reference_is_policy(config):
+        logger.warning(
+            "the reference of this run is the base model, without the adapter that it begins with; to stay close to "
+            "the model with that adapter, merge the adapter first (trainer.save(merged=True)) and train a new one"
+        )

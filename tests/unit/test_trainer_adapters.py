@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
 from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.run.adapters import tokenizer_place
 from hybrid_rl.run.checkpoints import evaluate_checkpoint
+from hybrid_rl.run.planning import plan_words
+from hybrid_rl.run.request import Machine
 from tests.scores import exact
 from tests.tiny import build_model, build_tokenizer, ids_of, sums
 
@@ -113,7 +116,9 @@ def test_modules_with_adapters_are_trained_and_given_back(make_trainer, tmp_path
     assert not any(parameter.requires_grad for parameter in model.parameters())
     before = logits_of(model)
 
-    first = make_trainer(model, beta=0.1, max_steps=1)
+    with caplog.at_level(logging.WARNING):
+        first = make_trainer(model, beta=0.1, max_steps=1)
+    assert "the reference of this run is the base model, without the adapter that it begins with" in caplog.text
     assert first.module is model.get_base_model() and first.config.lora.r == 4
     adapter = adapter_of(first.save())
     assert adapter.keys() == adapter_of(tmp_path / "start").keys()
@@ -190,6 +195,17 @@ def test_checkpoints_are_evaluated_compared_kept_and_the_best_is_loaded(make_tra
     assert found.step == trainer._best.step and merged.step is None
     assert mine.lengths == theirs.lengths  # the same noise, and logits to rounding
     assert not [test for test in found.against(plain).values() if test is None]
+
+    keys = ["grpo", f"model.path={best}", "device=cpu", "max_completion_length=5"]
+    plan = plan_words(keys, Machine())  # 2 layers of 3 adapters: q 16x16, v 16x8, down 32x16
+    trained = 2 * 4 * ((16 + 16) + (16 + 8) + (32 + 16))
+    assert f"{trained:,} trained" in str(plan)
+    for algorithm, key in (("ppo", "critic_path"), ("distillation", "teacher_path")):
+        with pytest.raises(ModelError, match="is an adapter, and only the policy can begin with one"):
+            make_trainer(str(base_folder), algorithm=algorithm, **{key: str(best)})
+    for path in best.glob("tokenizer*"):
+        path.unlink()
+    assert tokenizer_place(str(best)) == str(base_folder)
 
     state = json.loads((best / "trainer_state.json").read_text())
     state["base"]["hashes"] = dict.fromkeys(state["base"]["hashes"], "0" * 32)
