@@ -257,11 +257,6 @@ class ColocatedRolloutConfig(RolloutConfig):
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )
 
-    @property
-    def sends_adapters(self) -> bool:
-        """Whether the engine gets adapters by themselves, and adds them to its weights."""
-        return False
-
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if the transport of the weights does not fit the ranks."""
         if self.transport in ("ipc", "distributed") and num_ranks == 1:
@@ -302,11 +297,6 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         """Ranks of a tensor-parallel replica."""
         return self.vllm.tensor_parallel_size
 
-    @property
-    def sends_adapters(self) -> bool:
-        """As rollout.vllm.lora_handoff says."""
-        return self.vllm.lora_handoff == "adapter"
-
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if ranks cannot be divided into replicas, or the transport of the weights does not fit
         them."""
@@ -315,7 +305,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
-        if self.sends_adapters:
+        if self.vllm.lora_handoff == "adapter":
             check_slot(config.lora)
             if self.transport == "disk":
                 raise ConfigError(

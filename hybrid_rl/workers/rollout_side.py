@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_rl.config.schema import ColocatedRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
@@ -135,7 +135,9 @@ class ColocatedSide(RolloutSide):
         self._config, self._model, self._context = config, model, context
         size = config.ranks_per_engine
         gather = BlockGather(size)
-        ranks = adapter_ranks(model.module) if config.sends_adapters else {}
+        # The engine adds adapters by itself; otherwise they are merged into its weights.
+        self._sends_adapters = isinstance(config, VLLMRolloutConfig) and config.vllm.lora_handoff == "adapter"
+        ranks = adapter_ranks(model.module) if self._sends_adapters else {}
         with plain(model.module):  # the engine's model has no adapters
             engine = make_engine(replace(engine_setup(setup, model, context), adapter_ranks=ranks))
         assert isinstance(engine, ColocatedEngine)
@@ -209,11 +211,11 @@ class ColocatedSide(RolloutSide):
         counted. Adapters that the engine adds by itself are read back every time: they are few bytes."""
         every = self._config.verify_steps
         is_due = bool(every) and version % every == 0
-        if not is_due and not self._config.sends_adapters:
+        if not is_due and not self._sends_adapters:
             return {}
         source = self._source(version)
         start = now()
-        if self._config.sends_adapters:
+        if self._sends_adapters:
             what = f"the adapters of policy version {version}"
             agree(source.gather, what, lambda: self._engine.check_adapters(source))
         weights = self._engine.weights
@@ -233,7 +235,7 @@ class ColocatedSide(RolloutSide):
             return SAME_MEMORY if self._config.adopt_weights else None
         unproven = int(verified["handoff/unproven_bytes"])
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
-        if unproven and self._config.sends_adapters:
+        if unproven and self._sends_adapters:
             but = (
                 f", but for {unproven} bytes of base weights, which may have changed (verify_steps=1 compares them too)"
             )
@@ -244,7 +246,7 @@ class ColocatedSide(RolloutSide):
         with plain(self._model.module):
             source = self._plain_source(version)
         changes = low_rank_changes(self._model.module, self._model.dtype)
-        if self._config.sends_adapters:
+        if self._sends_adapters:
             source.adapters = changes
         else:
             source.changes = changes
