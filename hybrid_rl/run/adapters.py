@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,7 @@ def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) ->
     if peft_config is None:
         return inner, dict(overrides)
     keys = keys_of(peft_config)
-    section = overrides.get("lora")
-    others = {*overrides, *(section if isinstance(section, Mapping) else ())}
-    double = sorted(keys.keys() & {name.removeprefix("lora.") for name in others})
+    double = sorted(keys.keys() & {name.removeprefix("lora.") for name in overrides})
     if double:
         raise ConfigError(f"{', '.join(double)}: given by peft_config and as a key; give only one of them")
     return inner, {**overrides, **{f"lora.{name}": value for name, value in keys.items()}}
@@ -59,15 +58,18 @@ def _of_peft_model(model: Any) -> tuple[Any, bool]:
         raise ConfigError(
             f"the PeftModel has the adapters {sorted(adapters)}; only one named {ADAPTER!r} can be trained"
         )
-    keys_of(adapters[ADAPTER])  # or they are refused
-    return (model.get_base_model(), True) if hasattr(model, "get_base_model") else (model, False)
+    if not hasattr(model, "get_base_model"):
+        return model, False
+    keys_of(adapters[ADAPTER])  # or a method that is not supported would be left out with peft's outer class
+    return model.get_base_model(), True
 
 
 def own_settings(model: Any) -> Any:
     """Return the peft config of the adapters that a model brings, a module or a folder; None if it brings none."""
     if isinstance(model, PreTrainedModel):
         return settings_of(model) if is_adapted(model) else None
-    return read_settings(model) if isinstance(model, (str, Path)) and is_adapter_folder(model) else None
+    is_path = isinstance(model, str | os.PathLike)
+    return read_settings(model) if is_path and is_adapter_folder(model) else None
 
 
 def record_adapters(

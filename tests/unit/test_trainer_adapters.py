@@ -124,12 +124,12 @@ def test_modules_with_adapters_are_trained_and_given_back(make_trainer, tmp_path
     assert adapter.keys() == adapter_of(tmp_path / "start").keys()
     assert {tensor.dtype for tensor in adapter.values()} == {torch.bfloat16}
     with pytest.raises(
-        ConfigError, match=r"describe others: .*of shape \[8, .* by the keys, and of shape \[4, .* there"
+        ConfigError, match="down_proj is of rank 8 and scaled by 1; in the model it is of rank 4 and scaled by 2"
     ):
         make_trainer(model, **KEYS | {"lora.r": 8})
-    with pytest.raises(ConfigError, match="down_proj.* is without an adapter by the keys, and of shape"):
+    with pytest.raises(ConfigError, match="by the keys, .*down_proj is without an adapter; in the model it is of"):
         make_trainer(first.module, peft_config=peft.LoraConfig(**SETTINGS | {"target_modules": ["k_proj", "q_proj"]}))
-    with pytest.raises(ConfigError, match="down_proj is scaled by 4 by the keys, and scaled by 2 there"):
+    with pytest.raises(ConfigError, match="down_proj is of rank 4 and scaled by 4; in the model it is"):
         make_trainer(model, **KEYS, **{"lora.lora_alpha": 16})
     first.fit()
     learned = adapter_of(first.save())
@@ -170,6 +170,13 @@ def test_a_module_is_as_it_was_if_nothing_was_learned(make_trainer, tmp_path: Pa
     older.close()
     newer.fit()
     assert is_adapted(module) and not torch.equal(logits_of(module), expected)
+    tuned = peft.get_peft_model(build_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ConfigError, match="PromptTuningConfig learns tokens in front of the prompt"):
+        make_trainer(tuned)
+    thawed = peft.get_peft_model(build_model(), peft.LoraConfig(**SETTINGS))
+    thawed.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(ModelError, match="1 parameters besides the adapters require a gradient .model.norm.weight"):
+        make_trainer(thawed)
     with pytest.raises(ConfigError, match="merged=True: this run has no adapters"):
         make_trainer(build_model()).save(merged=True)
 
