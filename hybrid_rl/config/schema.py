@@ -268,11 +268,6 @@ class ColocatedRolloutConfig(RolloutConfig):
                 f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
                 f"transport={self.transport}; leave it out, or use num_ranks=1 without a transport"
             )
-        if self.adopt_weights and config.lora.is_on:
-            raise ConfigError(
-                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
-                "as one tensor (lora.r): the base would be lost; leave adopt_weights out"
-            )
         if (self.transport == "disk") != (self.weights_path is not None):
             raise ConfigError(
                 f"rollout.transport={self.transport} with weights_path={self.weights_path}: transport=disk and the "
@@ -312,6 +307,12 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                     "rollout.transport=disk writes all weights at every handoff, and rollout.vllm.lora_handoff=adapter "
                     "hands over adapters only; leave transport out"
                 )
+        elif self.adopt_weights and config.lora.is_on:
+            raise ConfigError(
+                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
+                "as one tensor (lora.r): the base would be lost; leave adopt_weights out, or set "
+                "rollout.vllm.lora_handoff=adapter"
+            )
         super().check(config, num_ranks)
 
 
