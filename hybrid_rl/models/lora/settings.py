@@ -65,6 +65,8 @@ def keys_of(peft_config: Any) -> dict[str, Any]:
     require_peft()
     from peft import LoraConfig, PeftConfig
 
+    if isinstance(peft_config, type) and issubclass(peft_config, PeftConfig):
+        raise ConfigError(f"peft_config={peft_config.__name__} is a class; pass {peft_config.__name__}(r=16)")
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(f"peft_config={type(peft_config).__name__} is no peft config; pass a peft.LoraConfig")
     if peft_config.is_prompt_learning:
