@@ -37,6 +37,8 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
     """
     from peft import inject_adapter_in_model
 
+    from hybrid_rl.models.lora.layer import use_adapted_linears
+
     if is_adapted(module):
         raise ModelError("the module has adapters already; pass it without peft_config and lora.r to train them")
     parameters = dict(module.named_parameters())
@@ -61,6 +63,7 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
         if parameter.requires_grad and parameter.dtype != module.dtype:
             parameter.data = parameter.data.to(module.dtype)
         assert parameter.requires_grad == is_adapter_name(name), name
+    use_adapted_linears(module)
     _trainable[module] = frozenset(name for name, is_trained in trainable.items() if is_trained)
 
 
@@ -86,6 +89,8 @@ def train_adapters(module: PreTrainedModel) -> None:
     peft keeps adapters of a bfloat16 model in float32; here the optimizer does that. Raises ModelError if other
     parameters are to be trained too, ConfigError for layers that cannot be trained so.
     """
+    from hybrid_rl.models.lora.layer import use_adapted_linears
+
     _refuse_layers(module)
     _trainable.pop(module, None)  # whoever put them in must leave them in
     dtype, others = module.dtype, []
@@ -101,6 +106,7 @@ def train_adapters(module: PreTrainedModel) -> None:
             f"{len(others)} parameters besides the adapters require a gradient ({others[0]}, ...); freeze them with "
             "requires_grad_(False), or name their modules in modules_to_save"
         )
+    use_adapted_linears(module)
 
 
 def is_adapter_name(name: str) -> bool:

@@ -12,16 +12,8 @@ from torch import nn
 from hybrid_rl.errors import ConfigError
 
 # Fields of LoraConfig that are keys of their own.
-KEYS: tuple[str, ...] = (
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "exclude_modules",
-    "target_parameters",
-    "modules_to_save",
-    "use_rslora",
-)
-KEYS += ("use_dora", "rank_pattern", "alpha_pattern")
+KEYS: tuple[str, ...] = ("r", "lora_alpha", "target_modules", "exclude_modules", "target_parameters", "modules_to_save")
+KEYS += ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 # Fields that say nothing about training here: what saved the adapter, and for what.
 SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
 SILENT |= {"inference_mode", "runtime_config"}
@@ -73,6 +65,8 @@ def keys_of(peft_config: Any) -> dict[str, Any]:
     require_peft()
     from peft import LoraConfig, PeftConfig
 
+    if isinstance(peft_config, type) and issubclass(peft_config, PeftConfig):
+        raise ConfigError(f"peft_config={peft_config.__name__} is a class; pass {peft_config.__name__}(r=16)")
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(f"peft_config={type(peft_config).__name__} is no peft config; pass a peft.LoraConfig")
     if peft_config.is_prompt_learning:
