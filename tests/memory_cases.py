@@ -1,5 +1,5 @@
-"""Training steps whose memory is measured: three sizes of a Qwen2, five configurations, two engines; on one rank, or as
-one of several."""
+"""Training steps whose memory is measured: three sizes of a Qwen2, seven configurations, two engines; on one rank, or
+as one of several."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "ranks": {"num_ranks": 2, "backend": "ray", "max_num_seqs": 8, "max_num_batched_tokens": 32},
     "bfloat16": {"dtype": "bfloat16"},  # fp32 masters and accumulators
+    "lora": {"lora.r": 8, "beta": 0.05, "dtype": "bfloat16"},
     "offload": {"algorithm": "ppo", "beta": 0.05, "offload": [OPTIMIZER, REFERENCE, CRITIC, CRITIC_OPTIMIZER]},
 }
 VLLM_KEYS: dict[str, Any] = {

@@ -14,6 +14,7 @@ from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.sharding.build import build_model
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.weights.sources import ObjectSource
@@ -59,6 +60,7 @@ CASES = {
 def on_a_rank(rank: int, num_ranks: int, olds: dict[str, Any], root: Path, policy: ModelRecipe) -> dict[str, Any]:
     found: dict[str, Any] = {name: _one(rank, num_ranks, CASES[name], old) for name, old in olds.items()}
     found["bfloat16"] = _in_bfloat16(rank, num_ranks, olds["fp32"])
+    found["fresh"] = fresh(policy, context_of(rank, num_ranks))
     found["critic"] = _critic(rank, num_ranks, root, policy)
     return found
 
@@ -97,10 +99,20 @@ def _in_bfloat16(rank: int, num_ranks: int, old: Any) -> dict[str, Any]:
     }
 
 
+def context_of(rank: int, num_ranks: int) -> RankContext:
+    return RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), device=torch.device("cpu"), gather=gather)
+
+
+def fresh(policy: ModelRecipe, context: RankContext) -> dict[str, torch.Tensor]:
+    """What a policy starts with, whole."""
+    config = config_of({**PLAIN, "use_dora": True, "modules_to_save": ["model.norm"]}, dtype="bfloat16")
+    named: dict[str, Any] = dict(build_model(policy, config, context, is_trained=True).module.named_parameters())
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named.items()}
+
+
 def _critic(rank: int, num_ranks: int, root: Path, policy: ModelRecipe) -> dict[str, Any]:
     """Two updates of a critic with adapters, a checkpoint between them, and one that goes on from it."""
-    context = RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), device=torch.device("cpu"), gather=gather)
-    critic, again = (critic_of(policy, context) for _ in range(2))
+    critic, again = (critic_of(policy, context_of(rank, num_ranks)) for _ in range(2))
     batch, plan = critic_batch().select(ROWS[rank]), PLANS[rank]
     critic.update(batch, plan)
     parts = {"critic": critic.optimizer_state()}
@@ -150,6 +162,10 @@ def test_loss_and_gradients_are_those_of_peft_in_one_process(tmp_path: Path) -> 
     }
 
     here = RankContext(device=torch.device("cpu"))
+    again = ModelRecipe.of_module(policy, ObjectSource.of(policy, lambda data: data))
+    for name, value in fresh(again, here).items():
+        for found in ranks:  # in float32, of what is trained
+            assert torch.equal(found["fresh"][name].to(value.dtype), value), name
     alone = critic_of(ModelRecipe.of_module(policy, ObjectSource.of(policy, lambda data: data)), here)
     start = whole_weights(alone)
     with KeepFloat64():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 import weakref
 from typing import Any
 
@@ -17,6 +18,13 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 
+# Warnings of what peft does by itself: nobody else can act on them.
+PEFT_ALONE = (
+    "fan_in_fan_out is set to False but the target module is",
+    r"The following (rank|alpha)_pattern keys did not match .*: \['\.\*\\\\\.gate_up_proj'\]",  # fused experts
+    "Model has `tie_word_embeddings=True`",  # refused below
+)
+
 # What required a gradient in a module before adapters were put into it.
 _trainable: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
@@ -29,6 +37,8 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
     """
     from peft import inject_adapter_in_model
 
+    from hybrid_rl.models.lora.layer import use_adapted_linears
+
     if is_adapted(module):
         raise ModelError("the module has adapters already; pass it without peft_config and lora.r to train them")
     parameters = dict(module.named_parameters())
@@ -36,7 +46,10 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
     on_meta = any(parameter.is_meta for parameter in parameters.values())
     try:
         try:
-            inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
+            with warnings.catch_warnings():
+                for message in PEFT_ALONE:
+                    warnings.filterwarnings("ignore", message)
+                inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"lora: {error}") from error
         _refuse_layers(module)
@@ -50,6 +63,7 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
         if parameter.requires_grad and parameter.dtype != module.dtype:
             parameter.data = parameter.data.to(module.dtype)
         assert parameter.requires_grad == is_adapter_name(name), name
+    use_adapted_linears(module)
     _trainable[module] = frozenset(name for name, is_trained in trainable.items() if is_trained)
 
 
@@ -75,6 +89,8 @@ def train_adapters(module: PreTrainedModel) -> None:
     peft keeps adapters of a bfloat16 model in float32; here the optimizer does that. Raises ModelError if other
     parameters are to be trained too, ConfigError for layers that cannot be trained so.
     """
+    from hybrid_rl.models.lora.layer import use_adapted_linears
+
     _refuse_layers(module)
     _trainable.pop(module, None)  # whoever put them in must leave them in
     dtype, others = module.dtype, []
@@ -90,6 +106,7 @@ def train_adapters(module: PreTrainedModel) -> None:
             f"{len(others)} parameters besides the adapters require a gradient ({others[0]}, ...); freeze them with "
             "requires_grad_(False), or name their modules in modules_to_save"
         )
+    use_adapted_linears(module)
 
 
 def is_adapter_name(name: str) -> bool:
