@@ -54,12 +54,14 @@ logger = logging.getLogger("hybrid_rl")
 class Trainer(Saving):
     """Trains a language model with reinforcement learning.
 
-    model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
+    model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place. Of a
+    PeftModel, or the folder of an adapter, the adapter is trained.
     reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
     list[float | None]`, plain or async; names, folders or modules of reward models; judges.
     train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
     `prompt` (text or chat messages). eval_dataset may be a dict of these by name, each a set with metrics of its own.
     config: a YAML file, a mapping or a `TrainerConfig`.
+    peft_config: a peft LoraConfig, so that adapters are trained and nothing else (keys of the section `lora`).
     reward_processing_classes: the tokenizers of reward models.
     tools: functions, plain or async, that the policy may call; type hints and docstrings describe them to it.
     environment_factory: a class, or a function that makes an object, or a dict of these by name, chosen by the column

@@ -70,6 +70,12 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
             f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "
             f"start of the step, but old_logprobs=rollout takes both from the engine; use recompute, or another loss"
         )
+    model, uses_dora = config.model, getattr(config.lora, "use_dora", False)
+    if uses_dora and model.torch_compile and model.gradient_checkpointing:
+        raise ConfigError(
+            "lora.use_dora=true, torch_compile=true and gradient_checkpointing=true: compiled blocks of DoRA cannot be "
+            "computed again in the backward pass; leave one of the three out"
+        )
     if config.model.torch_compile and Needs.ROUTER_SCORES in config.policy_loss.needs:
         raise ConfigError(
             f"policy_loss={config.policy_loss.objective} reads the routers of the model as it runs, "

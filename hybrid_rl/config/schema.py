@@ -257,11 +257,6 @@ class ColocatedRolloutConfig(RolloutConfig):
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )
 
-    @property
-    def sends_adapters(self) -> bool:
-        """Whether the engine gets adapters by themselves, and adds them to its weights."""
-        return False
-
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if the transport of the weights does not fit the ranks."""
         if self.transport in ("ipc", "distributed") and num_ranks == 1:
@@ -272,11 +267,6 @@ class ColocatedRolloutConfig(RolloutConfig):
             raise ConfigError(
                 f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
                 f"transport={self.transport}; leave it out, or use num_ranks=1 without a transport"
-            )
-        if self.adopt_weights and config.lora.is_on:
-            raise ConfigError(
-                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
-                "as one tensor (lora.r): the base would be lost; leave adopt_weights out"
             )
         if (self.transport == "disk") != (self.weights_path is not None):
             raise ConfigError(
@@ -302,11 +292,6 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         """Ranks of a tensor-parallel replica."""
         return self.vllm.tensor_parallel_size
 
-    @property
-    def sends_adapters(self) -> bool:
-        """As rollout.vllm.lora_handoff says."""
-        return self.vllm.lora_handoff == "adapter"
-
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if ranks cannot be divided into replicas, or the transport of the weights does not fit
         them."""
@@ -315,13 +300,19 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
-        if self.sends_adapters:
+        if self.vllm.lora_handoff == "adapter":
             check_slot(config.lora)
             if self.transport == "disk":
                 raise ConfigError(
                     "rollout.transport=disk writes all weights at every handoff, and rollout.vllm.lora_handoff=adapter "
                     "hands over adapters only; leave transport out"
                 )
+        elif self.adopt_weights and config.lora.is_on:
+            raise ConfigError(
+                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
+                "as one tensor (lora.r): the base would be lost; leave adopt_weights out, or set "
+                "rollout.vllm.lora_handoff=adapter"
+            )
         super().check(config, num_ranks)
 
 

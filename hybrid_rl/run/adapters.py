@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.checkpoint.base_model import base_of
 from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.load import has_tokenizer
 from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, read_settings, settings_of
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject
@@ -18,6 +22,8 @@ from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
+
+logger = logging.getLogger("hybrid_rl")
 
 
 def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -52,14 +58,18 @@ def _of_peft_model(model: Any) -> tuple[Any, bool]:
         raise ConfigError(
             f"the PeftModel has the adapters {sorted(adapters)}; only one named {ADAPTER!r} can be trained"
         )
-    return (model.get_base_model(), True) if hasattr(model, "get_base_model") else (model, False)
+    if not hasattr(model, "get_base_model"):
+        return model, False
+    keys_of(adapters[ADAPTER])  # or a method that is not supported would be left out with peft's outer class
+    return model.get_base_model(), True
 
 
 def own_settings(model: Any) -> Any:
     """Return the peft config of the adapters that a model brings, a module or a folder; None if it brings none."""
     if isinstance(model, PreTrainedModel):
         return settings_of(model) if is_adapted(model) else None
-    return read_settings(model) if model is not None and is_adapter_folder(model) else None
+    is_path = isinstance(model, str | os.PathLike)
+    return read_settings(model) if is_path and is_adapter_folder(model) else None
 
 
 def record_adapters(
@@ -99,3 +109,18 @@ def adapter_of(path: str) -> tuple[str, Path | None]:
     if not is_adapter_folder(path):
         return path, None
     return base_of(Path(path)), Path(path)
+
+
+def tokenizer_place(path: str) -> str:
+    """Return where the tokenizer of a model is: of an adapter folder without one, its base model. Raises ModelError if
+    there is no such base."""
+    return path if not is_adapter_folder(path) or has_tokenizer(Path(path)) else adapter_of(path)[0]
+
+
+def tell_of_reference(config: TrainerConfig) -> None:
+    """Say that a run which begins with an adapter is compared with the model below it, if it is compared at all."""
+    if reference_is_policy(config):
+        logger.warning(
+            "the reference of this run is the base model, without the adapter that it begins with; to stay close to "
+            "the model with that adapter, merge the adapter first (trainer.save(merged=True)) and train a new one"
+        )

@@ -27,6 +27,7 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.attention.backends import check_machine
 from hybrid_rl.models.load import DTYPES, loading, refuse_missing_folder
+from hybrid_rl.models.lora.folder import is_adapter_folder
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations
@@ -186,9 +187,18 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
     """Load the config of a model by name or folder. Raises ModelError if it cannot be read, CheckpointError for the
     model of a damaged checkpoint."""
     refuse_missing_folder(path)
+    _refuse_adapter(path)
     check_model(Path(path))
     with loading("the config of model", path):
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+
+
+def _refuse_adapter(path: str) -> None:
+    if is_adapter_folder(path):
+        raise ModelError(
+            f"{path!r} is an adapter, and only the policy can begin with one; merge it into its model first: "
+            "trainer.save(folder, merged=True), or merge_and_unload() of peft"
+        )
 
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -199,6 +209,7 @@ def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> 
     path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
     if path is None:
         raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
+    _refuse_adapter(path)
     check_model(Path(path))
     theirs = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     if theirs.get_vocab() != tokenizer.get_vocab():

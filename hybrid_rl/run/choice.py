@@ -15,10 +15,10 @@ from hybrid_rl.checkpoint.manifest import check_model, check_model_texts
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
-from hybrid_rl.models.load import DTYPES, has_tokenizer
+from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.folder import AdapterSource
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.run.adapters import adapter_of, with_adapter
+from hybrid_rl.run.adapters import adapter_of, tokenizer_place, with_adapter
 from hybrid_rl.run.checks import load_settings
 from hybrid_rl.run.inputs import with_template
 
@@ -74,10 +74,8 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
+    tokenizer = tokenizer or load_tokenizer(tokenizer_place(path), trust_remote_code=config.model.trust_remote_code)
     path, adapter = adapter_of(path)
-    if tokenizer is None:
-        place = path if adapter is None or not has_tokenizer(adapter) else str(adapter)
-        tokenizer = load_tokenizer(place, trust_remote_code=config.model.trust_remote_code)
     if adapter is not None:
         check_model(adapter)  # the base is checked with its settings
     return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config), adapter)

@@ -43,7 +43,7 @@ from hybrid_rl.models.lora.sizes import AdapterSize
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.rollout.successes import Grades, SuccessRule
-from hybrid_rl.run.adapters import check_adapters, checked_adapters, record_adapters
+from hybrid_rl.run.adapters import check_adapters, checked_adapters, record_adapters, tell_of_reference
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
@@ -341,6 +341,8 @@ def prepare(
     skeleton = choice.skeleton(resolved)
     if brought is not None:
         check_adapters(choice.module or choice.recipe(resolved), brought, resolved)
+        if resume is None:
+            tell_of_reference(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
     adapters = checked_adapters(skeleton, resolved)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)

@@ -115,7 +115,7 @@ class AdapterSlot:
                 f"of {name}: {problem}; {MERGED}"
             )
         self._ranks = dict(ranks)
-        self._clear()
+        self.clear()
 
     # ---------------------------------------------------------------------------------------------------- places
 
@@ -176,7 +176,7 @@ class AdapterSlot:
         """Bytes of the adapter on this rank, without padding."""
         return sum(map(self._bytes_of, self._parts))
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Have vLLM know the adapter, as one of zeros, whatever it held before."""
         of_no_layer = LoRALayerWeights("none", 1, 1, torch.zeros(1, 1), torch.zeros(1, 1), scaling=1.0)
         self._manager.remove_all_adapters()
@@ -191,7 +191,7 @@ class AdapterSlot:
         """
         self._check_changes(changes)
         if self._manager.lora_index_to_id[SLOT] != ADAPTER_ID:
-            self._clear()
+            self.clear()
         for layer, parts in self._parts.items():
             wrapper = self._manager.modules[layer]
             a: list[Tensor | None] = [None] * wrapper.n_slices
@@ -328,6 +328,7 @@ class SlotWriter(WeightWriter):
         if self._adopted or not self._has_base:
             with bare(self.weights.model):
                 delivered = super().write(source, version, model_config)
+            self.slot.clear()  # what is in it is trusted as little as the base
             what = f"the adapters of policy version {version}"
             agree(source.gather, what, lambda: self.slot.write(source.adapters))
         else:

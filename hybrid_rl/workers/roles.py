@@ -131,7 +131,8 @@ class Roles:
         of adapters is. Collective."""
         is_writer = self._context.rank == 0
         if self._critic is not None:
-            self._critic.save_model(folder / CRITIC_FOLDER, base)
+            own = getattr(self._config.critic, "critic_path", None)
+            self._critic.save_model(folder / CRITIC_FOLDER, base if own is None else {"path": own})
         if self._moves_reference and self._reference is not None:
             model = self._reference.model
             save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_rl.config.schema import ColocatedRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
@@ -135,7 +136,9 @@ class ColocatedSide(RolloutSide):
         self._config, self._model, self._context = config, model, context
         size = config.ranks_per_engine
         gather = BlockGather(size)
-        ranks = adapter_ranks(model.module) if config.sends_adapters else {}
+        # The engine adds adapters by itself; otherwise they are merged into its weights.
+        self._sends_adapters = isinstance(config, VLLMRolloutConfig) and config.vllm.lora_handoff == "adapter"
+        ranks = adapter_ranks(model.module) if self._sends_adapters else {}
         with plain(model.module):  # the engine's model has no adapters
             engine = make_engine(replace(engine_setup(setup, model, context), adapter_ranks=ranks))
         assert isinstance(engine, ColocatedEngine)
@@ -195,7 +198,8 @@ class ColocatedSide(RolloutSide):
         """Write the actor's weights. A version may be published again, to an engine that has slept since."""
         if version <= self._published:  # a source hands over each version once
             self._close_sources()
-        report = self.client.at_rest().update_weights(self._source(version), version)
+        with self._source(version) as source:
+            report = self.client.at_rest().update_weights(source, version)
         self._published = version
         return report
 
@@ -209,21 +213,21 @@ class ColocatedSide(RolloutSide):
         counted. Adapters that the engine adds by itself are read back every time: they are few bytes."""
         every = self._config.verify_steps
         is_due = bool(every) and version % every == 0
-        if not is_due and not self._config.sends_adapters:
+        if not is_due and not self._sends_adapters:
             return {}
-        source = self._source(version)
         start = now()
-        if self._config.sends_adapters:
-            what = f"the adapters of policy version {version}"
-            agree(source.gather, what, lambda: self._engine.check_adapters(source))
         weights = self._engine.weights
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
-        if is_due:
-            if self._verifier is None:
-                self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)
-            self._verifier.verify(source, weights.destinations, version=version)
-        elif not self._config.adopt_weights:
-            unproven = list(weights.trace.destinations)
+        with self._source(version) as source:
+            if self._sends_adapters:
+                what = f"the adapters of policy version {version}"
+                agree(source.gather, what, lambda: self._engine.check_adapters(source))
+            if is_due:
+                if self._verifier is None:
+                    self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)
+                self._verifier.verify(source, weights.destinations, version=version)
+            elif not self._config.adopt_weights:
+                unproven = list(weights.trace.destinations)
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
         return {"timing/verify": now() - start, "handoff/unproven_bytes": float(num_bytes)}
 
@@ -233,22 +237,26 @@ class ColocatedSide(RolloutSide):
             return SAME_MEMORY if self._config.adopt_weights else None
         unproven = int(verified["handoff/unproven_bytes"])
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
-        if unproven and self._config.sends_adapters:
+        if unproven and self._sends_adapters:
             but = (
                 f", but for {unproven} bytes of base weights, which may have changed (verify_steps=1 compares them too)"
             )
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
-    def _source(self, version: int) -> Source:
-        """Return the source of the weights, with what the adapters add to them now. Collective."""
+    @contextmanager
+    def _source(self, version: int) -> Iterator[Source]:
+        """Yield the source of the weights, with what the adapters add to them now, whole on every rank. Collective."""
         with plain(self._model.module):
             source = self._plain_source(version)
         changes = low_rank_changes(self._model.module, self._model.dtype)
-        if self._config.sends_adapters:
+        if self._sends_adapters:
             source.adapters = changes
         else:
             source.changes = changes
-        return source
+        try:
+            yield source
+        finally:
+            source.adapters = source.changes = {}
 
     def _plain_source(self, version: int) -> Source:
         """Return the source of the weights for rollout.transport; it is made once."""

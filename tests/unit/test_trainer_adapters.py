@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
 from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.run.adapters import tokenizer_place
 from hybrid_rl.run.checkpoints import evaluate_checkpoint
+from hybrid_rl.run.planning import plan_words
+from hybrid_rl.run.request import Machine
 from tests.scores import exact
 from tests.tiny import build_model, build_tokenizer, ids_of, sums
 
@@ -113,18 +116,20 @@ def test_modules_with_adapters_are_trained_and_given_back(make_trainer, tmp_path
     assert not any(parameter.requires_grad for parameter in model.parameters())
     before = logits_of(model)
 
-    first = make_trainer(model, beta=0.1, max_steps=1)
+    with caplog.at_level(logging.WARNING):
+        first = make_trainer(model, beta=0.1, max_steps=1)
+    assert "the reference of this run is the base model, without the adapter that it begins with" in caplog.text
     assert first.module is model.get_base_model() and first.config.lora.r == 4
     adapter = adapter_of(first.save())
     assert adapter.keys() == adapter_of(tmp_path / "start").keys()
     assert {tensor.dtype for tensor in adapter.values()} == {torch.bfloat16}
     with pytest.raises(
-        ConfigError, match=r"describe others: .*of shape \[8, .* by the keys, and of shape \[4, .* there"
+        ConfigError, match="down_proj is of rank 8 and scaled by 1; in the model it is of rank 4 and scaled by 2"
     ):
         make_trainer(model, **KEYS | {"lora.r": 8})
-    with pytest.raises(ConfigError, match="down_proj.* is without an adapter by the keys, and of shape"):
+    with pytest.raises(ConfigError, match="by the keys, .*down_proj is without an adapter; in the model it is of"):
         make_trainer(first.module, peft_config=peft.LoraConfig(**SETTINGS | {"target_modules": ["k_proj", "q_proj"]}))
-    with pytest.raises(ConfigError, match="down_proj is scaled by 4 by the keys, and scaled by 2 there"):
+    with pytest.raises(ConfigError, match="down_proj is of rank 4 and scaled by 4; in the model it is"):
         make_trainer(model, **KEYS, **{"lora.lora_alpha": 16})
     first.fit()
     learned = adapter_of(first.save())
@@ -165,6 +170,13 @@ def test_a_module_is_as_it_was_if_nothing_was_learned(make_trainer, tmp_path: Pa
     older.close()
     newer.fit()
     assert is_adapted(module) and not torch.equal(logits_of(module), expected)
+    tuned = peft.get_peft_model(build_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ConfigError, match="PromptTuningConfig learns tokens in front of the prompt"):
+        make_trainer(tuned)
+    thawed = peft.get_peft_model(build_model(), peft.LoraConfig(**SETTINGS))
+    thawed.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(ModelError, match="1 parameters besides the adapters require a gradient .model.norm.weight"):
+        make_trainer(thawed)
     with pytest.raises(ConfigError, match="merged=True: this run has no adapters"):
         make_trainer(build_model()).save(merged=True)
 
@@ -190,6 +202,17 @@ def test_checkpoints_are_evaluated_compared_kept_and_the_best_is_loaded(make_tra
     assert found.step == trainer._best.step and merged.step is None
     assert mine.lengths == theirs.lengths  # the same noise, and logits to rounding
     assert not [test for test in found.against(plain).values() if test is None]
+
+    keys = ["grpo", f"model.path={best}", "device=cpu", "max_completion_length=5"]
+    plan = plan_words(keys, Machine())  # 2 layers of 3 adapters: q 16x16, v 16x8, down 32x16
+    trained = 2 * 4 * ((16 + 16) + (16 + 8) + (32 + 16))
+    assert f"{trained:,} trained" in str(plan)
+    for algorithm, key in (("ppo", "critic_path"), ("distillation", "teacher_path")):
+        with pytest.raises(ModelError, match="is an adapter, and only the policy can begin with one"):
+            make_trainer(str(base_folder), algorithm=algorithm, **{key: str(best)})
+    for path in best.glob("tokenizer*"):
+        path.unlink()
+    assert tokenizer_place(str(best)) == str(base_folder)
 
     state = json.loads((best / "trainer_state.json").read_text())
     state["base"]["hashes"] = dict.fromkeys(state["base"]["hashes"], "0" * 32)

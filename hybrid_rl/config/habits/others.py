@@ -73,6 +73,7 @@ OTHERS = tuple(
             "input_key": "prompt_column",
             "use_peft": ("lora.r", "the rank of adapters; in Python also peft_config=, a LoraConfig"),
             "lora_r": "lora.r",
+            "peft_config": ("lora.r", "with the other keys of lora; in Python Trainer takes a LoraConfig"),
             "lora_target_modules": "target_modules",
             "lora_target_parameters": "target_parameters",
             "lora_modules_to_save": "modules_to_save",

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.models.lora.folder import stored_parameters
-from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.inject import inject, is_adapter_name
 from hybrid_rl.models.lora.plain import ADAPTER, plain
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.sources import StateSource
@@ -17,11 +16,16 @@ from hybrid_rl.weights.sources import StateSource
 
 def form_of(module: nn.Module) -> dict[str, str]:
     """Return, by names, what two adapters must have in common to compute the same of the same numbers, as text."""
-    found = {name: f"of shape {list(parameter.shape)}" for name, parameter in stored_parameters(module).items()}
+    found = {
+        name: f"of shape {list(parameter.shape)}"
+        for name, parameter in module.named_parameters()
+        if is_adapter_name(name)
+    }
+    child: Any
     for name, child in module.named_modules():
-        scaling: Any = getattr(child, "scaling", None)
+        scaling = getattr(child, "scaling", None)
         if hasattr(child, "lora_A") and isinstance(scaling, dict):
-            found[name] = f"scaled by {float(scaling[ADAPTER]):g}"
+            found[name] = f"of rank {child.r[ADAPTER]} and scaled by {float(scaling[ADAPTER]):g}"
     return found
 
 
@@ -42,5 +46,5 @@ def difference(given: dict[str, str], there: dict[str, str]) -> str | None:
     for name in sorted({*given, *there}):
         one, other = given.get(name, "without an adapter"), there.get(name, "without an adapter")
         if one != other:
-            return f"{name} is {one} by the keys, and {other} there"
+            return f"by the keys, {name} is {one}; in the model it is {other}"
     return None

@@ -12,8 +12,8 @@ from torch import nn
 from hybrid_rl.errors import ConfigError
 
 # Fields of LoraConfig that are keys of their own.
-KEYS = ("r", "lora_alpha", "target_modules", "exclude_modules", "target_parameters", "modules_to_save", "use_rslora")
-KEYS += ("use_dora", "rank_pattern", "alpha_pattern")
+KEYS: tuple[str, ...] = ("r", "lora_alpha", "target_modules", "exclude_modules", "target_parameters", "modules_to_save")
+KEYS += ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 # Fields that say nothing about training here: what saved the adapter, and for what.
 SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
 SILENT |= {"inference_mode", "runtime_config"}
@@ -54,9 +54,9 @@ def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
     trains whole is so here if the critic has it."""
     heads = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
     paths = [name for name, _ in module.named_modules()]
-    shared = [name for name in keys["modules_to_save"] if any(f".{path}".endswith(f".{name}") for path in paths)]
+    shared = [name for name in keys["modules_to_save"] if any(path.endswith(name) for path in paths)]
     found = peft_config_of({**keys, "modules_to_save": [*heads, *shared]})
-    found.task_type = "SEQ_CLS"  # all-linear leaves out the head by this
+    found.task_type = "TOKEN_CLS"
     return found
 
 
@@ -65,6 +65,8 @@ def keys_of(peft_config: Any) -> dict[str, Any]:
     require_peft()
     from peft import LoraConfig, PeftConfig
 
+    if isinstance(peft_config, type) and issubclass(peft_config, PeftConfig):
+        raise ConfigError(f"peft_config={peft_config.__name__} is a class; pass {peft_config.__name__}(r=16)")
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(f"peft_config={type(peft_config).__name__} is no peft config; pass a peft.LoraConfig")
     if peft_config.is_prompt_learning:

@@ -46,6 +46,10 @@ def test_a_config_is_read_back_from_its_run_folder() -> None:
         ({"kl": "loss", "ref_model_sync_steps": 4}, "moves the reference, but with lora.r the reference is the policy"),
         ({"algorithm": "prorl"}, "reference_reset_steps=.* moves the reference"),
         ({"kl": "loss", "controller": "ray", "num_ranks": 2, "reference_ranks": 1}, "reference_ranks=1: with lora.r"),
+        (
+            {"use_dora": True, "torch_compile": True, "gradient_checkpointing": True},
+            "compiled blocks of DoRA cannot be computed again",
+        ),
         ({"lora_critic": True}, "lora_critic=True would do nothing: there is no critic"),
     ],
 )

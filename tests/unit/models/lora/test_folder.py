@@ -1,4 +1,4 @@
-"""Adapter folders against peft: it reads what is written here, and what it writes is read here."""
+"""Adapter folders against peft: it reads what is written here, and what it writes is read here. Merged models."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,10 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hybrid_rl.errors import ModelError
+from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.models.lora.folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -19,7 +21,9 @@ from hybrid_rl.models.lora.folder import (
     stored_parameters,
 )
 from hybrid_rl.models.lora.inject import init_adapters, inject
+from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.saving import save_weights
 from tests.unit.models.families import build
 from tests.unit.training.lora_case import adapted
 
@@ -50,12 +54,7 @@ def test_peft_reads_what_is_written_and_is_read_itself(case: str, tmp_path: Path
     save_adapter(module, tmp_path / "mine", torch.float32, base=None)
 
     told = json.loads((tmp_path / "mine" / CONFIG_FILE).read_text())
-    assert (told["base_model_name_or_path"], told["peft_type"], told["r"], told["lora_alpha"]) == (
-        "a/base",
-        "LORA",
-        3,
-        6,
-    )
+    assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", 3, 6)
     stored = load_file(tmp_path / "mine" / WEIGHTS_FILE)
     # The names that peft itself gives to these tensors.
     theirs = {f"base_model.model.{name}": t for name, t in peft.get_peft_model_state_dict(module).items()}
@@ -63,6 +62,13 @@ def test_peft_reads_what_is_written_and_is_read_itself(case: str, tmp_path: Path
 
     wrapped = peft.PeftModel.from_pretrained(build(family, dtype=torch.float32), str(tmp_path / "mine"))
     assert torch.equal(wrapped(IDS).logits, expected)
+
+    changes = low_rank_changes(module, torch.float32)
+    with plain(module):
+        save_weights(module, tmp_path / "merged", torch.float32, changes=changes)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not is_adapted(merged)
+    torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-5, rtol=0)
 
     wrapped.save_pretrained(str(tmp_path / "theirs"))
     again = build(family, dtype=torch.float32)
