@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,7 +198,8 @@ class ColocatedSide(RolloutSide):
         """Write the actor's weights. A version may be published again, to an engine that has slept since."""
         if version <= self._published:  # a source hands over each version once
             self._close_sources()
-        report = self.client.at_rest().update_weights(self._source(version), version)
+        with self._source(version) as source:
+            report = self.client.at_rest().update_weights(source, version)
         self._published = version
         return report
 
@@ -213,19 +215,19 @@ class ColocatedSide(RolloutSide):
         is_due = bool(every) and version % every == 0
         if not is_due and not self._sends_adapters:
             return {}
-        source = self._source(version)
         start = now()
-        if self._sends_adapters:
-            what = f"the adapters of policy version {version}"
-            agree(source.gather, what, lambda: self._engine.check_adapters(source))
         weights = self._engine.weights
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
-        if is_due:
-            if self._verifier is None:
-                self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)
-            self._verifier.verify(source, weights.destinations, version=version)
-        elif not self._config.adopt_weights:
-            unproven = list(weights.trace.destinations)
+        with self._source(version) as source:
+            if self._sends_adapters:
+                what = f"the adapters of policy version {version}"
+                agree(source.gather, what, lambda: self._engine.check_adapters(source))
+            if is_due:
+                if self._verifier is None:
+                    self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)
+                self._verifier.verify(source, weights.destinations, version=version)
+            elif not self._config.adopt_weights:
+                unproven = list(weights.trace.destinations)
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
         return {"timing/verify": now() - start, "handoff/unproven_bytes": float(num_bytes)}
 
@@ -241,8 +243,9 @@ class ColocatedSide(RolloutSide):
             )
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
-    def _source(self, version: int) -> Source:
-        """Return the source of the weights, with what the adapters add to them now. Collective."""
+    @contextmanager
+    def _source(self, version: int) -> Iterator[Source]:
+        """Yield the source of the weights, with what the adapters add to them now, whole on every rank. Collective."""
         with plain(self._model.module):
             source = self._plain_source(version)
         changes = low_rank_changes(self._model.module, self._model.dtype)
@@ -250,7 +253,10 @@ class ColocatedSide(RolloutSide):
             source.adapters = changes
         else:
             source.changes = changes
-        return source
+        try:
+            yield source
+        finally:
+            source.adapters = source.changes = {}
 
     def _plain_source(self, version: int) -> Source:
         """Return the source of the weights for rollout.transport; it is made once."""

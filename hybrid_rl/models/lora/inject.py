@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 import weakref
 from typing import Any
 
@@ -16,6 +17,13 @@ from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
+
+# Warnings of what peft does by itself: nobody else can act on them.
+PEFT_ALONE = (
+    "fan_in_fan_out is set to False but the target module is",
+    r"The following (rank|alpha)_pattern keys did not match .*: \['\.\*\\\\\.gate_up_proj'\]",  # fused experts
+    "Model has `tie_word_embeddings=True`",  # refused below
+)
 
 # What required a gradient in a module before adapters were put into it.
 _trainable: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -38,7 +46,10 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
     on_meta = any(parameter.is_meta for parameter in parameters.values())
     try:
         try:
-            inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
+            with warnings.catch_warnings():
+                for message in PEFT_ALONE:
+                    warnings.filterwarnings("ignore", message)
+                inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"lora: {error}") from error
         _refuse_layers(module)

@@ -56,7 +56,7 @@ def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
     paths = [name for name, _ in module.named_modules()]
     shared = [name for name in keys["modules_to_save"] if any(path.endswith(name) for path in paths)]
     found = peft_config_of({**keys, "modules_to_save": [*heads, *shared]})
-    found.task_type = "SEQ_CLS"  # all-linear leaves out the head by this
+    found.task_type = "TOKEN_CLS"
     return found
 
 

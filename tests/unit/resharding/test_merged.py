@@ -11,9 +11,10 @@ from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.resharding.merged import _carry_out, _Merge, check_changes, full_merged, merge
+from hybrid_rl.resharding.merged import Merge, carry_out, check_changes, full_merged, merge
 from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.weights.low_rank import LowRank
+from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of, contents
 from tests.unit.resharding.handoff.parts import (
     Row,
     empty_engine,
@@ -202,58 +203,24 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written():
     assert is_equal(engine, empty_engine(trace))
 
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-LAYOUTS = {
-    "rows": lambda shape, dtype: torch.empty(shape, dtype=dtype),
-    "columns": lambda shape, dtype: torch.empty([*shape[:-2], shape[-1], shape[-2]], dtype=dtype).transpose(-1, -2),
-    "gaps": lambda shape, dtype: torch.full([*shape[:-1], 2 * shape[-1] + 3], 5.0, dtype=dtype)[..., 1:-2:2],
-}
-# experts, out, in, rank: shorter and longer than the vectors and panels of the operator, and one of its threads.
-EXTENTS = [(0, 7, 33, 3), (0, 130, 600, 16), (3, 9, 20, 4), (0, 1, 1, 1), (2, 5, 515, 1)]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_compiled_operator_has_the_bits_of_its_oracle(dtype, layout, monkeypatch):
-    """Of boxes of every kind: with experts, turned, with row factors, with infinite elements and NaN, in place."""
     if native.operator("low_rank_merge") is None:
         pytest.skip("the extension was not built")
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape):
-        return torch.randn(shape, generator=generator)
-
-    boxes = []
-    for experts, out, into, rank in EXTENTS:
-        for is_transposed in (False, True):
-            lead = (experts,) if experts else ()
-            factor = None if experts else drawn(out)
-            change = LowRank(drawn(*lead, rank, into), drawn(*lead, out, rank), 0.37, is_transposed, factor)
-            box = tuple(slice(extent // 4, max(extent // 4 + 1, extent - extent // 5)) for extent in change.shape)
-            for base_dtype in FLOATS:
-                base = drawn(*change.shape).to(base_dtype)[box]
-                base[(0,) * base.dim()] = torch.nan if base_dtype is dtype else torch.inf
-                boxes.append(_Merge(change.ready(base.device), base, LAYOUTS[layout](base.shape, dtype), box))
-                if base_dtype is dtype:
-                    copy = LAYOUTS[layout](base.shape, dtype).copy_(base)
-                    boxes.append(_Merge(change.ready(base.device), copy, copy, box))
+    boxes, wanted = boxes_of(dtype, layout), boxes_of(dtype, layout)
     assert all(box.is_compiled for box in boxes)
-    _carry_out(boxes)
-    compiled = [box.target.clone() for box in boxes]
-    originals = [boxes[i - 1].base if box.base is box.target else box.base for i, box in enumerate(boxes)]
-    for box, original in zip(boxes, originals, strict=True):
-        box.base.copy_(original)
+    carry_out(boxes)
     monkeypatch.setattr(native, "operator", lambda name, device_type="cpu": None)
-    _carry_out(boxes)
-    found, wanted = (torch.cat([t.flatten() for t in all_of]) for all_of in (compiled, [box.target for box in boxes]))
-    assert is_equal([found], [wanted])
+    carry_out(wanted)
+    assert is_equal([contents(boxes)], [contents(wanted)])
 
 
 def test_a_base_that_is_kept_in_a_wider_dtype_is_rounded_first():
     """The trainer computes with the rounded one."""
     base = torch.tensor([[1.0 + 2**-10]])
     change = LowRank(torch.ones(1, 1), torch.full((1, 1), 2.0**-9), 1.0, dtype=torch.bfloat16)
-    merge_of = _Merge(change, base, torch.empty(1, 1), (slice(0, 1), slice(0, 1)))
+    merge_of = Merge.of(change, base, torch.empty(1, 1), (slice(0, 1), slice(0, 1)))
     assert not merge_of.is_compiled
-    _carry_out([merge_of])
+    carry_out([merge_of])
     assert merge_of.target.item() == 1.0 + 2**-9

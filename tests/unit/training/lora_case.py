@@ -1,6 +1,7 @@
 """The recorded GRPO batch under a model with adapters: its loss and their gradients as the library computes them, and
 as peft does on padded samples, written out in plain PyTorch."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -135,7 +136,9 @@ def by_peft(
     """Loss and gradients of peft's own model, and the old logprobs that went into them."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(build(family, dtype=dtype, **changes), LoraConfig(**keys), autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what peft does by itself
+        model = get_peft_model(build(family, dtype=dtype, **changes), LoraConfig(**keys), autocast_adapter_dtype=False)
     give_values(model)
     advantages = with_advantages(case_batch())["advantages"]
     with KeepFloat64():
