@@ -50,9 +50,10 @@ CASES = {
     "fp64": Case("llama", PLAIN),
     "experts": Case("qwen3-moe", EXPERTS, settings={"sync_every_micro_batch": True}),
     "DoRA, head and embedding": Case("qwen2", DORA, settings={"dp_replicate": 2, "dp_shard": 1}),
-    "kept gathered": Case("gemma2", PLAIN, settings={"reshard_after_forward": False}),
+    "exact KL, kept gathered": Case(
+        "gemma2", PLAIN, settings={"reshard_after_forward": False}, config={"kl_estimator": "exact"}
+    ),
     "a rank without work": Case("qwen2", PLAIN, torch.float32, checkpointing=True, split=WITHOUT_WORK),
-    "exact KL": Case("qwen2", PLAIN, config={"kl_estimator": "exact"}),
     "exact KL, checkpoints": Case("qwen2", PLAIN, torch.float32, config={"kl_estimator": "exact"}, checkpointing=True),
 }
 
