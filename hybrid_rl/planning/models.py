@@ -16,7 +16,7 @@ from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.plain import plain
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
 from hybrid_rl.models.lora.sizes import copy_on_meta
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.sources import StateSource
@@ -70,14 +70,14 @@ def _on_meta(model: Given, config: TrainerConfig, *, scores: bool = False) -> Pr
     return built(model, DTYPES[config.model.dtype])
 
 
-def adapted(module: PreTrainedModel, config: TrainerConfig) -> PreTrainedModel:
-    """Return a copy of a model on meta that is frozen and has the adapters of `lora`.
+def adapted(module: PreTrainedModel, config: TrainerConfig, *, is_critic: bool = False) -> PreTrainedModel:
+    """Return a copy of a model on meta that is frozen and has the adapters of `lora`; a critic's head is trained whole.
 
     Raises ConfigError if it cannot have them, or without peft.
     """
-    found = copy_on_meta(module)
+    found, keys = copy_on_meta(module), vars(config.lora)
     with warnings.catch_warnings(action="ignore"):  # they come when the adapters are made
-        inject(found, peft_config_of(vars(config.lora)))
+        inject(found, critic_peft_config(found, keys) if is_critic else peft_config_of(keys))
     nn.Module.to(found, "meta")
     return found
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import reference_is_policy
+from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
@@ -105,13 +106,14 @@ class Passes:
             return models.rewards[int(role)]
         found = {"teacher": models.teacher, "critic": models.critic}.get(role, models.policy)
         assert found is not None
-        has_adapters = config.lora.is_on and role in ("update", "policy", "reference", "engine")
-        if role == "engine" and isinstance(config.rollout, ColocatedRolloutConfig):
-            has_adapters = False
-        if not has_adapters:
+        is_critic, lora = role == "critic", config.lora
+        if role == "teacher" or not isinstance(lora, LoraKeys) or (is_critic and not lora.lora_critic):
             return found
-        adapters: PreTrainedModel = self.remember(("adapted", repr(config.lora)), lambda: adapted(found, config))
-        return adapters
+        if role == "engine" and isinstance(config.rollout, ColocatedRolloutConfig):
+            return found
+        key = ("adapted", is_critic, repr(lora))
+        made: PreTrainedModel = self.remember(key, lambda: adapted(found, config, is_critic=is_critic))
+        return made
 
     def samples(self, config: TrainerConfig) -> Samples:
         """Return the samples of the fullest micro-batch of a rank."""

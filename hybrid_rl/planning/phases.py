@@ -122,8 +122,9 @@ class StepMemory:
         if models.teacher is not None:
             found[TEACHER] = weights_share(TEACHER, [models.teacher], sharding)
         if models.critic is not None:
-            found[CRITIC] = weights_share(CRITIC, [models.critic], sharding)
-            found[CRITIC_OPTIMIZER] = optimizer_share(CRITIC_OPTIMIZER, models.critic, sharding)
+            critic = self.passes.module("critic", self.config)
+            found[CRITIC] = weights_share(CRITIC, [critic], sharding)
+            found[CRITIC_OPTIMIZER] = optimizer_share(CRITIC_OPTIMIZER, critic, sharding)
         if models.rewards:
             found[REWARD_MODELS] = weights_share(REWARD_MODELS, models.rewards, sharding)
         return found

@@ -132,7 +132,8 @@ def _assembled(
 def _time(plan: RunPlan, config: TrainerConfig, passes: Passes, rates: Rates) -> StepTime:
     """Estimate the time of a step of a run."""
     models = passes.shape.models
-    others = {TEACHER: models.teacher, CRITIC: models.critic}
+    critic = None if models.critic is None else passes.module("critic", config)
+    others = {TEACHER: models.teacher, CRITIC: critic}
     if config.rollout.is_packed:
         token = sum(layer.bytes_per_token for layer in passes.layer_shapes(config).values())
     else:

@@ -26,8 +26,9 @@ class AdaptedLinear(Linear):
         if torch.is_grad_enabled() or args or kwargs or not self._is_plain:
             result = super().forward(x, *args, **kwargs)
             return result
-        result = self.base_layer(x)
-        change, scale = self.lora_B[ADAPTER](self.lora_A[ADAPTER](x)), self.scaling[ADAPTER]
+        parts, scale = self._modules, self.scaling[ADAPTER]  # looked up here, modules cost microseconds less
+        result = parts["base_layer"](x)  # type: ignore[misc]
+        change = parts["lora_B"]._modules[ADAPTER](parts["lora_A"]._modules[ADAPTER](x))  # type: ignore[union-attr, misc]
         if change.dtype != result.dtype:
             return (result + change * scale).to(result.dtype)
         if abs(math.frexp(scale)[0]) == 0.5:  # a power of two: scaling rounds nothing
