@@ -63,3 +63,9 @@ def test_one_rank_then_two_then_one(tmp_path: Path, forked_ranks: Any, monkeypat
     by_peft = peft.PeftModel.from_pretrained(build_model(), str(changing / "checkpoint-2"))
     merged = AutoModelForCausalLM.from_pretrained(changing / "merged-2")
     torch.testing.assert_close(merged(ids).logits, by_peft(ids).logits, atol=1e-6, rtol=0)
+
+    keys = KEYS | {"output_dir": str(tmp_path / "runs"), "max_steps": 1}
+    with Trainer(str(changing / "checkpoint-3"), spread, sums(12), num_ranks=2, **keys) as going_on:
+        start = load_file(going_on.save() / "adapter_model.safetensors")
+    end = load_file(changing / "checkpoint-3" / "adapter_model.safetensors")
+    assert start.keys() == end.keys() and all(torch.equal(start[name], end[name]) for name in start)
