@@ -226,7 +226,8 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
 def test_causes_of_a_gap_are_told_in_the_order_of_what_is_known() -> None:
     prove: Any = ColocatedSide.proof
     side, adopting = (
-        SimpleNamespace(_config=SimpleNamespace(adopt_weights=adopts, sends_adapters=False)) for adopts in (False, True)
+        SimpleNamespace(_config=SimpleNamespace(adopt_weights=adopts), _sends_adapters=False)
+        for adopts in (False, True)
     )
     assert prove(side, {}) is None and prove(adopting, {}) == "its weights are the trainer's own memory"
     compared = prove(side, {"timing/verify": 0.1, "handoff/unproven_bytes": 0.0})
