@@ -35,7 +35,9 @@ def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) ->
     if peft_config is None:
         return inner, dict(overrides)
     keys = keys_of(peft_config)
-    double = sorted(keys.keys() & {name.removeprefix("lora.") for name in overrides})
+    section = overrides.get("lora")
+    others = {*overrides, *(section if isinstance(section, Mapping) else ())}
+    double = sorted(keys.keys() & {name.removeprefix("lora.") for name in others})
     if double:
         raise ConfigError(f"{', '.join(double)}: given by peft_config and as a key; give only one of them")
     return inner, {**overrides, **{f"lora.{name}": value for name, value in keys.items()}}

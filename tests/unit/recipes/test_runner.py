@@ -192,3 +192,13 @@ def test_a_config_file_names_the_algorithm_itself(tmp_path: Path, monkeypatch: p
     with pytest.raises(Stop):
         main([f"config={tmp_path / 'own.yaml'}", f"reward={tmp_path / 'score.py'}:score"], settings_file("gspo"), "")
     assert seen[0].algorithm.name == "sapo"
+
+
+def test_the_recipe_of_adapters_trains_adapters_of_an_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("recipes.runner.train_own", lambda config, rewards: seen.append(config))
+    for arguments in ([], ["lora.r=2"], ["r=3", "algorithm=gspo"]):
+        main(["model.path=somewhere", *arguments], settings_file("lora"), "")
+    main(["model.path=somewhere"], settings_file("grpo"), "")
+    assert [config.lora.r for config in seen] == [8, 2, 3, None]
+    assert [config.algorithm.name for config in seen] == ["grpo", "grpo", "gspo", "grpo"]
