@@ -46,7 +46,7 @@ BETA = 0.05  # so that full fine-tuning has a reference
 SPREAD = 0.02  # of the adapters' B, which start at zero
 PARTS = ("handoff", "memory", "decode")
 # Completions are short where only memory counts, or only the handoff: steps of 0.5B take long on a CPU.
-MEMORY_WORK = Work("0.5B", mean_length=None, max_completion_length=16, prompts_per_step=4, num_generations=4)
+MEMORY_WORK = Work("0.5B", mean_length=None, max_completion_length=16, prompts_per_step=2, num_generations=4)
 HANDOFF_WORK = Work("0.5B", mean_length=None, max_completion_length=2, prompts_per_step=1, num_generations=2)
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     """Measure the parts one after the other, each in processes of its own."""
     parser = report.parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--steps", type=report.positive, default=3, help="of each variant, after one to warm up")
+    parser.add_argument("--steps", type=report.positive, default=3, help="of each handoff, after one; for memory 2")
     parser.add_argument("--rounds", type=report.positive, default=5, help="of decoding, each side, after one")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes: to see that it runs")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL and peft; default: one made here")
@@ -233,7 +233,8 @@ def measure_handoff(given: Namespace, threads: int, folder: Path) -> Iterator[st
 
 def measure_memory(given: Namespace, threads: int, folder: Path) -> Iterator[str]:
     """The most memory of a training step with a reference, in place: all weights or adapters, ours and TRL's."""
-    base = replace(job_of(given, threads, folder, MEMORY_WORK, "float32"), beta=BETA)
+    base = job_of(given, threads, folder, MEMORY_WORK, "float32")
+    base = replace(base, beta=BETA, num_steps=min(base.num_steps, 3))  # memory is at its most in the second
     python = peers.trl_python(given.trl_python)
     yield f"{'memory of a step':20}{'peak GB':>16}{'seconds':>10}{'update':>10}"
     found: dict[str, Variant] = {}
