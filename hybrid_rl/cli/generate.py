@@ -154,14 +154,15 @@ def as_prompt(said: Any, system: str | None, *, raw: bool) -> Any:
 def checkpoint_of(model: str) -> str:
     """Return the newest checkpoint of a run's folder; other folders, and names, as they are."""
     folder = Path(model)
-    if not folder.is_dir() or (folder / "config.json").is_file():
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return model
     from hybrid_rl.checkpoint.finding import checkpoints_of
 
     found = checkpoints_of(folder)
     if not found:
         raise ConfigError(
-            f"{model} has no model (no config.json) and no checkpoint; save_steps=N makes a run write checkpoints"
+            f"{model} has no model (no config.json), no adapter and no checkpoint; save_steps=N makes a run write "
+            "checkpoints"
         )
     print(f"checkpoint: {found[max(found)]}", file=sys.stderr)
     return str(found[max(found)])

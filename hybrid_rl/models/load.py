@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model name or folder. Raises ModelError if there is none."""
     refuse_missing_folder(path)
-    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
+    if Path(path).is_dir() and not has_tokenizer(Path(path)):
         inside = [folder for folder in Path(path).glob("checkpoint-*") if folder.name.partition("-")[2].isdecimal()]
         if inside and not (Path(path) / "config.json").exists():
             newest = max(inside, key=lambda folder: int(folder.name.partition("-")[2]))
@@ -52,6 +52,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         if is_plain:
             return PreTrainedTokenizerFast.from_pretrained(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer."""
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

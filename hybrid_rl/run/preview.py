@@ -54,8 +54,9 @@ def preview(
     if tokenizer is None and path is not None:
         # Imported here, so that a preview of text does not wait for it.
         from hybrid_rl.models import load_tokenizer
+        from hybrid_rl.run.adapters import tokenizer_place
 
-        tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
+        tokenizer = load_tokenizer(tokenizer_place(path), trust_remote_code=settings.model.trust_remote_code)
     if tokenizer is None:
         tokenizer = NoTokenizer()
     else:

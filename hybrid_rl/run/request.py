@@ -13,6 +13,7 @@ from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.planning.rates import Rates, rates_of
+from hybrid_rl.run.adapters import adapter_of, record_adapters
 
 RECIPE_ARGUMENTS = ("reward", "config")  # of recipes, besides keys
 
@@ -85,6 +86,9 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     config, given = load_config(base, settings, arguments)
     if config.model.path is None:
         raise ConfigError("the model is missing: set model.path to its name, or to a folder that has its config.json")
+    config, given, adapter = record_adapters(config, given, None)
+    if adapter is not None:
+        config = load_config(config, {"model.path": adapter_of(str(config.model.path))[0]})[0]
     if machine.num_gpus is None and config.model.device != "cpu":
         raise ConfigError("the GPUs are missing: give --gpus 8 --gpu-memory 80GB, or device=cpu for a run on CPUs")
     if machine.num_gpus is not None and config.model.device == "cpu":
