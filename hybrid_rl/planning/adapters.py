@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -76,5 +75,5 @@ def widest(module: nn.Module) -> int:
 
 def has_slot(config: TrainerConfig) -> bool:
     """Return whether vLLM has the adapters in a slot of its own."""
-    rollout: Any = config.rollout
-    return config.lora.is_on and getattr(rollout, "sends_adapters", False)
+    rollout = config.rollout
+    return config.lora.is_on and isinstance(rollout, VLLMRolloutConfig) and rollout.vllm.lora_handoff == "adapter"

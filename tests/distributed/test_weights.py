@@ -156,9 +156,9 @@ def peaks(rank: int, num_ranks: int, folder: str) -> tuple[int, int, int]:
         peak_of_saving = max(peak_of_saving, anonymous_bytes())
         return found
 
-    whole = saving._whole
+    whole = saving.whole
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_whole", watched)
+        patch.setattr(saving, "whole", watched)
         target = Path(folder) / "saved"
         save_weights(module, target, torch.float32, is_writer=rank == 0, max_shard_bytes=20_000_000)
     return source.peak - before, source.num_bytes_read, peak_of_saving - loaded

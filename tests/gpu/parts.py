@@ -71,6 +71,7 @@ LISTED: tuple[Part, ...] = (
     _test("test_training", 60.0),
     _test("test_trainer", 60.0),
     _test("test_fsdp", 20.0),
+    _test("test_low_rank", 20.0),
     _test("test_ipc", 30.0),
     _test("test_offload", 20.0),
     _test("test_host_optimizer", 15.0),

@@ -19,7 +19,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardModelEntry
-from hybrid_rl.run import prepare, start
+from hybrid_rl.run import choice, start
 from hybrid_rl.sharding import build
 from hybrid_rl.workers.reward_model import build_reward_model
 from tests.tiny import build_model
@@ -66,7 +66,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
         handed.append({"rank on": device})
         raise Loaded
 
-    monkeypatch.setattr(prepare, "load_model", load)
+    monkeypatch.setattr(choice, "load_model", load)
     monkeypatch.setattr(start, "load_model", load)
     monkeypatch.setattr(start, "LocalBackend", begin)
     return handed

@@ -159,7 +159,7 @@ class LedgerLLM:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def add_request(self, identity: str, prompt: Any, params: Any) -> None:
+    def add_request(self, identity: str, prompt: Any, params: Any, *, lora_request: Any = None) -> None:
         assert identity not in self._requests and params.flat_logprobs and params.logprobs == 0
         self._requests[identity] = SimpleNamespace(
             identity=identity, prompt=list(prompt["prompt_token_ids"]), tokens=[], params=params, num_finished=0

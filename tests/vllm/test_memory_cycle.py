@@ -178,10 +178,10 @@ def test_an_engine_that_failed_goes_to_sleep_and_training_can_be_saved(
     bench.train(1)
     original, num_calls = getattr(bench.llm, call), itertools.count()
 
-    def fails_once(*args: Any) -> Any:
+    def fails_once(*args: Any, **options: Any) -> Any:
         if next(num_calls) == 2:
             raise RuntimeError("no memory")
-        return original(*args)
+        return original(*args, **options)
 
     monkeypatch.setattr(bench.llm, call, fails_once)
     failed = r"the engine failed \(RuntimeError: no memory\); make a new one.*save\(\).*resume="

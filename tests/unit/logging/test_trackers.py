@@ -187,7 +187,7 @@ def test_a_tracker_that_dies_at_its_close(service: Service, tmp_path: Path, capl
     run = Run(tmp_path / "run")
     run.step(0)
     run.trackers.close()
-    assert "mlflow has every step, but did not end well: refused" in caplog.text
+    assert "mlflow has every step, but did not end well: ConnectionError: refused" in caplog.text
 
 
 def test_a_tracker_that_hangs_at_its_close(service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
