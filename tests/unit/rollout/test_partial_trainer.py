@@ -19,6 +19,7 @@ KEYS = {
     "prompts_per_step": 2,
     "num_generations": 2,
     "max_completion_length": 40,
+    "stop_token_ids": [6, 7],  # so that completions end by chance, after some 14 tokens
     "learning_rate": 2e-2,
     "max_steps": 5,
     "rollout.partial": True,
@@ -27,7 +28,7 @@ KEYS = {
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """A Trainer whose completions end by chance, after some 40 tokens: most are held once."""
+    """A Trainer whose completions end by chance, after some 14 tokens of 40."""
     draw_nothing(monkeypatch)
     made = []
 
@@ -45,7 +46,7 @@ def weights_of(trainer):
     return {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("keys", [{"oversample": 1}, {"rollout.partial": False, "rollout.async_level": 1}])
+@pytest.mark.parametrize("keys", [{"oversample": 2}, {"rollout.partial": False, "rollout.async_level": 1}])
 def test_every_token_has_the_version_of_the_weights_that_made_it(make, keys):
     """Replayed through the weights of each version, by the model's own forward pass."""
     trainer = make(**keys)
