@@ -39,8 +39,8 @@ def test_a_synchronous_step_takes_its_longest() -> None:
 
 
 def test_a_partial_step_ends_with_enough_groups_and_goes_on_with_the_rest() -> None:
-    # 3, 5 and 9 begin; 9 has 4 left after 5 seconds. With it begin 2 and 6: 2 and 9 are whole after 4 more, 6 has 2 left.
-    # Then 7 and 8 begin: 6 is whole after 2, 7 after 7.
+    # 3, 5 and 9 begin; 9 has 4 left after 5 seconds. With it begin 2 and 6: 2 and 9 are whole after 4 more, and 6 has 2
+    # left. Then 7 and 8 begin: 6 is whole after 2, 7 after 7.
     assert steps_of([3, 5, 9, 2, 6, 7, 8], 3, oversample=1, max_staleness=2) == [5, 4, 7]
 
 
