@@ -11,6 +11,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError
+from hybrid_rl.logging.report import read_jsonl
 from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 from tests.tiny import build_model, build_tokenizer, spread, sums
@@ -111,6 +112,21 @@ def test_a_resumed_run_tells_rewards_when_a_group_became_whole_and_ends_with_the
     assert lines[0] == lines[1] and lines[0].count("\n") == 20
     theirs = weights_of(whole)
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
+
+
+def test_a_replayed_run_learns_what_the_recorded_one_learned(make):
+    recorded = make("recorded", save_rollouts=True, oversample=1)
+    recorded.fit()
+    replayed = make("replayed", mode="train", rollouts_path=str(recorded.run_folder / "rollouts"), oversample=1)
+    replayed.fit()
+    lines = [read_jsonl(trainer.run_folder / "metrics.jsonl")[1:] for trainer in (recorded, replayed)]
+    assert len(lines[1]) == KEYS["max_steps"]
+    for theirs, mine in zip(*lines, strict=True):
+        for name in ("loss", "grad_norm", "staleness/mean_age", "reward", "epoch"):
+            assert mine[name] == theirs[name], name
+    assert max(line["staleness/mean_age"] for line in lines[0]) > 0
+    theirs = weights_of(recorded)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(replayed).items())
 
 
 def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
