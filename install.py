@@ -191,7 +191,9 @@ def environment(**variables: str) -> dict[str, str]:
 def install_run(place: Place) -> None:
     """Install what running needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    # peft is small, and with it `make run ARGS="lora.r=8"` trains adapters.
+    extra = project["project"]["optional-dependencies"]["lora"]
+    needed = [*project["project"]["dependencies"], *extra, *project["build-system"]["requires"]]
     place.install("PyTorch, transformers and what else is needed", *needed)
     # Nothing is compiled: that takes longer than it saves in the quickstart.
     own = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]

@@ -22,7 +22,7 @@ from benchmarks.side import Job
 ROOT = Path(__file__).resolve().parents[1]
 TRL_ENVIRONMENT = ROOT / ".venv-trl"
 TRL_SERIES = "1.16"
-SHARED_VERSIONS = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "numpy")
+SHARED_VERSIONS = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "numpy", "peft")
 TAIL_CHARACTERS = 4000
 PATIENCE_SECONDS = 5
 

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from benchmarks.workload import Work
 @dataclass(frozen=True)
 class Job:
     """The task of a side. folder: of the model; output: a folder for the library's files; micro_batch: TRL's, in
-    completions; tokens_per_micro_batch: ours; generation: TRL's, `padded` or `continuous`; num_turns: of an agent."""
+    completions; tokens_per_micro_batch: ours; generation: TRL's, `padded` or `continuous`; num_turns: of an agent;
+    beta: of the KL against the reference; lora: arguments of peft's LoraConfig, None = all weights are trained; keys:
+    ours, besides those that both sides have."""
 
     work: Work
     folder: str
@@ -37,6 +39,10 @@ class Job:
     tokens_per_micro_batch: int | None = None
     generation: str = "padded"
     num_turns: int = 1
+    dtype: str = "float32"
+    beta: float = 0.0
+    lora: dict[str, Any] | None = None
+    keys: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Job:

@@ -11,6 +11,8 @@ from benchmarks.side import Driver, Job, StepClock, peak_rss_bytes
 from benchmarks.workload import REWARDS, load, rows
 from hybrid_rl import Trainer
 
+HANDOFF = ("handoff/bytes", "handoff/probe_gap", "timing/handoff", "timing/verify")
+
 
 def main() -> None:
     """Train, one step per command."""
@@ -19,8 +21,12 @@ def main() -> None:
     job = Job.of(driver.receive())
     work = job.work
     torch.set_num_threads(job.threads)
-    model, tokenizer = load(job.folder)
-    keys: dict[str, Any] = {"learning_rate": job.learning_rate, "seed": job.seed}
+    model, tokenizer = load(job.folder, job.dtype)
+    keys: dict[str, Any] = {"learning_rate": job.learning_rate, "seed": job.seed, "beta": job.beta, **job.keys}
+    if job.lora is not None:
+        from peft import LoraConfig
+
+        keys["peft_config"] = LoraConfig(**job.lora)
     if job.tokens_per_micro_batch is not None:
         keys["tokens_per_micro_batch"] = job.tokens_per_micro_batch
     trainer = Trainer(
@@ -46,7 +52,7 @@ def main() -> None:
             driver.send(**_step(trainer), peak_rss_bytes=peak_rss_bytes())
 
 
-def _step(trainer: Trainer) -> dict[str, float]:
+def _step(trainer: Trainer) -> dict[str, Any]:
     clock = StepClock()
     batch, metrics = trainer.step()
     seconds = clock.stop()
@@ -58,6 +64,7 @@ def _step(trainer: Trainer) -> dict[str, float]:
         "num_tokens": int(lengths.sum()),
         "longest_tokens": int(lengths.max()),
         "reward": metrics["reward"],
+        "handoff": {name: metrics[name] for name in HANDOFF if name in metrics},
     }
 
 

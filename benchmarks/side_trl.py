@@ -90,7 +90,7 @@ def main() -> None:
     job = Job.of(driver.receive())
     work = job.work
     torch.set_num_threads(job.threads)
-    model, tokenizer = load(job.folder)
+    model, tokenizer = load(job.folder, job.dtype)
     seconds: dict[str, float] = {}
     scorer = Scorer(REWARDS[work.reward])
     turns = Turns(driver, model, scorer, seconds)
@@ -101,6 +101,7 @@ def main() -> None:
         args=_settings(job, work),
         train_dataset=Dataset.from_list(rows(work, work.prompts_per_step * job.num_steps, job.seed + 1)),
         callbacks=[turns],
+        peft_config=_adapters(job),
     )
     trainer.seconds = seconds
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
@@ -108,6 +109,14 @@ def main() -> None:
     trainer.train()
     turns.between_steps()
     raise RuntimeError(f"asked for more than the {job.num_steps} steps of the job")
+
+
+def _adapters(job: Job) -> Any:
+    if job.lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(**job.lora)
 
 
 def _settings(job: Job, work: Work) -> GRPOConfig:
@@ -125,7 +134,7 @@ def _settings(job: Job, work: Work) -> GRPOConfig:
         max_steps=job.num_steps,
         learning_rate=job.learning_rate,
         lr_scheduler_type="constant",
-        beta=0.0,
+        beta=job.beta,
         temperature=1.0,
         loss_type="dapo",
         shuffle_dataset=False,

@@ -190,9 +190,9 @@ def save_fitted(work: Work, folder: Path, seed: int) -> float:
     return found
 
 
-def load(folder: str | Path) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """Model (fp32) and tokenizer that were saved."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def load(folder: str | Path, dtype: str = "float32") -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """Model and tokenizer that were saved."""
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     return model, PreTrainedTokenizerFast.from_pretrained(folder)
 
 

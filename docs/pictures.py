@@ -135,15 +135,15 @@ def _curve(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> 
     )
     axes.text(
         last,
-        imitating + 0.012,
+        imitating - 0.012,
         f"supervised on more demonstrations, same time: {imitating:.0%}",
         color=colors["orange"],
-        va="bottom",
+        va="top",
         **says,
     )
     note = {"fontsize": 15, "fontweight": "bold", "color": colors["blue"]}
     axes.annotate(
-        f"{start:.1%}".replace(".0%", "%"), (steps[0], accuracies[0]), (7, -19), textcoords="offset points", **note
+        f"{start:.1%}".replace(".0%", "%"), (steps[0], accuracies[0]), (13, 4), textcoords="offset points", **note
     )
     axes.annotate(
         f"{accuracies[-1]:.0%}", (last, accuracies[-1]), (0, -25), textcoords="offset points", ha="right", **note

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef
-from hybrid_rl.checkpoint.finding import clear_up, resumed_folder
+from hybrid_rl.checkpoint.finding import resumed_folder
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
-from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
+from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
@@ -29,21 +28,22 @@ from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
+from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
-from hybrid_rl.run.evaluating import Evaluating
-from hybrid_rl.run.generation import check_numbers, generation_of
+from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.missing import explained, refuse_adapters
+from hybrid_rl.run.missing import explained
 from hybrid_rl.run.others import bring_back, make_way, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.results import Metrics, StepResult, readable
+from hybrid_rl.run.saving import Saving
 from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
@@ -51,15 +51,17 @@ from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explain
 logger = logging.getLogger("hybrid_rl")
 
 
-class Trainer(Evaluating):
+class Trainer(Saving):
     """Trains a language model with reinforcement learning.
 
-    model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place.
+    model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place. Of a
+    PeftModel, or the folder of an adapter, the adapter is trained.
     reward_funcs: one or more functions `f(prompts, completions, completion_ids, <dataset columns>, **kwargs) ->
     list[float | None]`, plain or async; names, folders or modules of reward models; judges.
     train_dataset, eval_dataset: a list of dicts, a `datasets.Dataset`, a JSONL or parquet file, with a column
     `prompt` (text or chat messages). eval_dataset may be a dict of these by name, each a set with metrics of its own.
     config: a YAML file, a mapping or a `TrainerConfig`.
+    peft_config: a peft LoraConfig, so that adapters are trained and nothing else (keys of the section `lora`).
     reward_processing_classes: the tokenizers of reward models.
     tools: functions, plain or async, that the policy may call; type hints and docstrings describe them to it.
     environment_factory: a class, or a function that makes an object, or a dict of these by name, chosen by the column
@@ -93,7 +95,7 @@ class Trainer(Evaluating):
         **overrides: Any,
     ) -> None:
         super().__init__()
-        refuse_adapters(peft_config)
+        model, overrides = with_adapters(model, peft_config, overrides)
         self._callbacks = checked_callbacks(callbacks)
         data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
         bring_back(model)
@@ -192,7 +194,7 @@ class Trainer(Evaluating):
         check_modes(self.config)
         if self.global_step >= self.max_steps:
             raise ConfigError(self._nothing_to_do())
-        self._follow_length()
+        self._follow()
         start, step, phase = now(), self.global_step + 1, self._timeline.phase
         self.policy.label = f"training step {step}"
         with self._working("step()"), self._guard.step(), self._timeline.step(step):
@@ -323,7 +325,7 @@ class Trainer(Evaluating):
         """
         self._require_idle("generate")
         self._require_current()
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        prompts = prompts_of(prompts)
         if not prompts:
             return []
         check_modes(self.config, learns=False)
@@ -346,60 +348,11 @@ class Trainer(Evaluating):
 
     # --------------------------------------------------------------------------------------- saving and closing
 
-    def save(self, folder: str | Path | None = None) -> Path:
-        """Write a checkpoint: weights and tokenizer as `from_pretrained` reads them, optimizer, position in the data.
-
-        folder: default `checkpoint-<step>` in the run folder. It is written completely or not at all.
-
-        Raises CheckpointError if it cannot be written.
-        """
-        self._require_idle("save")
-        if folder is None:
-            self._log.check()
-        target = self.run_folder / f"checkpoint-{self.global_step}" if folder is None else Path(folder)
-        if not target.resolve().name:
-            raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
-        state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "sampler": self._guard.data_position}
-        state |= {"config": to_dict(self.config), "changed": self._changes_state(), "best": self._best.state_dict()}
-        state["collector"] = self.collector.state_dict(self.global_step)
-        try:
-            self.policy.save(target.resolve(), state)
-        except BaseException:
-            if self.policy.has_ended:  # no rank is left to delete its unfinished files
-                clear_up(target.resolve().parent, is_ours=folder is None)
-            raise
-        self._log.display.message(f"saved {target}")
-        self._notify("on_save", self.global_step, target)
-        return target
-
     def save_memory_trace(self, path: str | Path) -> Path:
         """Write what was in memory on every rank over the last steps, and in which phase, as a JSON file for Perfetto
         (https://ui.perfetto.dev) or chrome://tracing. Returns its path."""
         self._require_open()
         return save_trace(self.policy.memory_history(), path)
-
-    def _save_now(self, *, final: bool) -> None:
-        """Save a checkpoint. A failure (disk full) does not end the run: the next step tries again, as long as there
-        are ranks."""
-        if self._watch.is_broken:
-            logger.warning("step %d is not saved: its weights are not finite", self.global_step)
-            return
-        try:
-            with self._timeline.phase("checkpoint"):
-                target = self.save()
-        except CheckpointError as error:
-            if final or self.policy.has_ended:
-                raise
-            logger.warning("%s; trying again after the next step", error)
-            return
-        self._save_due = False
-        self._forget_old(target, self._best.checkpoint)
-
-    def _keep_last_step(self) -> None:
-        """Save the last complete step, if checkpoints were asked for and it has none yet."""
-        saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
-        if self.config.save_steps is not None and self.global_step and not self._guard.is_torn and not saved:
-            self._save_now(final=True)
 
     def _evaluate_at_start(self) -> None:
         if self._has_begun or self.global_step:

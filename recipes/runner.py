@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.cli.settings import take
@@ -32,8 +33,12 @@ def main(arguments: list[str], settings: Path, doc: str, *, compares: bool = Fal
     files, arguments = take("config", arguments)
     file = files[-1] if files else None
     config, given = load_config(file, arguments=arguments)
-    if "algorithm.name" not in given:
-        config, _ = load_config(file, {"algorithm": load_config(settings)[0].algorithm.name}, arguments)
+    recipe, _ = load_config(settings)
+    of_recipe: dict[str, Any] = {"algorithm.name": recipe.algorithm.name}
+    if recipe.lora.is_on:
+        of_recipe["lora.r"] = recipe.lora.r
+    if missing := {path: value for path, value in of_recipe.items() if path not in given}:
+        config, _ = load_config(file, missing, arguments)
     if config.model.path is not None:
         train_own(config, rewards)
         return

@@ -1,5 +1,5 @@
-"""Training steps whose memory is measured: three sizes of a Qwen2, five configurations, two engines; on one rank, or as
-one of several."""
+"""Training steps whose memory is measured: three sizes of a Qwen2, seven configurations, two engines; on one rank, or
+as one of several."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from hybrid_rl.memory.cycle import (
     RESIDENTS,
     Phase,
 )
+from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.choices import plan_memory
 from hybrid_rl.planning.ledger import GRADIENTS, Budget, MemoryPlan, PhaseMemory
@@ -101,6 +102,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "ranks": {"num_ranks": 2, "backend": "ray", "max_num_seqs": 8, "max_num_batched_tokens": 32},
     "bfloat16": {"dtype": "bfloat16"},  # fp32 masters and accumulators
+    "lora": {"lora.r": 8, "beta": 0.05, "dtype": "bfloat16"},
     "offload": {"algorithm": "ppo", "beta": 0.05, "offload": [OPTIMIZER, REFERENCE, CRITIC, CRITIC_OPTIMIZER]},
 }
 VLLM_KEYS: dict[str, Any] = {
@@ -211,7 +213,7 @@ class MeasuredStep:
         arena = worker._memory._arena
         found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
         found[GRADIENTS] = gradients(worker._actor)
-        if roles._reference is not None:
+        if roles._reference is not None and not isinstance(roles._reference.model, WithoutAdapters):
             found[REFERENCE] = shards(roles._reference.model.module)
         if roles._critic is not None:
             found[CRITIC] = shards(roles._critic.model.module)

@@ -37,7 +37,7 @@ def clear_up(run: Path, *, is_ours: bool = False) -> None:
         if match is None or not _is_left(match[2], is_ours=is_ours and match[1].startswith("checkpoint-")):
             continue
         target = run / match[1]
-        if match[3] == "old" and (path / STATE_FILE).is_file() and not target.exists():
+        if match[3] == "old" and _is_checkpoint(path) and not target.exists():
             path.rename(target)
         else:
             shutil.rmtree(path, ignore_errors=True)

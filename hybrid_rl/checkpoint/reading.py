@@ -16,7 +16,14 @@ from hybrid_rl.resharding.shards import read_shards
 
 OPTIMIZER_FOLDER = "optimizer"
 SCALARS_FILE = "scalars.json"
-KINDS: Mapping[str, type] = {"global_step": int, "num_tokens": int, "sampler": dict, "config": dict, "best": dict}
+KINDS: Mapping[str, type] = {
+    "global_step": int,
+    "num_tokens": int,
+    "sampler": dict,
+    "config": dict,
+    "best": dict,
+    "base": dict,
+}
 
 
 def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.checkpoint.finding import clear_up, hidden_name
-from hybrid_rl.checkpoint.manifest import STATE_FILE
+from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, check_name, split
 from hybrid_rl.controller.failures import is_disconnect
 from hybrid_rl.errors import CheckpointError, PeerFailedError
@@ -39,21 +39,45 @@ def write_checkpoint(
     Raises CheckpointError on every rank (disk full, no permission ...), and PeerFailedError if another rank is gone;
     nothing half-written is left.
     """
+    _write(folder, save_model, {"": optimizer, **parts}, state, rank, gather)
+
+
+def write_model(
+    folder: Path,
+    save_model: Callable[[Path], None],
+    *,
+    rank: int = 0,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+) -> None:
+    """Write a model by itself in the same way, without what a resumed run needs. It replaces only such a model."""
+    _write(folder, save_model, {}, None, rank, gather)
+
+
+def _write(
+    folder: Path,
+    save_model: Callable[[Path], None],
+    optimizers: Mapping[str, Mapping[str, Any]],
+    state: Mapping[str, Any] | None,
+    rank: int,
+    gather: Callable[[Any], list[Any]],
+) -> None:
+    what = "model" if state is None else "checkpoint"
     temporary, replaced = hidden_name(folder, "tmp"), hidden_name(folder, "old")
     is_leader = rank == 0
 
     def complete(known: Mapping[str, Content]) -> None:
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
+        if state is not None:
+            (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
         write_manifest(temporary, known)
         put_in_place(folder, temporary, replaced)
 
     agree = functools.partial(agreed, gather, is_of_peer=is_disconnect)
     try:
         with replacing(folder, temporary, replaced, is_leader=is_leader):
-            common = Path(agree(lambda: _begin(folder, temporary, parts, state) if is_leader else None)[0])
+            common = Path(agree(lambda: _begin(folder, temporary, optimizers, state) if is_leader else None)[0])
             agree(lambda: save_model(common))
             known: dict[str, Content] = {}
-            for part, its in {"": optimizer, **parts}.items():
+            for part, its in optimizers.items():
                 write = functools.partial(_write_optimizer, common, Path(part) / OPTIMIZER_FOLDER, its, rank)
                 for contents in agree(write):
                     known |= contents
@@ -63,21 +87,26 @@ def write_checkpoint(
     except Exception as error:  # safetensors wraps I/O errors in its own types
         if is_disconnect(error):
             # The controller knows which rank ended; what to do about a full disk would be misleading.
-            raise PeerFailedError(f"another rank is gone, so checkpoint {folder} was not written") from error
+            raise PeerFailedError(f"another rank is gone, so {what} {folder} was not written") from error
         raise CheckpointError(
-            f"cannot write checkpoint {folder}: {error}; earlier checkpoints are untouched. Free space or choose "
-            f"another folder"
+            f"cannot write {what} {folder}: {error}; earlier checkpoints are untouched. Free space or choose another "
+            "folder"
         ) from error
 
 
-def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[str, Any]) -> str:
-    check_name(folder, state)
+def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[str, Any] | None) -> str:
+    if state is not None:
+        check_name(folder, state)
     folder.parent.mkdir(parents=True, exist_ok=True)
     clear_up(folder.parent)
-    if folder.exists() and any(folder.iterdir()) and not (folder / STATE_FILE).exists():
-        raise CheckpointError(f"{folder} exists and is not a checkpoint; choose another folder")
+    is_checkpoint = (folder / STATE_FILE).exists()
+    is_such = is_checkpoint if state is not None else (folder / MANIFEST_FILE).exists() and not is_checkpoint
+    if folder.exists() and any(folder.iterdir()) and not is_such:
+        what = "a checkpoint" if state is not None else "a model that was saved by itself"
+        raise CheckpointError(f"{folder} exists and is not {what}; choose another folder")
     shutil.rmtree(temporary, ignore_errors=True)
-    for part in ("", *parts):
+    temporary.mkdir()
+    for part in parts:
         (temporary / part / OPTIMIZER_FOLDER).mkdir(parents=True)
     return str(temporary)
 

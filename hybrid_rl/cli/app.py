@@ -27,6 +27,7 @@ from hybrid_rl.cli.train import train
 from hybrid_rl.cli.upload import upload_run
 from hybrid_rl.cli.version import print_version
 
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})  # disk, quota, ulimit -f, a broken device
 RUN, BEFORE, LOOK_UP = "Train, and see what came of it", "Before a run", "Look up"
 
 
@@ -66,6 +67,7 @@ for _panel, _commands in PANELS.items():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `hybrid-rl`; returns the exit status."""
+    _open_what_is_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale such as C cannot show every character of a prompt
             stream.reconfigure(errors="backslashreplace")
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         status = int(ended.code or 0)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in UNWRITABLE:
             raise
         return _say_full(error)
     try:
@@ -83,6 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _say_full(error)
     return status
+
+
+def _open_what_is_closed() -> None:
+    """Send what would go to a closed stream (`hybrid-rl version >&-`) nowhere, as if it were /dev/null."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the program ends
 
 
 def _say_full(error: OSError) -> int:

@@ -24,6 +24,7 @@ OPTIONAL = (
     ("ray", "several ranks, such as num_ranks=2", ""),
     ("vllm", "rollout.engine=vllm", "GPUs: pip install vllm; CPUs: make vllm in a clone"),
     ("flash-attn", "attention=flash_attn on GPUs", ""),
+    ("peft", "adapters: lora.r=8, peft_config=", ""),
     ("tensorboard", "report_to=tensorboard", ""),
     ("wandb", "report_to=wandb", ""),
     ("trackio", "report_to=trackio", ""),

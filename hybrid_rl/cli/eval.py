@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybrid_rl.cli.generate import checkpoint_of
 from hybrid_rl.cli.running import say_lookup
 from hybrid_rl.cli.settings import take
 from hybrid_rl.cli.tables import show, table, wide_console
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 def evaluate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint, any model's folder or name, or an earlier eval.json.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint, a run's folder, any model's name, or an earlier eval.json."
+        ),
     ],
     words: Annotated[
         list[str] | None,
@@ -60,8 +64,13 @@ def evaluate(
     def load(which: str, folder: Path | None) -> Evaluation:
         if Evaluation.is_kept(Path(which)):
             return Evaluation.read(Path(which))
-        return _generate(which, words or [], folder)
+        other = against if which is model else model
+        return _generate(
+            which, words or [], folder, None if other is None or not Evaluation.is_kept(Path(other)) else other
+        )
 
+    if against is not None and _place(model) == _place(against):
+        raise ConfigError(f"--against {against} is {model} itself, so there is nothing to compare: name another one")
     if Evaluation.is_kept(Path(model)) and words and (against is None or Evaluation.is_kept(Path(against))):
         raise ConfigError(
             f"{model} is an earlier evaluation, which is only read: leave out {', '.join(words)}, or name a model"
@@ -82,8 +91,19 @@ def evaluate(
         print((f"{name}: " if name else "") + test.verdict(*_names(baseline, found)))
 
 
-def _generate(model: str, words: Sequence[str], folder: Path | None) -> Evaluation:
-    """Evaluate a model. Raises ConfigError if reward or data are missing."""
+def _place(name: str) -> Path:
+    """Return what tells models and evaluations apart: their folder, whether or not their file is named."""
+    from hybrid_rl.evaluation.evaluations import EVAL_FILE
+
+    path = Path(name)
+    return (path.parent if path.name == EVAL_FILE else path).resolve()
+
+
+def _generate(model: str, words: Sequence[str], folder: Path | None, kept: str | None) -> Evaluation:
+    """Evaluate a model. kept: an earlier evaluation that it is compared with. Raises ConfigError if reward or data are
+    missing."""
+    model = checkpoint_of(model)
+    anew = "" if kept is None else f" ({kept} is only read, but {model} has to be evaluated for the comparison)"
     from hybrid_rl.cli.train import MADE_REWARDS, PLAIN_REWARDS, load_reward
     from hybrid_rl.config import load_config
 
@@ -94,15 +114,15 @@ def _generate(model: str, words: Sequence[str], folder: Path | None) -> Evaluati
     if not rewards:
         raise ConfigError(
             "reward=FILE.py:FUNCTION is missing: the function that says what is right, or the name of a ready-made "
-            f"one: {', '.join((*PLAIN_REWARDS, *MADE_REWARDS))}"
+            f"one: {', '.join((*PLAIN_REWARDS, *MADE_REWARDS))}{anew}"
         )
     config, given = load_config(files[-1] if files else None, arguments=settings)
     if not paths and config.data.eval_path is None:
-        raise ConfigError("the data is missing: give a file with prompts, such as gsm8k.jsonl")
+        raise ConfigError(f"the data is missing: give a file with prompts, such as gsm8k.jsonl{anew}")
     functions = [load_reward(reference) for reference in rewards]
     # Imported here, after what can be refused without it.
+    from hybrid_rl.run.changed import leaves_of
     from hybrid_rl.run.checkpoints import evaluate_checkpoint
-    from hybrid_rl.run.live import leaves_of
 
     keys = {path: value for path, value in leaves_of(config) if path in given}
     say_lookup(model)

@@ -154,14 +154,15 @@ def as_prompt(said: Any, system: str | None, *, raw: bool) -> Any:
 def checkpoint_of(model: str) -> str:
     """Return the newest checkpoint of a run's folder; other folders, and names, as they are."""
     folder = Path(model)
-    if not folder.is_dir() or (folder / "config.json").is_file():
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return model
     from hybrid_rl.checkpoint.finding import checkpoints_of
 
     found = checkpoints_of(folder)
     if not found:
         raise ConfigError(
-            f"{model} has no model (no config.json) and no checkpoint; save_steps=N makes a run write checkpoints"
+            f"{model} has no model (no config.json), no adapter and no checkpoint; save_steps=N makes a run write "
+            "checkpoints"
         )
     print(f"checkpoint: {found[max(found)]}", file=sys.stderr)
     return str(found[max(found)])
@@ -174,14 +175,17 @@ def opened(model: str, settings: Sequence[str], max_completion_length: int) -> I
     from hybrid_rl.config import load_config
 
     _, arguments = take("model.path", settings)
-    logging.getLogger("hybrid_rl").setLevel(logging.ERROR)  # what a run would be warned of
-    with tempfile.TemporaryDirectory(prefix="hybrid-rl-generate-") as folder:
+    logger = logging.getLogger("hybrid_rl")
+    level = logger.level
+    with contextlib.ExitStack() as closing:
+        closing.callback(logger.setLevel, level)
+        logger.setLevel(logging.ERROR)  # what a run would be warned of
+        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-rl-generate-"))
         own = {"model": {"path": model}, "output_dir": folder, "max_completion_length": max_completion_length}
         config, _ = load_config(None, {**own, "max_steps": 1}, arguments)
         with Console(stderr=True).status(f"loading {model}"):
             trainer = Trainer(reward_funcs=_unused_reward, train_dataset=[{"prompt": "-"}], config=config)
-        with trainer:
-            yield trainer
+        yield closing.enter_context(trainer)
 
 
 def _unused_reward(completions: list[Any], **_: Any) -> list[float]:

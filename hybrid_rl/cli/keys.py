@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -51,7 +52,9 @@ def print_keys(
     if not word:
         found = keys
     if not found:
-        print(f"no key contains {word!r}; `hybrid-rl keys` lists all", file=sys.stderr)
+        near = difflib.get_close_matches(word, [key.path.rpartition(".")[2] for key in keys], n=1)
+        advice = f"did you mean {near[0]}?" if near else "`hybrid-rl keys` lists all"
+        print(f"no key contains {word!r}; {advice}", file=sys.stderr)
         raise typer.Exit(1)
     console = wide_console()
     if console.is_terminal:

@@ -16,7 +16,9 @@ def show_plan(
     run: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RUN", help="A recipe, a YAML file or a preset, and KEY=VALUE.", autocompletion=complete_setting
+            metavar="RUN",
+            help="A recipe, a YAML file, a run's folder or a preset, and KEY=VALUE.",
+            autocompletion=complete_setting,
         ),
     ] = None,
     gpus: Annotated[

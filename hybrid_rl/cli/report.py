@@ -21,6 +21,10 @@ def write_report(
 
     It shows rewards and evaluations, how well engine and trainer agree, where time and memory went, and the samples
     themselves, token by token. The page needs no network and no other file; runs may still be under way.
+
+    Examples:
+      hybrid-rl report runs/first
+      hybrid-rl report runs/grpo runs/rloo --to both.html
     """
     path = write(runs, to)
     typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")

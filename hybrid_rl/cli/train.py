@@ -40,6 +40,11 @@ def train(settings: Settings = None) -> None:
     rewards, arguments = take("reward", settings or [])
     files, arguments = take("config", arguments)
     config, _ = load_config(files[-1] if files else None, arguments=arguments)
+    if config.model.path is None and config.resume is not None:
+        raise ConfigError(
+            f"resume={config.resume}: the model is missing; a run that goes on is given model, data and reward= as at "
+            "its start: repeat them, or read its keys with config=runs/NAME/config.yaml"
+        )
     if config.model.path is None:
         raise ConfigError(
             "the model is missing: set model.path to its name or folder; without a model of your own try "

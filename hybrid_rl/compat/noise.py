@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Logger and beginning of the message. Of torch on machines without Triton; of math-verify, which is told to use no
-# timers because its own work in the main thread only.
+# timers because its own work in the main thread only; of Ray in a notebook, about widgets that nobody asked for.
 MESSAGES = (
     ("torch._library.triton", "Triton not available"),
     ("math_verify.parser", "Timeout is disabled"),
     ("math_verify.grader", "Timeout is disabled"),
+    ("ray.widgets.util", "Missing packages"),
 )
 # vLLM looks at every name of torch.distributed, the deprecated ones too.
 WARNINGS = ((r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning),)

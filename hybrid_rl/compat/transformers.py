@@ -65,6 +65,7 @@ NAMES = {
     "transformers.PreTrainedModel._get_dtype_plan": "which parameters a class keeps in float32",
     "transformers.PreTrainedModel._keep_in_fp32_modules": "the same, in parts of names",
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "the same, for bfloat16 too",
+    "transformers.PreTrainedModel._hf_peft_config_loaded": "whether a module has adapters of peft, which it then saves",
     "transformers.PreTrainedModel._keys_to_ignore_on_save": "which tensors a checkpoint does not hold",
     "transformers.PreTrainedModel._adjust_missing_and_unexpected_keys": "which tensors a checkpoint may lack",
     "transformers.conversion_mapping.get_model_conversion_mapping": "how a checkpoint's names become a module's",
@@ -192,6 +193,11 @@ def fp32_name_parts(model: PreTrainedModel) -> list[str]:
 def keys_not_saved(model: PreTrainedModel) -> set[str]:
     """Names of tensors that a checkpoint of this class does not hold."""
     return set(model._keys_to_ignore_on_save or ())
+
+
+def mark_adapted(model: PreTrainedModel) -> None:
+    """Tell a module that it has adapters of peft: it then saves them, and can switch them off."""
+    model._hf_peft_config_loaded = True
 
 
 def relevant_keys(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:

@@ -20,6 +20,16 @@ def needs_reference(config: TrainerConfig) -> bool:
     return config.kl.in_loss or config.kl.in_reward or Needs.REF_LOGPROBS in config.advantage.needs
 
 
+def reference_is_policy(config: TrainerConfig) -> bool:
+    """Return whether the reference is the policy without its adapters, so that no second model is needed."""
+    return needs_reference(config) and not reference_ranks(config) and config.lora.is_on
+
+
+def has_reference_model(config: TrainerConfig) -> bool:
+    """Return whether the ranks of the policy hold a reference model beside the policy."""
+    return needs_reference(config) and not reference_ranks(config) and not config.lora.is_on
+
+
 def needs_logprobs(config: TrainerConfig) -> bool:
     """Return whether the learner's logprobs are needed before the update, whatever the ratio compares with."""
     needs = config.advantage.needs | config.policy_loss.needs
@@ -59,6 +69,12 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
         raise ConfigError(
             f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "
             f"start of the step, but old_logprobs=rollout takes both from the engine; use recompute, or another loss"
+        )
+    model, uses_dora = config.model, getattr(config.lora, "use_dora", False)
+    if uses_dora and model.torch_compile and model.gradient_checkpointing:
+        raise ConfigError(
+            "lora.use_dora=true, torch_compile=true and gradient_checkpointing=true: compiled blocks of DoRA cannot be "
+            "computed again in the backward pass; leave one of the three out"
         )
     if config.model.torch_compile and Needs.ROUTER_SCORES in config.policy_loss.needs:
         raise ConfigError(
@@ -231,6 +247,8 @@ def _check_kl(config: TrainerConfig) -> None:
             f"kl_estimator={kl.kl_estimator} is a KL gradient only without the importance weight; set "
             "use_bias_correction_kl=false or kl_estimator=k3"
         )
+    if config.lora.is_on and isinstance(kl, (KLInLoss, KLInReward)):
+        _check_reference_of_adapters(kl, config)
     if isinstance(kl, (KLInLoss, KLInReward)) and kl.moves_reference and reference_ranks(config):
         raise ConfigError(
             f"{kl.moves_reference} copies the policy into a reference on the same ranks, "
@@ -241,6 +259,14 @@ def _check_kl(config: TrainerConfig) -> None:
             f"kl_estimator=exact compares whole distributions in the update, but "
             f"reference_ranks={reference_ranks(config)} puts the reference on other ranks; leave one of them out"
         )
+
+
+def _check_reference_of_adapters(kl: KLInLoss | KLInReward, config: TrainerConfig) -> None:
+    is_policy = "with lora.r the reference is the policy without its adapters"
+    if kl.moves_reference:
+        raise ConfigError(f"{kl.moves_reference} moves the reference, but {is_policy}, which stays; leave it out")
+    if reference_ranks(config):
+        raise ConfigError(f"reference_ranks={reference_ranks(config)}: {is_policy}, on the same ranks; leave it out")
 
 
 def reference_ranks(config: TrainerConfig) -> int:

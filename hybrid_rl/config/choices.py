@@ -12,6 +12,7 @@ from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConf
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig, SampledEvalConfig
 from hybrid_rl.config.hf import HFRolloutConfig
+from hybrid_rl.config.lora_keys import FullTrainingConfig, LoraKeys
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
     BFloat16ModelConfig,
@@ -129,6 +130,12 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
             {"greedy": EvalConfig, "sampled": SampledEvalConfig},
             lambda given, _: "sampled" if number(given.get("eval_temperature")) > 0 else None,
             "evaluation is greedy; with an eval_dataset (or eval_path), set eval_temperature above 0",
+        ),
+        "lora": Choice(
+            None,
+            {"none": FullTrainingConfig, "adapters": LoraKeys},
+            lambda given, _: "adapters" if given.get("r") is not None else None,
+            "all weights are trained; set lora.r, the rank of adapters",
         ),
         "rollout": Choice(
             "engine", {"inplace": InPlaceRolloutConfig, "vllm": VLLMRolloutConfig, "hf": HFRolloutConfig}

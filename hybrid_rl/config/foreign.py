@@ -14,6 +14,7 @@ ARGS = "args"  # TRL's name for it
 
 # A field by which TRL's configuration is known, whatever its class is called.
 OF_TRL = "per_device_train_batch_size"
+WITHOUT_GPU = {"use_cpu": True, "bf16": False}  # arguments without which no configuration can be made there
 
 
 def split_args(keywords: Mapping[str, Any]) -> tuple[Translation, dict[str, Any]]:
@@ -35,15 +36,27 @@ def split_args(keywords: Mapping[str, Any]) -> tuple[Translation, dict[str, Any]
     default = _default_of(given)
     fields, defaults = ({name: getattr(one, name) for name in names} for one in (given, default))
     if OF_TRL in fields:
-        return translate(fields, defaults, rest), rest
+        return translate(fields, defaults | _own_defaults(given), rest), rest
     return Translation({name: plain(fields[name]) for name in names if differ(fields[name], defaults[name])}), rest
+
+
+def _own_defaults(given: Any) -> dict[str, Any]:
+    """Return TRL's defaults of the fields that `_default_of` may have to set."""
+    fixed = {item.name: item for item in dataclasses.fields(given)}
+    found: dict[str, Any] = {}
+    for name in WITHOUT_GPU.keys() & fixed.keys():
+        item = fixed[name]
+        found[name] = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    if found.get("bf16", "") is None:  # filled in
+        found["bf16"] = True
+    return found
 
 
 def _default_of(given: Any) -> Any:
     """Make another one of its class, without arguments. On a machine without a GPU those of transformers can only be
     made with arguments that say so. Raises ConfigError if none can be made."""
     reason: Exception | None = None
-    for arguments in ({}, {"use_cpu": True, "bf16": False}):
+    for arguments in ({}, WITHOUT_GPU):
         try:
             return type(given)(**arguments)
         except (TypeError, ValueError) as error:

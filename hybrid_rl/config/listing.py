@@ -22,6 +22,7 @@ CONDITIONS = {
     "critic": "with an advantage that has a critic: gae, vapo, vtrace",
     "entropy": "with entropy_target",
     "eval": "with eval_temperature above 0",
+    "lora": "with lora.r",
 }
 # Of sections whose class is a choice: the doc of one member would say too little.
 TITLES = {

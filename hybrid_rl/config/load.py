@@ -336,6 +336,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         if isinstance(value, Mapping) and takes_mapping(expected):
             return dict(value)
         first = next(option for option in options if option is not type(None))
+        if isinstance(value, str) and str in options and typing.get_origin(first) is list:
+            return _one_text(path, value)
         try:
             return _typed(path, first, value)
         except ConfigError as error:
@@ -363,6 +365,13 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
             raise ConfigError(f"{path}={value!r} must be a mapping")
         return dict(value)
     return _scalar(path, expected, value)
+
+
+def _one_text(path: str, value: str) -> str:
+    """Return a text of a key that also takes a list. Raises ConfigError if it is a list without its brackets."""
+    if re.fullmatch(r"\w+(,\s*\w+)+", value):
+        raise ConfigError(f"{path}={value!r} is one text; write a list as {path}=[{value}]")
+    return value
 
 
 def _scalar(path: str, expected: type, value: Any) -> Any:

@@ -22,6 +22,7 @@ from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.logging_keys import LoggingKeys
+from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
 from hybrid_rl.errors import ConfigError
@@ -164,6 +165,12 @@ class VLLMConfig(EngineConfig):
     plain_weights: bool = key(
         True, "keep weights as loaded even if the platform would pack them, so that they can be written directly"
     )
+    lora_handoff: Literal["merged", "adapter"] = key(
+        "merged",
+        "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
+        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with "
+        "both",
+    )
     engine_args: dict[str, Any] = key(
         {}, "every other argument of vLLM, under its own name next to these keys", takes_rest=True
     )
@@ -304,6 +311,19 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
+        if self.vllm.lora_handoff == "adapter":
+            check_slot(config.lora)
+            if self.transport == "disk":
+                raise ConfigError(
+                    "rollout.transport=disk writes all weights at every handoff, and rollout.vllm.lora_handoff=adapter "
+                    "hands over adapters only; leave transport out"
+                )
+        elif self.adopt_weights and config.lora.is_on:
+            raise ConfigError(
+                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
+                "as one tensor (lora.r): the base would be lost; leave adopt_weights out, or set "
+                "rollout.vllm.lora_handoff=adapter"
+            )
         super().check(config, num_ranks)
 
 
@@ -413,6 +433,7 @@ class TrainerConfig(LoggingKeys, Shown):
     correction: Correction = field(default_factory=NoCorrection)
     entropy: EntropyConfig = field(default_factory=EntropyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    lora: FullTrainingConfig = field(default_factory=FullTrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=InPlaceRolloutConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)

@@ -29,12 +29,15 @@ class Translation:
     """Keys that stand for another library's configuration.
 
     given: what the user set. taken: what the user left alone, where the other library's value is not ours.
-    unneeded: fields that the user set and that there is nothing to set for here.
+    unneeded: fields that the user set and that there is nothing to set for here. steps: numbers of training steps that
+    were made of optimizer steps, `updates` of which are in each.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     taken: dict[str, Any] = field(default_factory=dict)
     unneeded: list[str] = field(default_factory=list)
+    steps: dict[str, Any] = field(default_factory=dict)
+    updates: int = 1
 
     def notice(self, overridden: Iterable[str]) -> str:
         """Return what to tell the user, or an empty text. overridden: paths or names that were given besides."""
@@ -46,6 +49,9 @@ class Translation:
         batch = self.given.get("prompts_per_step")
         if batch is not None and "prompts_per_step" not in others:
             parts.append(f"your batch size: prompts_per_step={batch}")
+        steps = ", ".join(f"{name}={value}" for name, value in self.steps.items() if name not in others)
+        if steps:
+            parts.append(f"a training step has {self.updates} of TRL's steps, so {steps}")
         if self.unneeded:
             parts.append(f"not needed here: {', '.join(self.unneeded)}")
         return f"args: {'; '.join(parts)}" if parts else ""
@@ -129,7 +135,12 @@ class _Translator:
         value, last = self._fields[name], self._fields.get("max_steps") or 0
         if isinstance(value, int | float) and 0 < value < 1 and last > 0:
             value = math.ceil(value * last)
-        return max(1, math.ceil(value / self._updates)) if isinstance(value, int | float) and value >= 1 else value
+        if not isinstance(value, int | float) or value < 1:
+            return value
+        steps = max(1, math.ceil(value / self._updates))
+        if name in self._changed and steps != value:
+            self._found.steps[name], self._found.updates = steps, self._updates
+        return steps
 
     def _lengths(self) -> None:
         """max_steps, where -1 means none; then epochs count. The warm-up, which may be a share of the run."""

@@ -20,6 +20,7 @@ from hybrid_rl.errors import CheckpointError, ConfigError
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
 CLIP_KEYS = ("epsilon", "epsilon_high", "delta", "dual_clip")
 LARGE_RATE = 0.1
+SMALL_ADAPTER_RATE = 5e-6
 # At a ratio of 1 their loss is -A ln p.
 LIKELIHOODS = ("reinforce", "cispo")
 
@@ -247,6 +248,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield from ((f"fsdp.{item.name}", "one rank shards nothing; set num_ranks") for item in fields(FSDPConfig))
     if config.model.device == "cpu":
         yield "fsdp.cpu_offload", "on CPUs everything is in host memory anyway"
+    if not isinstance(config.critic, ValueHeadConfig):
+        yield "lora.lora_critic", "there is no critic; an advantage such as gae has one"
     if not has_eval:
         for item in fields(EvalConfig):
             yield f"eval.{item.name}", "there is no eval_dataset (or eval_path)"
@@ -313,6 +316,11 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
         yield (
             f"learning_rate={config.optimizer.learning_rate:g}: AdamW moves each weight by about this much in an "
             "update, and most weights are far smaller, so one update may ruin the model; 1e-6 to 1e-4 are usual"
+        )
+    if config.lora.is_on and 0 < config.optimizer.learning_rate < SMALL_ADAPTER_RATE and config.mode != "rollout":
+        yield (
+            f"learning_rate={config.optimizer.learning_rate:g} is low for adapters, which learn slowly at the rates of "
+            "all weights; about ten times that is usual: 1e-5 to 1e-4"
         )
     loss, old = config.policy_loss, config.algorithm.old_logprobs
     objective: str = loss.objective

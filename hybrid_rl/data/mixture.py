@@ -18,6 +18,7 @@ from hybrid_rl.data.source import SizedSource, StreamSource, digest, load_source
 from hybrid_rl.errors import ConfigError, DataError, counted
 
 DATASET_COLUMN = "dataset"  # the name of the dataset that a row comes from
+MOST_LETTERS = 100  # of a name, which metrics have in theirs
 _STATE_VERSION = 1
 
 
@@ -112,6 +113,7 @@ class MixedSampler(PromptSampler):
         self._configured = dict(self._weights)
         self._credits = dict.fromkeys(self._samplers, 0.0)
         self._num_drawn = 0
+        self._assigned: dict[str, float] | None = None
 
     def __repr__(self) -> str:
         return f"MixedSampler({', '.join(f'{name}={weight:.3g}' for name, weight in self._weights.items())})"
@@ -124,8 +126,13 @@ class MixedSampler(PromptSampler):
 
     @weights.setter
     def weights(self, weights: Mapping[str, float]) -> None:
-        self._weights = self._checked(weights)
+        self._assigned = self._weights = self._checked(weights)
         self._credits = dict.fromkeys(self._samplers, 0.0)  # what was earned under other weights is not owed
+
+    def assigned(self) -> Mapping[str, float] | None:
+        """Return the weights if they were assigned since the last call, else None."""
+        found, self._assigned = self._assigned, None
+        return found
 
     def take(self, num_prompts: int) -> list[PromptRow]:
         """Return the next prompts, in the order in which datasets were drawn."""
@@ -238,6 +245,11 @@ def load_sources(dataset: Any, encoder: PromptEncoder) -> SizedSource | StreamSo
         return load_source(dataset, encoder)
     parts: dict[str, SizedSource] = {}
     for name, part in dataset.items():
+        if not name.isprintable() or not name.strip() or "/" in name or len(name) > MOST_LETTERS:
+            raise DataError(
+                f"a dataset is named {name!r:.80}, but metrics are named data/<name>/reward: use at most "
+                f"{MOST_LETTERS} printable characters, without /"
+            )
         try:
             source = load_source(part, encoder)
         except DataError as error:

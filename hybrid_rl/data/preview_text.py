@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +19,29 @@ NUM_LINES = 14  # of a prompt that is shown
 
 @dataclass(frozen=True)
 class RewardNeeds:
-    """The columns that a reward function reads. needs: alternatives, each a tuple of columns that suffices."""
+    """The columns that a reward function reads. needs: alternatives, each a tuple of columns that suffices. is_known:
+    whether it is ready-made, so that a null is known to give no reward; refused: types of values that it cannot use."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
+    is_known: bool = False
+    refused: tuple[str, ...] = ()
 
     def missing(self, columns: Sequence[str]) -> tuple[str, ...]:
         """Return the columns that are missing for the first alternative, none if one of them is complete."""
         lacks = [tuple(name for name in one if name not in columns) for one in self.needs]
         return () if not lacks or () in lacks else lacks[0]
+
+    def unusable(self, datasets: Sequence[DatasetPreview]) -> dict[str, int]:
+        """Return the types of values in its columns that give no reward, with their numbers. Nulls count for every
+        function: only it knows what it makes of them."""
+        columns = [name for one in datasets for name in one.columns]
+        used = next((names for names in self.needs if set(names) <= set(columns)), ())
+        found: Counter[str] = Counter()
+        for one, name in ((one, name) for one in datasets for name in used):
+            kinds = one.columns.get(name, ({"null": one.num_rows}, ""))[0]
+            found.update({kind: n for kind, n in kinds.items() if kind in ("null", *self.refused)})
+        return {kind: n for kind, n in found.items() if n}
 
 
 @dataclass(frozen=True)
@@ -34,13 +49,14 @@ class Preview:
     """What a run would get from its data: print it, or leave it as the last line of a cell.
 
     train, held_out: each dataset. shared: prompts in both, as dataset and row of evaluation and of training. rewards:
-    and what they need.
+    and what they need. failure_share: share of samples without a reward that ends a run (max_reward_failure_share).
     """
 
     train: tuple[DatasetPreview, ...]
     held_out: tuple[DatasetPreview, ...] = ()
     shared: tuple[tuple[str, int, str, int], ...] = ()
     rewards: tuple[RewardNeeds, ...] = ()
+    failure_share: float = 0.1
 
     @property
     def would_start(self) -> bool:
@@ -59,7 +75,13 @@ class Preview:
                 for other, row, name, first in self.shared
             ],
             "rewards": [
-                {"name": one.name, "needs": one.needs, "missing": one.missing(columns)} for one in self.rewards
+                {
+                    "name": one.name,
+                    "needs": one.needs,
+                    "missing": one.missing(columns),
+                    "unusable": one.unusable(self.train),
+                }
+                for one in self.rewards
             ],
         }
 
@@ -80,8 +102,25 @@ class Preview:
         for one in self.rewards:
             needs = " or ".join(", ".join(names) for names in one.needs) or "nothing but the completion"
             missing = one.missing(columns)
-            yield _fit(f"  {one.name}: {needs}: " + (f"missing: {', '.join(missing)}" if missing else "there"))
+            state = f"missing: {', '.join(missing)}" if missing else "there" + self._unusable(one)
+            yield from _wrapped(f"{one.name}: {needs}: {state}", "  ", "    ")
         yield ""
+
+    def _unusable(self, one: RewardNeeds) -> str:
+        """Say which values of its columns a reward function gets that give no reward."""
+        found = one.unusable(self.train)
+        if not found:
+            return ""
+        number = f"in {sum(found.values()):,} of {counted(sum(dataset.num_rows for dataset in self.train), 'row')}"
+        why = ", which it cannot compare" if set(found) - {"null"} else ""
+        return f", but {', '.join(sorted(found))} {number}{why}"
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether no ready-made reward function could score enough rows."""
+        num_rows = sum(dataset.num_rows for dataset in self.train)
+        known = [sum(one.unusable(self.train).values()) for one in self.rewards if one.is_known]
+        return 0 < len(known) == len(self.rewards) and min(known) > self.failure_share * num_rows
 
     def _shared_lines(self) -> Iterator[str]:
         if self.held_out:
@@ -91,6 +130,8 @@ class Preview:
             yield ""
 
     def _verdict(self) -> str:
+        if self.would_start and self._is_hopeless:
+            return "a run would take this data, but its rewards would end it or teach nothing: see above"
         if self.would_start:
             return "a run would take this data"
         return "a run would refuse this data: correct the rows above, or leave them out"

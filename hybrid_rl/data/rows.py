@@ -148,7 +148,8 @@ def read_path(path: Path, refused: list[str] | None = None) -> Any:
 
 def _read_folder(path: Path, refused: list[str] | None) -> Any:
     if not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-        files = sorted(path.rglob("*.json"), key=lambda file: [_by_number(part) for part in file.parts])
+        files = [file for file in path.rglob("*.json") if file.is_file()]
+        files.sort(key=lambda file: [_by_number(part) for part in file.parts])
         if not files:
             raise DataError(
                 f"the folder {str(path)!r} was not saved by datasets' save_to_disk (it has no state.json), and has no "

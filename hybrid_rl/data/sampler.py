@@ -81,6 +81,10 @@ class PromptSampler:
             'train_dataset={"easy": ..., "hard": ...}'
         )
 
+    def assigned(self) -> Mapping[str, float] | None:
+        """Return the weights if they were assigned since the last call; of a single dataset there are none."""
+        return None
+
     def observe(self, rows: Sequence[PromptRow], rates: Sequence[float]) -> None:
         """Note measured success rates of these rows (0 to 1, NaN = not measured). This sampler needs none."""
 

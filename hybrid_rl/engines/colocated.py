@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybrid_rl.engines.guards import RolloutEngine
+from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.trace import Trace
 
 
@@ -39,6 +40,11 @@ class ColocatedEngine(RolloutEngine):
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights while they are awake."""
         return sum(tensor.nbytes for tensor in self.weights.destinations)
+
+    def check_adapters(self, source: Source) -> None:
+        """Prove that what the engine adds to its weights itself are the adapters of a source. Raises HandoffError. An
+        engine that adds nothing has nothing to prove."""
+        return
 
     def require_room(self, tags: frozenset[str]) -> None:
         """Raise MemoryStateError if the device has too little memory for these tags to wake. An engine whose `wake` may

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,7 +29,8 @@ class EngineSetup:
     model: what an embedded engine decodes from; of a colocated one, the trainer's model: its class, its config and the
     names of its weights. config: the section `rollout`. max_length: longest prompt and completion together. device: of
     this rank. decode: token ids to text, special tokens kept. memory_share: of the free memory that is this engine's
-    to use; others in other processes have the rest. seed: equal on the ranks that share an engine.
+    to use; others in other processes have the rest. seed: equal on the ranks that share an engine. adapter_ranks: of
+    the adapter of each tensor that the engine adds itself, by the tensor's name.
     """
 
     model: CausalLM
@@ -40,6 +41,7 @@ class EngineSetup:
     memory_share: float = 1.0
     seed: int = 0
     trust_remote_code: bool = False
+    adapter_ranks: Mapping[str, int] = field(default_factory=dict)
 
 
 def make_engine(setup: EngineSetup) -> RolloutEngine:

@@ -187,5 +187,6 @@ def _title(run: Path, config: Config) -> str:
     parts += [str(algorithm["name"])] if isinstance(algorithm, Mapping) and algorithm.get("name") else []
     if name:
         has_size = isinstance(size, int | float) and math.isfinite(size)
-        parts.append(f"{name} ({size / 1e6:.3g}M parameters)" if has_size else str(name))
+        adapter = f", adapter r={model['adapter_rank']}" if model.get("adapter_rank") else ""
+        parts.append(f"{name} ({size / 1e6:.3g}M parameters{adapter})" if has_size else str(name))
     return " · ".join(parts).replace("$", r"\$")  # a dollar would begin a formula

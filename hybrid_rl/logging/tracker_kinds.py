@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import os
@@ -225,15 +226,40 @@ KINDS: dict[str, Any] = {
 
 def check_wandb(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError if wandb would ask for a login in the middle of the run."""
-    import wandb
-
+    wandb = imported("wandb")
     mode = arguments.get("mode") or os.environ.get("WANDB_MODE", "online")
     can_ask = "prompt" in inspect.signature(wandb.login).parameters
-    if mode == "online" and can_ask and not wandb.login(prompt=False):
+    if mode != "online" or not can_ask:
+        return
+    problem = "nobody is logged in"
+    try:
+        if wandb.login(prompt=False):
+            return
+    except Exception as error:  # of a key that it refuses, of a server that it cannot reach
+        problem = f"wandb.login() fails with {told(error)}"
+    raise ConfigError(
+        f"report_to=wandb: {problem}; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline and run `wandb "
+        "sync` later"
+    )
+
+
+def imported(name: str) -> Any:
+    """Import a tracker's library. Raises ConfigError if its import fails, in whatever way."""
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ConfigError(
-            "report_to=wandb: nobody is logged in; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline and "
-            "run `wandb sync` later"
-        )
+            f"report_to={name}: importing it fails with {told(error)}; install it again (pip install --force-reinstall "
+            f"{name}), or leave it out of report_to"
+        ) from error
+
+
+def told(error: BaseException) -> str:
+    """Return type and first line of an error."""
+    first = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def known_arguments(name: str) -> tuple[str, ...]:
@@ -245,8 +271,7 @@ def known_arguments(name: str) -> tuple[str, ...]:
 
         start: Any = SummaryWriter.__init__
     else:
-        module = __import__(name)
-        start = module.init
+        start = imported(name).init
     return tuple(
         n for n in inspect.signature(start).parameters if n not in ("self", "config", "resume", "id", "reinit")
     )

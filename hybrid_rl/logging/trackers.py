@@ -24,7 +24,7 @@ import yaml
 
 from hybrid_rl.controller.session import at_end
 from hybrid_rl.errors import ConfigError, HybridRLError, counted
-from hybrid_rl.logging.tracker_kinds import KINDS, Measured, TrackedRun, Tracker, check_wandb, known_arguments
+from hybrid_rl.logging.tracker_kinds import KINDS, Measured, TrackedRun, Tracker, check_wandb, known_arguments, told
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -71,7 +71,9 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
         found = json.loads((folder / STATE).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: one for name, one in found.items() if isinstance(one, dict) and isinstance(one.get("step"), int)}
 
 
 def _write_state(folder: Path, name: str, identity: str, step: int) -> None:
@@ -205,7 +207,7 @@ class Delivery:
                 self.failure, delay = "", FIRST_DELAY
             except BaseException as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
                 was_down = bool(self.failure)
-                self.failure = f"{type(error).__name__}: {_first_line(error)}"
+                self.failure = told(error)
                 if not was_down:
                     self._warn()
                 if self._is_ending.is_set():
@@ -261,11 +263,7 @@ class Delivery:
             try:
                 self._tracker.close()
             except Exception as error:
-                logger.warning("%s has every step, but did not end well: %s", self.name, _first_line(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
+                logger.warning("%s has every step, but did not end well: %s", self.name, told(error))
 
 
 class Trackers:
@@ -329,14 +327,18 @@ def _close(deliveries: Sequence[Delivery], folder: Path) -> None:
         lost = delivery.tables_lost
         if is_done and not lost:
             continue
-        what = f"samples of {counted(lost, 'step')}" if is_done else f"what came after step {delivery.last_step}"
-        if not is_done and delivery.last_step >= delivery.newest:
-            what = "the end of the run"
+        what = f"not received what came after step {delivery.last_step}"
+        if is_done:
+            what = f"not received samples of {counted(lost, 'step')}"
+        elif delivery.last_step >= delivery.newest:
+            what = "not received the end of the run"
+        elif delivery.last_step < 0:
+            what = "received nothing of this run"
         delivery.give_up()
         why = f" ({delivery.failure})" if delivery.failure else ""
         command = f"hybrid-rl upload {folder} {delivery.name}"
         logger.warning(
-            "%s has not received %s%s. Nothing is lost: the run folder has it, and `%s` sends it",
+            "%s has %s%s. Nothing is lost: the run folder has it, and `%s` sends it",
             *(delivery.name, what, why, command),
         )
 
@@ -356,14 +358,12 @@ def upload(folder: str | Path, name: str, *, again: bool = False) -> int:
         raise ConfigError(f"{name!r} is not a tracker; use one of {', '.join(KINDS)}")
     if not (folder / METRICS).exists():
         raise ConfigError(f"{folder} has no {METRICS}; name the folder of a run")
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    except (OSError, yaml.YAMLError):
-        config = {}
+    config = _config_of(folder)
     arguments = (config.get("tracker_arguments") or {}).get(name) or {}
     check_trackers([name], {name: arguments})
     run = _tracked(name, folder, config, arguments, {} if again else read_state(folder), None)
-    num_samples = int(config.get("log_completions") or 0)
+    log_completions = config.get("log_completions")
+    num_samples = log_completions if isinstance(log_completions, int) else 0
     sent = 0
     try:
         tracker: Tracker = KINDS[name](run)
@@ -382,10 +382,29 @@ def upload(folder: str | Path, name: str, *, again: bool = False) -> int:
         tracker.close()
     except Exception as error:
         raise HybridRLError(
-            f"{name} took {counted(sent, 'step')} and then failed: {type(error).__name__}: {_first_line(error)}; "
-            f"call it again for the rest"
+            f"{name} took {counted(sent, 'step')} and then failed: {told(error)}; call it again for the rest"
         ) from error
     return sent
+
+
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    """Read the configuration of a run; {} if there is none. Raises ConfigError for a damaged one: it says where the
+    run belongs in the tracker."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = f"cannot be read ({told(error)})"
+    else:
+        if not isinstance(config, dict):
+            problem = f"is a {type(config).__name__}, not keys with values"
+        elif not isinstance(given := config.get("tracker_arguments") or {}, dict):
+            problem = f"has tracker_arguments: {given!r:.100}, which is no mapping"
+        else:
+            return config
+    raise ConfigError(f"{path} {problem}; restore it, or delete it to send the metrics without it")
 
 
 def _samples(folder: Path, number: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:

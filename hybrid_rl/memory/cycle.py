@@ -80,6 +80,7 @@ class Cycle:
         moves_reference: bool,
         scores_actor: bool = True,
         rewards_beside_engine: bool = False,
+        reference_is_actor: bool = False,
     ) -> Cycle:
         """Return the cycle of a run.
 
@@ -87,7 +88,8 @@ class Cycle:
         update_reads_reference: the loss computes the reference's distribution. moves_reference: the reference follows
         the policy after updates, and is part of checkpoints. scores_actor: the policy computes something of a batch
         before the update. rewards_beside_engine: the engine stays awake while reward models score, because they never
-        leave memory and it may have more to generate.
+        leave memory and it may have more to generate. reference_is_actor: the reference is the policy without its
+        adapters.
         """
         unknown = residents - set(RESIDENTS)
         if unknown:
@@ -99,7 +101,7 @@ class Cycle:
             "check": {ENGINE_WEIGHTS, KV_CACHE} | actor,
             "generate": {ENGINE_WEIGHTS, KV_CACHE} | actor,
             "reward": {REWARD_MODELS},
-            "score_reference": {REFERENCE},
+            "score_reference": {ACTOR if reference_is_actor else REFERENCE},
             "score_teacher": {TEACHER},
             "score_actor": {ACTOR} if scores_actor else set(),
             "score_critic": {CRITIC},

@@ -37,7 +37,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model name or folder. Raises ModelError if there is none."""
     refuse_missing_folder(path)
-    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")) and not any(Path(path).glob("vocab*")):
+    if Path(path).is_dir() and not has_tokenizer(Path(path)):
+        inside = [folder for folder in Path(path).glob("checkpoint-*") if folder.name.partition("-")[2].isdecimal()]
+        if inside and not (Path(path) / "config.json").exists():
+            newest = max(inside, key=lambda folder: int(folder.name.partition("-")[2]))
+            raise ModelError(f"{path!r} is the folder of a run, not of a model; name a checkpoint in it: {newest}")
         raise ModelError(
             f"model folder {path!r} has no tokenizer (no tokenizer*.json); save one there or pass tokenizer="
         )
@@ -50,12 +54,22 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer."""
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that makes a model of this config: vision-language models, which are trained on
-    text here, are not among its causal LMs."""
+    text here, are not among its causal LMs. Raises ModelError if there is none."""
     own_code = getattr(config, "auto_map", None) or {}
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not is_causal and not sees:  # transformers would list all that it has
+        raise ModelError(
+            f"config.json says {config.model_type!r}, of which transformers has no causal language model; name another "
+            "model, or put config.json back if it was edited"
+        )
     return AutoModelForImageTextToText if sees and not is_causal else AutoModelForCausalLM
 
 
@@ -104,8 +118,8 @@ def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
     rows = vocabulary_size(module)
     if len(tokenizer) > rows:
         raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {rows}; resize the embeddings or use its "
-            f"own tokenizer"
+            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {rows}; leave tokenizer= out to use the "
+            "one in the model's folder, or resize the embeddings (module.resize_token_embeddings)"
         )
 
 
@@ -140,7 +154,9 @@ def vocabulary_size(module: PreTrainedModel) -> int:
 
 
 def refuse_missing_folder(path: str) -> None:
-    """Raise ModelError for a name that looks like a local folder and is not one."""
+    """Raise ModelError for a file, and for a name that looks like a local folder and is not one."""
+    if Path(path).is_file():
+        raise ModelError(f"model {path!r} is a file; name the folder that has the model's config.json")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).is_dir():
         raise ModelError(f"model folder {path!r} does not exist")
@@ -155,7 +171,14 @@ def loading(what: str, path: str) -> Iterator[None]:
     """
     try:
         yield
+    except ModelError as error:
+        raise ModelError(f"cannot load {what} {path!r}: {error}") from error
     except Exception as error:  # OSError, ValueError, KeyError, RuntimeError, SafetensorError and others
+        if "ignore_mismatched_sizes" in str(error):  # an argument that nobody here has given
+            raise ModelError(
+                f"cannot load {what} {path!r}: its weights have other shapes than config.json says; put config.json "
+                "back if it was edited, or name a folder whose weights and config.json belong together"
+            ) from error
         on_hub = (
             " (there is no such folder here, so it was looked for on the Hugging Face hub; offline, name a folder, or "
             "set HF_HUB_OFFLINE=1 to look only at what was downloaded before, without waiting)"

@@ -28,6 +28,7 @@ from hybrid_rl.models.heads.distribution import token_distribution
 from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
 from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.linear import Linears
+from hybrid_rl.models.lora.plain import running
 from hybrid_rl.models.offload import activations_on_host
 from hybrid_rl.models.row import Layout, PackedRow
 
@@ -69,8 +70,7 @@ class PackedModel:
         self._configs = installed_views(module)
         self._activation_offload = activation_offload
         _switch_off_noise(module)
-        self.head = _output_head(module)  # the linear layer on top of the backbone
-        self.is_language_model = self.head is module.get_output_embeddings()
+        self.is_language_model = self.head is running(module.get_output_embeddings())
         self.has_float32_head = float32_head
         self._options = replace(
             _head_options(module) if self.is_language_model else HeadOptions(), in_float32=float32_head
@@ -81,6 +81,11 @@ class PackedModel:
         self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
         if not self.attention.is_packed:
             _keep_soft_capping(module, self._configs)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The linear layer on top of the backbone: another one if the adapters are taken out that train it whole."""
+        return _output_head(self.module)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -245,9 +250,9 @@ def _backbone(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def _output_head(module: PreTrainedModel) -> nn.Linear:
-    head = module.get_output_embeddings()
+    head = running(module.get_output_embeddings())
     if head is None and module.base_model is not module:
-        linear = [child for child in module.children() if isinstance(child, nn.Linear)]
+        linear = [child for child in map(running, module.children()) if isinstance(child, nn.Linear)]
         head = linear[0] if len(linear) == 1 else None
     if not isinstance(head, nn.Linear):
         raise ModelError(

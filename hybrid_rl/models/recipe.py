@@ -28,6 +28,7 @@ class ModelRecipe:
     """A model by folder (or hub name), or a live module by class and config; and the source of its weights.
 
     frozen: names of parameters that require no gradient. conversions: those that the live module was loaded with.
+    adapter: source of the adapter to begin with, by peft's names; None = a new one, if the run trains one.
     """
 
     source: WeightSource
@@ -38,6 +39,7 @@ class ModelRecipe:
     generation_config: GenerationConfig | None = None
     frozen: frozenset[str] = frozenset()
     conversions: tuple[Any, ...] | None = None
+    adapter: WeightSource | None = None
 
     @classmethod
     def of_folder(cls, path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
@@ -97,8 +99,8 @@ def _build(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(recipe.path, trust_remote_code=recipe.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
-            f"cannot load {recipe.source.label}: its weights are quantised, which cannot be trained; convert it to "
-            "bfloat16 first"
+            f"cannot load {recipe.source.label}: its weights are quantised, which cannot be trained, nor can "
+            "adapters on them (QLoRA); convert it to bfloat16 first"
         )
     config = copy.deepcopy(config)
     # Some classes draw random numbers while they are built, although no weight is kept.

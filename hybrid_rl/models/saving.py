@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
@@ -16,6 +18,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from hybrid_rl.compat.transformers import custom_object_save, keys_not_saved
 from hybrid_rl.files import save_tensors
 from hybrid_rl.models.recipe import fp32_tensors
+from hybrid_rl.tensors.boxes import local_box
+from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -29,8 +33,10 @@ def save_weights(
     *,
     is_writer: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    changes: Mapping[str, LowRank] = MappingProxyType({}),
 ) -> None:
     """Write weights, config and generation config as `save_pretrained` writes a module of this dtype; makes the folder.
+    changes: of tensors, by their names in the module; added in float32 to what is written, and rounded once.
 
     Every rank of a sharded module calls it, one with is_writer. Parameters are gathered one after the other (those that
     a conversion takes together, together); the writer holds one file of at most max_shard_bytes besides them, others
@@ -48,9 +54,11 @@ def save_weights(
         failure: Exception | None = None
         for conversion in conversions:
             writes = is_writer and failure is None
-            gathered = {name: _whole(*tensors[name], keep=writes) for _, name in conversion.parts}
+            gathered = {name: whole(*tensors[name], keep=writes) for _, name in conversion.parts}
             try:
                 if writes:
+                    for name in gathered.keys() & changes.keys():
+                        gathered[name] = _changed(gathered[name], changes[name])
                     _write_complete(folder, split, pending, conversion.run(module, gathered.__getitem__))
             except Exception as error:  # a full disk, no permission, a conversion
                 failure = error
@@ -98,7 +106,11 @@ def _to_save(
     return tensors, checkpoint_conversions(module, list(tensors))
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
+def _changed(base: Tensor, change: LowRank) -> Tensor:
+    return change.merged(base, local_box(base)).to(base.dtype)
+
+
+def whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
     """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send."""
     found = tensor.detach().to(dtype)
     if isinstance(found, DTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.lora.folder import settings_of
+from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.offload import NUM_AHEAD
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.models import built
@@ -78,7 +82,8 @@ class PassMemory:
 @dataclass(frozen=True)
 class Counted:
     """A model on the meta device that is to be counted. device_type: of the ranks, "cuda" or "cpu"; config: of the run,
-    whose keys decide how the model runs; sharding: over the ranks, None on a single one."""
+    whose keys decide how the model runs; sharding: over the ranks, None on a single one; is_base: whether a module with
+    adapters runs without them."""
 
     module: PreTrainedModel
     config: TrainerConfig
@@ -87,6 +92,7 @@ class Counted:
     checkpoints: bool = False
     offloads: bool = False
     sharding: ShardOptions | None = None
+    is_base: bool = False
 
     def model(self) -> CountedModel:
         """Wrap the module. Its parameters are shared with all others that were made of it."""
@@ -142,7 +148,7 @@ class Counted:
 
         def run() -> None:
             row = PackedRow.of(columns["prompt_ids"], columns["completion_ids"], model.device)
-            with torch.no_grad():
+            with torch.no_grad(), plain(self.module, trained=False) if self.is_base else nullcontext():
                 if not model.is_language_model:
                     model.row_values(row)
                 elif wants_all:
@@ -272,14 +278,20 @@ def _equal_blocks(module: PreTrainedModel) -> list[nn.Module]:
 
 def _shortened(module: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Return the model with fewer layers."""
-    recipe = ModelRecipe.of_module(module, StateSource({}))
+    with plain(module, trained=False):
+        recipe = ModelRecipe.of_module(module, StateSource({}))
     config = copy.deepcopy(module.config)
     settings = config.get_text_config()
     settings.num_hidden_layers = num_layers
     if getattr(settings, "layer_types", None):
         settings.layer_types = settings.layer_types[:num_layers]
     dtype = next(module.parameters()).dtype
-    return built(replace(recipe, config=config), dtype)
+    found = built(replace(recipe, config=config), dtype)
+    if is_adapted(module):
+        with warnings.catch_warnings(action="ignore"):
+            inject(found, settings_of(module))
+        nn.Module.to(found, "meta")
+    return found
 
 
 class CannotCount(ModelError):

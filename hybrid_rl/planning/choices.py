@@ -170,7 +170,7 @@ def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:
     """Return the size of the cache, and what limits it: all that is wanted, or what is left in the phases in which it
     is in memory, and at least room for one sequence."""
     cache = step.cache()
-    wanted = f"room for all {cache.num_sequences} sequences at full length; more would stay empty"
+    wanted = f"room for all {cache.num_sequences} sequences (max_num_seqs) at full length; more would stay empty"
     if budget.device_bytes is None:
         return cache.wanted_bytes, wanted
     there = [phase for phase in step.phases(0) if _has_cache(step, phase.phase)]

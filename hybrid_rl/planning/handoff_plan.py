@@ -114,6 +114,23 @@ def plan_handoff(
     )
 
 
+def adapter_handoff(config: TrainerConfig, module: PreTrainedModel, *, ranks_per_host: int) -> HandoffPlan:
+    """Plan a handoff of adapters alone, which every rank gathers and puts into vLLM's slot. module: with adapters."""
+    assert config.num_ranks != "auto"
+    dtype = DTYPES[config.model.dtype]
+    hosts = [f"host{rank // ranks_per_host}" for rank in range(config.num_ranks)]
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    specs = [TensorSpec(name, tuple(p.shape), dtype) for name, p in trained]
+    links = gathered(fsdp_layout(specs, config.num_ranks, replicas=config.fsdp.dp_replicate, hosts=hosts), 0)
+    return HandoffPlan(
+        f"{config.rollout.engine} gets the adapters alone, into its own LoRA slot; the base is not sent again",
+        links,
+        minimum=sum(links.values(), Traffic()),
+        source="counted from the shapes of the adapters",
+        is_on_gpus=config.model.device != "cpu",
+    )
+
+
 def _embedded(skeleton: PreTrainedModel, dtype: torch.dtype, hosts: Sequence[str], replicas: int) -> HandoffPlan:
     """Return the plan of an engine that decodes from the trainer's modules: several ranks gather the full weights."""
     if len(hosts) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.models.heads.classifier import classifier_recipe
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.plain import plain
+from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
+from hybrid_rl.models.lora.sizes import copy_on_meta
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.sources import StateSource
 
@@ -21,7 +26,8 @@ Given = PreTrainedModel | ModelRecipe | str
 
 @dataclass(frozen=True)
 class RunModels:
-    """Modules on the meta device. critic, teacher: None if the run has none."""
+    """Modules on the meta device, without adapters: these are the business of a configuration (`adapted`). critic,
+    teacher: None if the run has none."""
 
     policy: PreTrainedModel
     teacher: PreTrainedModel | None = None
@@ -55,12 +61,25 @@ class RunModels:
 
 def _on_meta(model: Given, config: TrainerConfig, *, scores: bool = False) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
-        return built(ModelRecipe.of_module(model, StateSource({})), model.dtype)
+        with plain(model, trained=False):
+            return built(ModelRecipe.of_module(model, StateSource({})), model.dtype)
     if isinstance(model, str):
         trusts = config.model.trust_remote_code
         make = classifier_recipe if scores else ModelRecipe.of_folder
         model = make(model, trust_remote_code=trusts)
     return built(model, DTYPES[config.model.dtype])
+
+
+def adapted(module: PreTrainedModel, config: TrainerConfig, *, is_critic: bool = False) -> PreTrainedModel:
+    """Return a copy of a model on meta that is frozen and has the adapters of `lora`; a critic's head is trained whole.
+
+    Raises ConfigError if it cannot have them, or without peft.
+    """
+    found, keys = copy_on_meta(module), vars(config.lora)
+    with warnings.catch_warnings(action="ignore"):  # they come when the adapters are made
+        inject(found, critic_peft_config(found, keys) if is_critic else peft_config_of(keys))
+    nn.Module.to(found, "meta")
+    return found
 
 
 def built(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:

@@ -9,11 +9,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm import reference_is_policy
+from hybrid_rl.config.lora_keys import LoraKeys
+from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.models.cache import CacheSize
+from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.planning.activations import Counted, PassMemory
-from hybrid_rl.planning.models import RunModels
+from hybrid_rl.planning.models import RunModels, adapted
 from hybrid_rl.planning.rows import Samples
 from hybrid_rl.planning.shapes import has_masters
 from hybrid_rl.sharding.build import shard_options
@@ -58,7 +62,8 @@ class Passes:
         )
 
     def score(self, role: str, config: TrainerConfig) -> PassMemory:
-        """Count a forward pass for scores. role: policy, teacher, critic, or the number of a reward model."""
+        """Count a forward pass for scores. role: policy, reference, teacher, critic, or the number of a reward
+        model."""
         samples = self.samples(config)
         return self._once(role, config, samples, "score", lambda it: it.score(samples))
 
@@ -93,14 +98,22 @@ class Passes:
         found: CacheSize = self._once("policy", config, "cache", None, lambda it: it.cache_size())
         return found
 
-    def module(self, role: str) -> PreTrainedModel:
-        """Return the model of a role; "update" and "engine" are the policy."""
+    def module(self, role: str, config: TrainerConfig) -> PreTrainedModel:
+        """Return the model of a role, with its adapters; "update" and "reference" are the policy, and so is "engine",
+        without adapters if it has weights of its own."""
         models = self.shape.models
         if role.isdigit():
             return models.rewards[int(role)]
         found = {"teacher": models.teacher, "critic": models.critic}.get(role, models.policy)
         assert found is not None
-        return found
+        is_critic, lora = role == "critic", config.lora
+        if role == "teacher" or not isinstance(lora, LoraKeys) or (is_critic and not lora.lora_critic):
+            return found
+        if role == "engine" and isinstance(config.rollout, ColocatedRolloutConfig):
+            return found
+        key = ("adapted", is_critic, repr(lora))
+        made: PreTrainedModel = self.remember(key, lambda: adapted(found, config, is_critic=is_critic))
+        return made
 
     def samples(self, config: TrainerConfig) -> Samples:
         """Return the samples of the fullest micro-batch of a rank."""
@@ -121,21 +134,25 @@ class Passes:
     def _is_first(self, role: str, config: TrainerConfig) -> bool:
         """Whether the fullest micro-batch finds no gradients of earlier ones where autograd puts its own: it is the
         only one, or the optimizer of one rank has taken them over into its masters' accumulators."""
-        return self.is_single(config) or (sharding_of(config) is None and has_masters(self.module(role)))
+        return self.is_single(config) or (sharding_of(config) is None and has_masters(self.module(role, config)))
 
     def _reference(self, config: TrainerConfig) -> Any:
-        return self._counted("policy", config).model() if LossSpec.of(config).is_exact_kl else None
+        if not LossSpec.of(config).is_exact_kl:
+            return None
+        model = self._counted("policy", config).model()
+        return WithoutAdapters(model) if reference_is_policy(config) else model
 
     def _counted(self, role: str, config: TrainerConfig) -> Counted:
         trains = role in ("update", "critic")
         return Counted(
-            self.module(role),
+            self.module(role, config),
             config,
             config.model.device,
             is_packed=config.rollout.is_packed or role.isdigit(),
             checkpoints=trains and config.model.gradient_checkpointing,
             offloads=trains and config.model.activation_offload and config.model.device == "cuda",
             sharding=None if role == "engine" else sharding_of(config),  # engines run full weights, which lie there
+            is_base=role == "reference",
         )
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -147,7 +164,15 @@ class Passes:
     def _once(self, role: str, config: TrainerConfig, what: Any, how: Any, count: Any) -> Any:
         counted = self._counted(role, config)
         model = config.model
-        key = (role, what, how, counted.checkpoints, counted.offloads, counted.sharding, model.attention, model.device)
+        how = (
+            how,
+            counted.checkpoints,
+            counted.offloads,
+            counted.sharding,
+            repr(config.lora),
+            config.rollout.placement,
+        )
+        key = (role, what, how, model.attention, model.device)
         return self.remember(key, lambda: count(counted))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy
 from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
 from hybrid_rl.memory.cycle import (
     ACTOR,
@@ -23,7 +23,7 @@ from hybrid_rl.memory.cycle import (
     Phase,
 )
 from hybrid_rl.models.load import DTYPES
-from hybrid_rl.planning import engines
+from hybrid_rl.planning import adapters, engines
 from hybrid_rl.planning.activations import PassMemory
 from hybrid_rl.planning.ledger import (
     ACTIVATIONS,
@@ -95,13 +95,14 @@ class StepMemory:
 
     def residents(self, kv_cache_bytes: int) -> dict[str, Share]:
         """Return what the run has, by tag."""
-        key = (sharding_of(self.config), self.config.rollout, self.config.model.dtype, self.optimizer_on_host)
+        config = self.config
+        key = (sharding_of(config), config.rollout, config.model.dtype, self.optimizer_on_host, config.lora)
         weights = self.passes.remember(("residents", *map(repr, key)), self._weights)
         return {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
 
     def _weights(self) -> dict[str, Share]:
         models, sharding = self.passes.shape.models, sharding_of(self.config)
-        policy, itemsize = models.policy, DTYPES[self.config.model.dtype].itemsize
+        policy, itemsize = self.passes.module("policy", self.config), DTYPES[self.config.model.dtype].itemsize
         found = {
             ACTOR: weights_share(ACTOR, [policy], sharding),
             OPTIMIZER: host_optimizer_share(OPTIMIZER, policy)
@@ -109,16 +110,21 @@ class StepMemory:
             else optimizer_share(OPTIMIZER, policy, sharding),
         }
         if isinstance(self.config.rollout, ColocatedRolloutConfig):
-            found[ENGINE_WEIGHTS] = engines.vllm_weights_share(policy, self.config, itemsize)
+            found[ENGINE_WEIGHTS] = engines.vllm_weights_share(models.policy, self.config, itemsize)
+            if adapters.has_slot(self.config):
+                num_bytes = adapters.slot_numel(policy, self.config) * itemsize
+                words = f"{found[ENGINE_WEIGHTS].formula} + {num_bytes:,} B of a slot for adapters"
+                found[ENGINE_WEIGHTS] = Share(ENGINE_WEIGHTS, found[ENGINE_WEIGHTS].num_bytes + num_bytes, words)
         elif sharding is not None:
             found[ENGINE_WEIGHTS] = engines.gathered_share(policy, itemsize)
-        if needs_reference(self.config) and not reference_ranks(self.config):
-            found[REFERENCE] = weights_share(REFERENCE, [policy], sharding)
+        if has_reference_model(self.config):
+            found[REFERENCE] = weights_share(REFERENCE, [models.policy], sharding)
         if models.teacher is not None:
             found[TEACHER] = weights_share(TEACHER, [models.teacher], sharding)
         if models.critic is not None:
-            found[CRITIC] = weights_share(CRITIC, [models.critic], sharding)
-            found[CRITIC_OPTIMIZER] = optimizer_share(CRITIC_OPTIMIZER, models.critic, sharding)
+            critic = self.passes.module("critic", self.config)
+            found[CRITIC] = weights_share(CRITIC, [critic], sharding)
+            found[CRITIC_OPTIMIZER] = optimizer_share(CRITIC_OPTIMIZER, critic, sharding)
         if models.rewards:
             found[REWARD_MODELS] = weights_share(REWARD_MODELS, models.rewards, sharding)
         return found
@@ -159,7 +165,7 @@ class StepMemory:
             if tag in self.plan.offload and not on_host:
                 waiting += share.num_bytes
         if shards_on_host and phase.name in ("update", "update_critic"):
-            module = self.passes.module("update" if phase.name == "update" else "critic")
+            module = self.passes.module("update" if phase.name == "update" else "critic", self.config)
             sharding = sharding_of(self.config)
             assert sharding is not None
             words = (
@@ -200,11 +206,9 @@ class StepMemory:
             yield "", [], 0
         else:
             role = phase.name.removeprefix("score_")
-            yield (
-                "",
-                self._of_pass(self.passes.score("policy" if role in ("actor", "reference") else role, self.config)),
-                0,
-            )
+            if role == "actor" or (role == "reference" and not reference_is_policy(self.config)):
+                role = "policy"
+            yield "", self._of_pass(self.passes.score(role, self.config)), 0
 
     def _row_words(self) -> str:
         samples = self.passes.samples(self.config)
@@ -222,7 +226,7 @@ class StepMemory:
         """Yield the peaks of an update: in the passes, and when all gradients are there."""
         config, passes = self.config, self.passes
         count = passes.update(config) if role == "update" else passes.update_values(config)
-        module, sharding = passes.module(role), sharding_of(config)
+        module, sharding = passes.module(role, config), sharding_of(config)
         numel, words = trained_numel(module), self._row_words()
         if config.model.gradient_checkpointing:
             words += ", recomputed block by block"
@@ -283,6 +287,11 @@ class StepMemory:
         keeps = not isinstance(config.rollout, InPlaceRolloutConfig)
         held = self.passes.generate(config, num_tokens, num_sequences, keeps_logprobs=keeps).fullest.others
         text = f"counted: a pass of {num_tokens:,} tokens, logits of {num_sequences}"
+        if adapters.has_slot(config) and config.model.device == "cpu":
+            # There vLLM copies the factors for every token.
+            module = self.passes.module("policy", config)
+            each = adapters.slot_rank(module) * adapters.widest(module) * DTYPES[config.model.dtype].itemsize
+            held, text = held + num_tokens * each, f"{text}, {num_tokens:,} x {each:,} B of adapters"
         if config.model.device == "cuda" and isinstance(config.rollout, ColocatedRolloutConfig):
             if not own.enforce_eager:
                 return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {size_text(GRAPH_BYTES)} of CUDA graphs")]
@@ -314,23 +323,34 @@ class StepMemory:
     def _handoff(self) -> list[Share]:
         """Return what publishing takes besides the weights of both sides."""
         config, sharding = self.config, sharding_of(self.config)
+        shares = self._adapters_on_their_way()
         if sharding is None:
-            return []
+            return shares
         sizes = self._unit_bytes(sharding)
         if not isinstance(config.rollout, ColocatedRolloutConfig):
             # Unit by unit, each through a buffer of its size; the root, with the embedding, comes first.
             fullest = max(sum(sizes[: number + 1]) + size for number, size in enumerate(sizes))
             return [Share(HANDOFF, fullest - sum(sizes), "a unit on its way into the weights that are gathered")]
-        shares = []
         if config.rollout.transport == "distributed" or config.fsdp.cpu_offload:
             count = 2 if config.fsdp.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares
+
+    def _adapters_on_their_way(self) -> list[Share]:
+        """Return what a handoff takes for adapters that vLLM gets as part of its weights."""
+        config = self.config
+        if not (config.lora.is_on and isinstance(config.rollout, ColocatedRolloutConfig)):
+            return []
+        if adapters.has_slot(config):
+            return []
+        is_whole = sharding_of(config) is None and config.model.dtype == "float32"
+        num_bytes, words = adapters.merging_bytes(self.passes.module("policy", config), is_whole=is_whole)
+        return [Share(HANDOFF, num_bytes, words)]
 
     def _unit_bytes(self, sharding: ShardOptions) -> list[int]:
         """Return the full weights of what is gathered as a whole: of the root, then of every block."""
         itemsize = sharding.param_dtype.itemsize
         return [
             sum(padded_numel(p, sharding.dp_shard) for p in parameters) * itemsize
-            for _, parameters in units_of(self.passes.shape.models.policy)
+            for _, parameters in units_of(self.passes.module("policy", self.config))
         ]

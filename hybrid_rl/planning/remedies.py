@@ -20,12 +20,14 @@ from hybrid_rl.planning.sizes import size_text
 MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64
 HOST_MEMORY = "memory.host_memory"
+ADAPTER_RANK = 16  # of adapters where all weights do not fit
 FEWER = {"max_num_batched_tokens": (2048, 256), "max_num_seqs": (32, 8, 1)}  # of an engine
 
 
 NO_REMEDY = (
     "no keys of memory, micro-batches, the engine, checkpointing or sharding make it fit, not even all together at "
-    f"their smallest on up to {MOST_RANKS} ranks; take a smaller model, shorter completions, or larger devices"
+    f"their smallest on up to {MOST_RANKS} ranks, with adapters (lora.r) or without; take a smaller model, shorter "
+    "completions, or larger devices"
 )
 
 
@@ -98,8 +100,8 @@ def table(shares: Sequence[Share]) -> list[str]:
 
 
 def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> list[Remedy]:
-    """Return remedies that make a run fit, each of which was planned: single keys, or more memory of the host; if none
-    is enough, the fewest of all together, on these ranks or on more."""
+    """Return remedies that make a run fit, each of which was planned: single keys, or more memory of the host, and
+    adapters; if none is enough, the fewest of all together, on these ranks or on more."""
 
     def fits(remedies: Sequence[Remedy]) -> bool:
         return _fits(sum_of(remedies), shape, config, budget, passes)
@@ -124,24 +126,36 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
     if budget.host_bytes is not None and len(found) < MOST_NAMED:
         more = (_more_of_the_host(one, shape, config, budget, passes) for one in (Remedy(()), *_to_the_host(config)))
         found += [one for one in more if one is not None][:1]
+    adapters = _adapters(config)
+    found += [one for one in adapters if fits([one])]
     if found:
         return [told(one) for one in found]
 
-    def together(ranks: Remedy) -> Remedy | None:
-        """Return the fewest of all keys that suffice with these ranks, on vLLM if they do not otherwise."""
-        for engine in (Remedy(()), *_vllm(ranks.apply(config), shape)):
-            keys = list(_singles(sum_of([ranks, engine]).apply(config), shape))
-            if fits([ranks, engine, *keys]):
+    def together(given: Remedy) -> Remedy | None:
+        """Return the fewest of all keys that suffice with these ranks, or adapters, on vLLM if they do not
+        otherwise."""
+        for engine in (Remedy(()), *_vllm(given.apply(config), shape)):
+            keys = list(_singles(sum_of([given, engine]).apply(config), shape))
+            if fits([given, engine, *keys]):
                 for one in reversed(list(keys)):  # those that cost most time first
                     fewer = [other for other in keys if other is not one]
-                    keys = fewer if fits([ranks, engine, *fewer]) else keys
-                return sum_of([engine, *keys, ranks])
+                    keys = fewer if fits([given, engine, *fewer]) else keys
+                return dataclasses.replace(sum_of([engine, *keys, given]), note=given.note)
         return None
 
     most = together(more_ranks[-1]) if more_ranks else None
     several = next(filter(None, map(together, more_ranks)), None) if most else None
-    found = [one for one in (together(Remedy(())), several) if one is not None]
+    found = [one for one in (together(Remedy(())), several, *map(together, adapters)) if one is not None]
     return [told(one) for one in found]
+
+
+def _adapters(config: TrainerConfig) -> list[Remedy]:
+    """Return adapters in place of all weights: what is trained is another thing then, so they are no key among
+    others."""
+    adopts = getattr(config.rollout, "adopt_weights", False)
+    if config.lora.is_on or config.mode == "rollout" or adopts or getattr(config.kl, "moves_reference", False):
+        return []
+    return [Remedy((("lora.r", ADAPTER_RANK),), "which trains adapters instead of all weights")]
 
 
 def _to_the_host(config: TrainerConfig) -> list[Remedy]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning.ledger import Share
 from hybrid_rl.planning.sharded import padded_numel
 from hybrid_rl.planning.sizes import size_text
@@ -19,16 +20,28 @@ from hybrid_rl.training.optimizer import slices
 
 def weights_share(tag: str, modules: Iterable[nn.Module], sharding: ShardOptions | None) -> Share:
     """Return the weights of models on a rank. sharding: None if each rank has all of them."""
-    parameters = [p for module in modules for p in module.parameters()]
+    found = list(modules)
+    parameters = [p for module in found for p in module.parameters()]
     if sharding is None:
         counts = Counter[torch.dtype]()
         for p in parameters:
             counts[p.dtype] += p.numel()
         words = " + ".join(f"{count:,} parameters x {dtype.itemsize} B" for dtype, count in counts.items())
         return Share(tag, sum(count * dtype.itemsize for dtype, count in counts.items()), words or "nothing")
-    size, own = sharding.master_dtype.itemsize, _shard_numel(parameters, sharding)
-    words = f"{sum(p.numel() for p in parameters):,} parameters x {size} B / {sharding.dp_shard} shards"
-    return Share(tag, own * size, words + _padding(parameters, sharding))
+    # Weights below adapters keep the dtype that they are computed with; all others are the optimizer's masters.
+    kept = [
+        (p, p.itemsize if has_adapters and not p.requires_grad else sharding.master_dtype.itemsize)
+        for module in found
+        for has_adapters in [is_adapted(module)]
+        for p in module.parameters()
+    ]
+    sizes = Counter[int]()
+    for p, size in kept:
+        sizes[size] += p.numel()
+    words = " + ".join(f"{count:,} parameters x {size} B" for size, count in sizes.items())
+    num_bytes = sum(_shard_numel([p], sharding) * size for p, size in kept)
+    text = f"({words})" if len(sizes) > 1 else words
+    return Share(tag, num_bytes, f"{text} / {sharding.dp_shard} shards{_padding(parameters, sharding)}")
 
 
 def optimizer_share(tag: str, module: PreTrainedModel, sharding: ShardOptions | None) -> Share:

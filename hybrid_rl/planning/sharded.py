@@ -45,6 +45,7 @@ class _Unit:
     parameters: list[nn.Parameter]
     gather_bytes: int
     reduce_bytes: int
+    num_trained: int
     missing: int
     buffer: Tensor | None = None
     weights: Tensor | None = None
@@ -81,7 +82,7 @@ class ShardedPass:
         trained = [p for p in parameters if p.requires_grad]
         gathered = sum(padded_numel(p, options.dp_shard) for p in parameters) * options.param_dtype.itemsize
         reduced = sum(padded_numel(p, options.dp_shard) for p in trained) * options.reduce_dtype.itemsize
-        return _Unit(parameters, gathered, reduced, len(trained))
+        return _Unit(parameters, gathered, reduced, len(trained), len(trained))
 
     def _shard_bytes(self, unit: _Unit) -> int:
         per_element = self._options.master_dtype.itemsize / self._options.reduce_dtype.itemsize
@@ -102,7 +103,7 @@ class ShardedPass:
                       if p.requires_grad]  # fmt: skip
         try:
             yield
-            if root.missing < len(root.parameters):
+            if root.missing < root.num_trained or any(unit.is_backward for unit in blocks):
                 for unit in reversed(blocks):
                     self._after_backward(unit)
                 self._after_backward(root)

@@ -1,8 +1,8 @@
 """An estimate of the time of a training step by its parts, from shapes and assumed rates. It is no measurement.
 
 Products are counted as 2 operations for each weight that a token passes through; attention as 4 for each pair of
-tokens, head and dim. A backward pass costs two forward passes. Rewards are taken to be ready when the rollout ends, and
-FSDP's communication to hide behind computation.
+tokens, head and dim. A backward pass costs two forward passes, or one through frozen weights. Rewards are taken to be
+ready when the rollout ends, and FSDP's communication to hide behind computation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.planning.rates import Assumptions, Rates
 
-BACKWARD = 2  # forward passes that a backward pass costs
+BACKWARD, BACKWARD_FROZEN = 2, 1  # forward passes that a backward pass costs
 OPTIMIZER_TRAFFIC = 28  # bytes per parameter: masters and both moments read and written, gradients read
 UPDATE_OVER_PCIE = 4 + 2  # bytes per parameter: gradients to the host, new weights back
 PARTS = ("rollout", "scoring", "update", "handoff", "sleep and wake")
@@ -126,10 +126,10 @@ class StepWork:
     """The work of a training step.
 
     scored: models that score all samples, by name. trained: models that learn, by name, with their parameters on a
-    rank. passes: over the samples. forward_passes: in an update, 2 with checkpointing. optimizer_steps: of each model.
-    host_optimizers: of `trained`, those that are updated in host memory. handoff_bytes: that a rank takes from itself
-    ("local"), GPUs of its host ("host"), other hosts ("remote") and host memory ("pcie"); None = not known.
-    moved_bytes: of a rank to the host and back.
+    rank; frozen: those of them of which only adapters learn. passes: over the samples. forward_passes: in an update, 2
+    with checkpointing. optimizer_steps: of each model. host_optimizers: of `trained`, those that are updated in host
+    memory. handoff_bytes: that a rank takes from itself ("local"), GPUs of its host ("host"), other hosts ("remote")
+    and host memory ("pcie"); None = not known. moved_bytes: of a rank to the host and back.
     """
 
     num_ranks: int
@@ -139,6 +139,7 @@ class StepWork:
     generation: Generation | None
     scored: Mapping[str, ModelWork] = field(default_factory=dict)
     trained: Mapping[str, tuple[ModelWork, int]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
     passes: int = 1
     forward_passes: int = 1
     optimizer_steps: int = 1
@@ -170,12 +171,15 @@ def step_time(work: StepWork, rates: Rates, assumed: Assumptions | None = None) 
     assumed = assumed or Assumptions()
     trained_flops = work.num_ranks * rates.flops * assumed.training_share
     scoring = sum(model.forward_flops(work.lengths) for model in work.scored.values())
-    learning = sum(model.forward_flops(work.lengths) for model, _ in work.trained.values())
+    learning = sum(
+        model.forward_flops(work.lengths)
+        * (work.forward_passes + (BACKWARD_FROZEN if name in work.frozen else BACKWARD))
+        for name, (model, _) in work.trained.items()
+    )
     seconds: dict[str, float | None] = {
         "rollout": _rollout_seconds(work, rates, assumed) if work.generation else 0.0,
         "scoring": scoring / trained_flops,
-        "update": learning * (work.forward_passes + BACKWARD) * work.passes / trained_flops
-        + _optimizer_seconds(work, rates, assumed),
+        "update": learning * work.passes / trained_flops + _optimizer_seconds(work, rates, assumed),
         "handoff": None if work.handoff_bytes is None else _handoff_seconds(work.handoff_bytes, rates, assumed),
         "sleep and wake": work.moved_bytes / (rates.host_bandwidth * assumed.link_share),
     }

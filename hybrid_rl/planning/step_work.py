@@ -12,6 +12,7 @@ from hybrid_rl.config.algorithm import learns_from_demonstrations, needs_referen
 from hybrid_rl.config.schema import EngineConfig
 from hybrid_rl.memory.cycle import CRITIC, KV_CACHE, REFERENCE, TEACHER, Cycle
 from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.planning.step_time import Generation, Lengths, ModelWork, StepWork
 
@@ -46,8 +47,8 @@ def step_work(
 ) -> StepWork:
     """Return the work of a step of a resolved config.
 
-    policy: may be on meta. prompt_tokens: of the longest prompt. kv_bytes_per_token: of the whole model. others:
-    teacher and critic, by tag, if the run has them.
+    policy: with its adapters, may be on meta. prompt_tokens: of the longest prompt. kv_bytes_per_token: of the whole
+    model. others: teacher and critic, by tag, if the run has them.
     """
     assert config.num_ranks != "auto"
     work = ModelWork.of(policy)
@@ -61,7 +62,7 @@ def step_work(
         scored[REFERENCE] = work
     if Needs.TEACHER_LOGPROBS in config.advantage.needs:
         scored[TEACHER] = ModelWork.of(others[TEACHER])
-    learners = {POLICY: (work, trained(policy))}
+    learners, modules = {POLICY: (work, trained(policy))}, {POLICY: policy, **others}
     if isinstance(config.critic, ValueHeadConfig):
         critic = others[CRITIC]
         scored[CRITIC] = ModelWork.of(critic).without_head()
@@ -77,6 +78,7 @@ def step_work(
         generation=_generation(config, memory, kv_bytes_per_token),
         scored=scored,
         trained={} if config.mode == "rollout" else learners,
+        frozen=frozenset(name for name, module in modules.items() if is_adapted(module)),
         passes=config.algorithm.num_iterations,
         forward_passes=2 if config.model.gradient_checkpointing else 1,
         optimizer_steps=optimizer_steps_per_training_step(config),

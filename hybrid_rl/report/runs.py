@@ -149,6 +149,9 @@ def summary(
     model = model if isinstance(model, dict) else {}
     size = model.get("num_parameters")
     shown = config.get("model.path") or model.get("class")
+    adapter, trained = "", model.get("num_trained_parameters")
+    if trained is not None and size and is_number(trained) and is_number(size):
+        adapter = f", adapter r={model.get('adapter_rank')}, {100 * trained / size:.2g} % trained"
     steps = [record["step"] for record in metrics if record["step"] > 0]
     sets = sorted({name for record in metrics for name in record if fnmatchcase(name, "eval/*/accuracy")})
     first_and_last = {name: (values[0], values[-1]) for name in (*HEADLINES, *sets) if (values := known(name))}
@@ -156,7 +159,7 @@ def summary(
     throughput = sorted(known("perf/tokens_per_second"))
     return {
         "algorithm": config.get("algorithm.name"),
-        "model": None if shown is None else f"{shown}{f' ({size / 1e6:.3g}M)' if is_number(size) else ''}",
+        "model": None if shown is None else f"{shown}{f' ({size / 1e6:.3g}M)' if is_number(size) else ''}{adapter}",
         "ranks": config.get("num_ranks"),
         "engine": config.get("rollout.engine"),
         "steps": steps[-1] if steps else 0,

@@ -32,7 +32,7 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.tables import Column, Pieces, Table
 
 _OPERATOR = "strided_copy"
-_CASTS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # csrc's numbers of dtypes that convert
+CASTS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # csrc's numbers of dtypes that convert
 _MASK_32 = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 _WEYL, _MIX_1, _MIX_2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
@@ -199,8 +199,8 @@ class _Tensors:
 
 
 def _type_of(dtype: torch.dtype) -> int:
-    if dtype in _CASTS:
-        return _CASTS[dtype]
+    if dtype in CASTS:
+        return CASTS[dtype]
     if dtype.itemsize > 8:
         raise HandoffError(f"elements of {dtype} have {dtype.itemsize} bytes; the largest supported size is 8")
     return dtype.itemsize
@@ -210,9 +210,9 @@ def _check_dtypes(read: _Tensors, index: Column, dtypes: Sequence[torch.dtype], 
     tensors = dict(zip(np.unique(index).tolist(), read.used, strict=True))
     for i, j in np.unique(np.stack([index, other], axis=1), axis=0).tolist():
         mine, theirs = tensors[i].dtype, dtypes[j]
-        if mine != theirs and not (mine in _CASTS and theirs in _CASTS):
+        if mine != theirs and not (mine in CASTS and theirs in CASTS):
             raise HandoffError(
-                f"{read.what} {i} is {mine} and cannot be cast to {theirs}; only {', '.join(map(str, _CASTS))} convert "
+                f"{read.what} {i} is {mine} and cannot be cast to {theirs}; only {', '.join(map(str, CASTS))} convert "
                 f"into each other"
             )
 
@@ -282,7 +282,7 @@ def _copy_torch(
         source, target = sources[number], destinations[int(pieces.destination[i])]
         assert source is not None
         shape = pieces.shape[i].tolist()
-        values = _cast(_view(source, shape, pieces.source_strides[i], pieces.source_offset[i]), target.dtype)
+        values = cast(_view(source, shape, pieces.source_strides[i], pieces.source_offset[i]), target.dtype)
         _view(target, shape, pieces.destination_strides[i], pieces.destination_offset[i]).copy_(values)
         if hashes is not None and seeds is not None:
             offset, strides = int(pieces.global_offset[i]), pieces.global_strides[i].tolist()
@@ -297,7 +297,7 @@ def _hash_torch(
         tensor, number = tensors[int(boxes.tensor[i])], int(boxes.parameter[i])
         assert tensor is not None
         view = _view(tensor, boxes.shape[i].tolist(), boxes.strides[i], boxes.offset[i])
-        values = _cast(view, dtypes[int(boxes.dtype[i])])
+        values = cast(view, dtypes[int(boxes.dtype[i])])
         offset, strides = int(boxes.global_offset[i]), boxes.global_strides[i].tolist()
         hashes[number] += _sum_of_terms(values, int(seeds[number]), offset, strides)
 
@@ -306,7 +306,8 @@ def _view(tensor: Tensor, shape: list[int], strides: Column, offset: Any) -> Ten
     return tensor.as_strided(shape, strides.tolist(), tensor.storage_offset() + int(offset))
 
 
-def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert elements as the compiled operators do; the tensor itself if it has the dtype."""
     if values.dtype == dtype:
         return values
     # Sign and payload of a converted NaN depend on the machine; those of a constant do not.

@@ -24,10 +24,12 @@ from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.resharding.handoff.base import Gather, Parts, PeerError, Source, agree, alone, gathered
 from hybrid_rl.resharding.handoff.message import DTYPES, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
+from hybrid_rl.resharding.merged import merged_part
 from hybrid_rl.resharding.pieces import contiguous_strides
 from hybrid_rl.resharding.tables import MAX_DIMS, Column, Table
 from hybrid_rl.resharding.tiling import check_tiling
 from hybrid_rl.resharding.trace import Trace
+from hybrid_rl.weights.low_rank import LowRank
 
 Hashes = npt.NDArray[np.int64]
 _LISTED = 5  # parameters named in an error
@@ -91,24 +93,22 @@ class Verifier:
         """
         start = time.perf_counter()
         what = f"the content of policy version {version}"
-        answers = agree(self._gather, what, lambda: (version, self._sides(source.held(), destinations)))
+        answers = agree(self._gather, what, lambda: (version, self._sides(source, destinations)))
         for number, (theirs, _) in enumerate(answers):
             if theirs != version:
                 raise PeerError(f"participant {number} verifies policy version {theirs}, this one verifies {version}")
         self._compare(version, [sides for _, sides in answers])
         return time.perf_counter() - start
 
-    def _sides(
-        self, held: Mapping[int, Parts], destinations: Sequence[Tensor]
-    ) -> tuple[Hashes, Hashes | None, list[str]]:
+    def _sides(self, source: Source, destinations: Sequence[Tensor]) -> tuple[Hashes, Hashes | None, list[str]]:
         """Return, by image and parameter, the contribution of the parts held here; by parameter, the hash of the engine
         here; and the names of the engine's tensors whose constants differ from those of its loader."""
         expected = np.zeros((len(self.images), len(self._names)), dtype=np.int64)
-        for rank, parts in held.items():
+        for rank, parts in source.held().items():
             if rank not in self._boxes:
                 self._boxes[rank] = [self._of_rank(rank, image) for image in self.images]
             for number, boxes in enumerate(self._boxes[rank]):
-                expected[number] += self._sums(boxes, parts)
+                expected[number] += self._expected(rank, boxes, parts, source.changes)
         if self._trace is None or self._reading is None:
             return expected, None, []
         return expected, self._sums(self._reading, destinations), _wrong_constants(self._trace, destinations)
@@ -170,6 +170,23 @@ class Verifier:
             global_offset=(begin * self._strides[parameter]).sum(axis=1),
             global_strides=self._strides[parameter],
         )
+
+    def _expected(self, rank: int, boxes: HashedBoxes, parts: Parts, changes: Mapping[str, LowRank]) -> Hashes:
+        """Return the hash of each parameter over a rank's boxes; what adapters change is changed for it, a part at a
+        time."""
+        is_adapted = np.array([name in changes for name in self._names], dtype=bool)
+        found = self._sums(boxes.select(~is_adapted[boxes.parameter]), parts)
+        low, high = self._layout.parts(rank)
+        for number in np.flatnonzero(is_adapted).tolist():
+            change, part = changes[self._names[number]], parts[number]
+            mine = boxes.select(boxes.parameter == number)
+            box = tuple(map(slice, low[number].tolist(), high[number].tolist()))[: len(change.shape)]
+            for code in np.unique(mine.dtype).tolist():
+                assert part is not None, "a rank that has boxes of a tensor has a part of it"
+                held: list[Tensor | None] = [None] * len(parts)
+                held[number] = merged_part(change, part, box, DTYPES[code])
+                found += self._sums(mine.select(mine.dtype == code), held)
+        return found
 
     def _sums(self, boxes: HashedBoxes, tensors: Parts) -> Hashes:
         """Return the hash of each parameter over the boxes, int64 [parameters]."""

@@ -179,6 +179,9 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
         if getattr(returned, "ndim", 1) != 1:
             return failed_call("type", f"returned an array of shape {tuple(returned.shape)}; {expected}")
         returned = returned.tolist()
+    if callable(returned) and not isinstance(returned, Sequence):
+        made = getattr(returned, "__name__", type(returned).__name__)
+        return failed_call("type", f"returned a function ({made}); call what makes it, and pass what that returns")
     if isinstance(returned, str | bytes) or not isinstance(returned, Sequence):
         return failed_call("type", f"returned {returned!r} of type {type(returned).__name__}; {expected}")
     if len(returned) != log.num_samples:

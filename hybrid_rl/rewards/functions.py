@@ -155,6 +155,11 @@ def inspect_function(
         inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward function {name!r} has no readable signature; wrap it in a `def`") from error
+    if makes_a_function(function):
+        raise ConfigError(
+            f"reward function {name!r} makes a reward function and is none itself; call it and pass what it returns: "
+            f"{name}()"
+        )
     function = adapted(function, available_columns)
     parameters = inspect.signature(function).parameters.values()
     kinds = inspect.Parameter
@@ -192,6 +197,14 @@ def inspect_function(
         is_dense=has_mark(function, DENSE),
         needs_group=has_mark(function, NEEDS_GROUP),
     )
+
+
+def makes_a_function(function: Any) -> bool:
+    """Whether a signature says that a function is returned, and asks for no completions."""
+    signature = inspect.signature(function)
+    returns = signature.return_annotation
+    is_function = "Callable[" in (returns if isinstance(returns, str) else str(returns))
+    return is_function and not {"completions", "completion_ids", "prompts"} & set(signature.parameters)
 
 
 def bound_keywords(function: Any) -> frozenset[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -12,6 +14,8 @@ from hybrid_rl.process.threads import CANCEL_SECONDS, JOIN_SECONDS, CallThread, 
 from hybrid_rl.rewards.calling import CallOutcome, call_async, call_sync, failed_call
 from hybrid_rl.rewards.functions import RewardFunction
 
+logger = logging.getLogger("hybrid_rl")
+
 
 def on_device() -> None:
     """Make the GPU of the rank that of this thread."""
@@ -20,6 +24,24 @@ def on_device() -> None:
     from hybrid_rl.controller import enter_device
 
     enter_device()
+
+
+def dtype_kept(call: Callable[[], CallOutcome], name: str) -> CallOutcome:
+    """Call a function, and put torch's default dtype back if it has set another, which would be that of training."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return call()
+    before = torch.get_default_dtype()
+    try:
+        return call()
+    finally:
+        if (after := torch.get_default_dtype()) != before:
+            torch.set_default_dtype(before)
+            logger.warning(
+                "the reward function %s has set torch's default dtype to %s, which is that of training too, so it is "
+                "%s again: pass dtype= to what needs another one, or set reward_processes",
+                *(name, after, before),
+            )
 
 
 class ThreadCaller:
@@ -48,7 +70,8 @@ class ThreadCaller:
 
     async def _call(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:
         self._thread = self._thread or CallThread("reward call", on_device)
-        future = self._thread.start(partial(call_sync, spec.function, arguments(), count, spec.log_names))
+        call = partial(call_sync, spec.function, arguments(), count, spec.log_names)
+        future = self._thread.start(partial(dtype_kept, call, spec.name))
         if (outcome := await answer_of(future, self.timeout_seconds)) is not None:
             return outcome
         self._thread.stop()

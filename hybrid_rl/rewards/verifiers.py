@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from fractions import Fraction
 from types import ModuleType
 from typing import Any
@@ -33,15 +33,25 @@ def exact_match(
     """Give 1.0 if the completion equals the `answer` column, both as text without surrounding white space, else 0.0.
 
     A sample whose answer is None gets None: the function does not apply to it. The text of a completion is also its
-    answer in majority votes (`extracted_answer`).
+    answer in majority votes (`extracted_answer`). Raises TypeError for an answer of several values (a list, a dict).
     """
     texts = [completion_text(completion).strip() for completion in completions]
     if log_extra is not None:
         log_extra("extracted_answer", list(texts))
     return [
-        None if expected is None else float(text == str(expected).strip())
+        None if expected is None else float(text == single(expected, "exact_match").strip())
         for text, expected in zip(texts, answer, strict=True)
     ]
+
+
+def single(expected: Any, wanted_by: str) -> str:
+    """Return an expected answer as text. Raises TypeError for a container, whose text no completion would equal."""
+    if isinstance(expected, Mapping | list | tuple | Set) or getattr(expected, "shape", ()) != ():
+        raise TypeError(
+            f"{wanted_by}: the answer {expected!r:.100} is of type {type(expected).__name__}, which cannot be compared "
+            "with a text; give one text or number per row, or write a reward function that reads this one"
+        )
+    return str(expected)
 
 
 def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
@@ -71,7 +81,7 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
         def parse(text: str) -> list[Any]:
             return list(library.parse(text, targets, extraction_mode="first_match", parsing_timeout=seconds))
 
-        texts = [None if gold is None else str(gold) for gold in golds]
+        texts = [None if gold is None else single(gold, "math_reward") for gold in golds]
         parsed = {text: parse(delimited(text)) for text in set(texts) if text is not None}
         rewards: list[float | None] = []
         answers: list[str | None] = []

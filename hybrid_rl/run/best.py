@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.config import EvalConfig
-from hybrid_rl.errors import CheckpointError, ConfigError
+from hybrid_rl.errors import CheckpointError, ConfigError, counted
 from hybrid_rl.evaluation.passes import sizes
 from hybrid_rl.files import write_text
 
@@ -79,6 +79,7 @@ class BestStep:
         self.value: float | None = None
         self.before: float | None = None
         self.num_worse = 0
+        self._num_unknown = 0  # evaluations whose metric was not a number
         self._loaded: int | None = None
         self._earlier: Path | None = None  # the folder of the run that this one was resumed from
 
@@ -98,7 +99,12 @@ class BestStep:
             _refuse_unknown(self.name, [name for name in metrics if name.startswith("eval/")])
         value = float(metrics[self.name])
         if not math.isfinite(value):
-            logger.warning("%s is %s after step %d, so that does not count for the best step", self.name, value, step)
+            if step:
+                self._num_unknown += 1
+            logger.warning(
+                "%s is %s after step %d, so that does not count for the best step, nor for early_stopping_patience",
+                *(self.name, value, step),
+            )
             return False
         if step == 0:
             self.before = value
@@ -151,8 +157,12 @@ class BestStep:
     def load(self, step: int, load: Callable[[Path], None]) -> str | None:
         """At the end of training after `step`, load the best checkpoint if load_best_model_at_end says so. Returns what
         to tell the user."""
-        if not self._config.load_best_model_at_end or self.step is None or self._loaded == self.step:
+        if not self._config.load_best_model_at_end or (self.step is not None and self._loaded == self.step):
             return None
+        if self.step is None:
+            tried = counted(self._num_unknown, "evaluation")
+            told = f"there is no best step: {self.name} was not a number in any of {tried}, so the weights of the last "
+            return told + "step stay; see eval/rewards/num_failed" if self._num_unknown else None
         told = f"the best step by {self.name} is {self.step} ({self.value:g})"
         if self.before is not None and self.value is not None and self._sign * (self.value - self.before) <= 0:
             told += f", which is not better than before training ({self.before:g})"

@@ -16,8 +16,8 @@ from hybrid_rl.evaluation.evaluations import EVAL_FILE, Evaluation
 from hybrid_rl.logging.report import RunFolder
 from hybrid_rl.metrics import finite
 from hybrid_rl.rewards import TrainerState
+from hybrid_rl.run.changed import leaves_of
 from hybrid_rl.run.evaluation import are_sets
-from hybrid_rl.run.live import leaves_of
 from hybrid_rl.run.others import make_way
 from hybrid_rl.run.prepare import Run, prepare
 from hybrid_rl.run.start import make_collector, make_evaluator, start_workers

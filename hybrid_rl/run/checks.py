@@ -27,6 +27,8 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.attention.backends import check_machine
 from hybrid_rl.models.load import DTYPES, loading, refuse_missing_folder
+from hybrid_rl.models.lora.folder import is_adapter_folder
+from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers.setup import RewardSetup, demonstration_encoder
@@ -68,6 +70,11 @@ def check_modes(config: TrainerConfig, *, learns: bool = True) -> None:
 
 def check_module(module: PreTrainedModel) -> None:
     """Raise ModelError for a module whose parameters cannot be trained, or cannot be saved in the form of its class."""
+    if getattr(module.config, "quantization_config", None) is not None:
+        raise ModelError(
+            "the module's weights are quantised: neither they nor adapters on them (QLoRA) can be trained, because the "
+            "engine would compute with other weights than the trainer; load it in bfloat16, and set lora.r for adapters"
+        )
     made = [name for name, parameter in module.named_parameters() if parameter.is_inference()]
     if made:
         raise ModelError(
@@ -86,11 +93,11 @@ def check_module(module: PreTrainedModel) -> None:
 
 def check_module_dtype(module: PreTrainedModel) -> None:
     """Raise ModelError for a module whose parameters have several dtypes, or one that cannot be trained. Parameters
-    that transformers itself keeps in float32 do not count."""
+    that transformers itself keeps in float32 do not count, nor adapters, which are converted."""
     kept = fp32_name_parts(module)
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and not any(part in name for part in kept):
+        if not is_adapter_name(name) and parameter.is_floating_point() and not any(part in name for part in kept):
             by_dtype.setdefault(parameter.dtype, []).append(name)
     held = [str(dtype).removeprefix("torch.") for dtype in by_dtype]
     if len(by_dtype) > 1:
@@ -180,9 +187,18 @@ def load_settings(path: str, config: TrainerConfig) -> Any:
     """Load the config of a model by name or folder. Raises ModelError if it cannot be read, CheckpointError for the
     model of a damaged checkpoint."""
     refuse_missing_folder(path)
+    _refuse_adapter(path)
     check_model(Path(path))
     with loading("the config of model", path):
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+
+
+def _refuse_adapter(path: str) -> None:
+    if is_adapter_folder(path):
+        raise ModelError(
+            f"{path!r} is an adapter, and only the policy can begin with one; merge it into its model first: "
+            "trainer.save(folder, merged=True), or merge_and_unload() of peft"
+        )
 
 
 def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -193,6 +209,7 @@ def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> 
     path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
     if path is None:
         raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
+    _refuse_adapter(path)
     check_model(Path(path))
     theirs = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     if theirs.get_vocab() != tokenizer.get_vocab():

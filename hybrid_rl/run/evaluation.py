@@ -9,6 +9,7 @@ from typing import Any
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.gym import is_gym
+from hybrid_rl.data.mixture import MOST_LETTERS
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow
 from hybrid_rl.data.source import SizedSource, load_source
 from hybrid_rl.engines.base import SamplingParams
@@ -60,10 +61,11 @@ def _sized(dataset: Any, name: str, encoder: PromptEncoder) -> SizedSource:
 
 def _check_name(name: Any) -> None:
     """Raise ConfigError for a name that metrics cannot have in the place of a set."""
-    if not isinstance(name, str) or not name or not name.replace("-", "_").replace(".", "_").isidentifier():
+    is_name = isinstance(name, str) and name.replace("-", "_").replace(".", "_").isidentifier() and name[0].isalpha()
+    if not is_name or len(name) > MOST_LETTERS:
         raise ConfigError(
-            f"eval_dataset has a set named {name!r}, but metrics are named eval/<set>/accuracy: use letters, digits "
-            "and . _ - only, and begin with a letter"
+            f"eval_dataset has a set named {name!r:.80}, but metrics are named eval/<set>/accuracy: use letters, "
+            f"digits and . _ - only, begin with a letter, and take at most {MOST_LETTERS}"
         )
     if name in TAKEN:
         raise ConfigError(f"eval_dataset has a set named {name!r}, which other metrics begin with; choose another name")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
@@ -30,6 +30,15 @@ def check_numbers(num_generations: int, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{shown}={value!r} must be a {'whole ' if kind is Integral else ''}number")
         if shown in COUNTS and value is not None and value < 1:
             raise ConfigError(f"{shown}={value!r} must be at least 1")
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """Return prompts as a list, a single text or row as one of it. Raises DataError for what holds no prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise DataError(f"generate({prompts!r:.80}): give a prompt or a list of them, texts or lists of chat messages")
+    return list(prompts)
 
 
 def generation_of(

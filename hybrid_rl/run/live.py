@@ -13,25 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.checkpoint.rotation import delete_oldest
-from hybrid_rl.config import EvalConfig, TrainerConfig, load_config, resolve, to_dict
+from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.config.changes import differing
-from hybrid_rl.config.choices import number
-from hybrid_rl.config.eval_keys import SampledEvalConfig
 from hybrid_rl.config.habits import habit_of
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_log import RunLog
-from hybrid_rl.options import field_types
-from hybrid_rl.rewards import RewardList
+from hybrid_rl.rewards import RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.successes import Grades
 from hybrid_rl.run.agents import reward_sources
 from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.changed import ANOTHER, SAMPLED, changed_config, leaves_of
 from hybrid_rl.run.checks import check_rewards
 from hybrid_rl.run.missing import attribute_advice, callback_advice
 from hybrid_rl.run.others import ARGUMENTS, Tenant
-from hybrid_rl.run.prepare import Run, device_of, sampling_params
+from hybrid_rl.run.prepare import Run, sampling_params
 from hybrid_rl.run.signature import KeySignature
 from hybrid_rl.run.start import make_collector
 from hybrid_rl.run.watch import SignalWatch
@@ -71,7 +69,6 @@ LIVE: Mapping[str, str] = {
     "max_steps": "the length of the run; a linear or cosine schedule stretches with it",
 }
 NOT_KEYS = ("reward_funcs", "callbacks", "max_steps")
-SAMPLED = frozenset(field_types(SampledEvalConfig)) - frozenset(field_types(EvalConfig))  # of sampled evaluation
 PARTS = ("policy", "collector", "module", "run_folder")  # of a Trainer, which it works with
 BY_LENGTH = ("linear", "cosine")  # schedules that depend on the length of the run
 REWARDS, LENGTH = "reward_funcs", "max_steps"
@@ -217,6 +214,13 @@ class Live(Tenant):
     def _checked_rewards(self, given: Any, config: TrainerConfig) -> tuple[RewardSetup, list[str]]:
         """Check reward functions as at the start of a run. Raises ConfigError."""
         run = self._run
+        entries = with_model_entries([] if given is None else given)
+        models = [entry for entry in entries if isinstance(entry, RewardModelEntry)]
+        if models:
+            raise ConfigError(
+                f"reward_funcs has the reward model {models[0].name!r}, which is loaded when a Trainer is made: set "
+                f"functions and judges only. {ANOTHER}"
+            )
         setup, names = check_rewards(
             given,
             config,
@@ -225,11 +229,6 @@ class Live(Tenant):
             sources=reward_sources(run.agents),
             has_environments=run.rewards.has_environments,
         )
-        if setup.has_models:
-            raise ConfigError(
-                "reward_funcs has a reward model, which is loaded when a Trainer is made: set functions and judges "
-                f"only. {ANOTHER}"
-            )
         longest = run.max_length + self._first_length - run.config.rollout.max_completion_length
         if RewardList.of(setup.functions).max_length(longest) > RewardList.of(run.rewards.functions).max_length(
             longest
@@ -239,6 +238,23 @@ class Live(Tenant):
                 f"max_tokens. {ANOTHER}"
             )
         return setup, names
+
+    def _follow(self) -> None:
+        """Let the run follow what was set on its parts or in passing: max_steps, and the weights of its datasets."""
+        self._follow_length()
+        self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """Record weights that were assigned to `train_dataset`, which draws by them already."""
+        weights = self._sampler.assigned()
+        if weights is None:
+            return
+        data = dataclasses.replace(self.config.data, dataset_weights=dict(weights))
+        config = dataclasses.replace(self.config, data=data)
+        change = Change(self.global_step, "data.dataset_weights", self.config.data.dataset_weights, dict(weights))
+        if change.was != change.now:
+            self._apply(config, [change])
+            self._log.display.message(f"set after step {change.step}: {change}")
 
     def _follow_length(self) -> None:
         """Let configuration, display and the schedule of the learning rate follow max_steps if it was set since."""
@@ -265,6 +281,9 @@ class Live(Tenant):
     def _set_metrics(self) -> dict[str, float]:
         """The present value of every number that was set while the run was live, as `set/...`."""
         values = {change.key.rpartition(".")[2]: change.now for change in self._changed}
+        for key, now in list(values.items()):
+            if isinstance(now, Mapping):
+                values |= {f"{key}/{name}": one for name, one in now.items()}
         return {f"set/{name}": float(now) for name, now in values.items() if isinstance(now, int | float)}
 
     # ------------------------------------------------------------------------------------------------- checkpoints
@@ -275,6 +294,7 @@ class Live(Tenant):
 
     def _changes_state(self) -> list[dict[str, Any]]:
         """Return what a checkpoint records of changes. A resumed run has the length that it is given."""
+        self._follow_weights()
         return [dataclasses.asdict(change) for change in self._changed if change.key != LENGTH]
 
     def _carry_on(self, state: Mapping[str, Any]) -> None:
@@ -289,6 +309,11 @@ class Live(Tenant):
                 "after step %d the reward functions were set to %s, but this run has %s; pass the others to go on with "
                 "them",
                 *(names.step, ", ".join(names.now), ", ".join(self._run.reward_names)),
+            )
+        elif names is None and state.get("rewards", self._run.reward_names) != self._run.reward_names:
+            logger.warning(
+                "the resumed run had the reward functions %s, and this one has %s; pass the same to go on with them",
+                *(", ".join(state["rewards"]) or "none", ", ".join(self._run.reward_names)),
             )
         flat = dict(leaves_of(self.config))
         wanted = {path: change.now for path, change in mine.items() if path in flat and flat[path] == first[path]}
@@ -356,63 +381,6 @@ class Live(Tenant):
         habit = habit_of(name)
         advice = habit.advice if habit else f"did you mean trainer.{near[0]}?" if near else ""
         return f"{what}: a Trainer has no such attribute" + (f"; {advice}" if advice else "")
-
-
-ANOTHER = (
-    "Make another one: Trainer(..., resume=trainer.save()) keeps the optimizer state, Trainer(str(trainer.save()), "
-    "...) starts a new run from these weights"
-)
-
-
-def changed_config(run: Run, keys: Mapping[str, Any], first_length: int) -> TrainerConfig:
-    """Return the configuration of a run with these keys changed, checked as at the start. first_length:
-    max_completion_length at the start. Raises ConfigError."""
-    before = run.config
-    if not keys:
-        return before
-    base: Any = before
-    if (
-        "eval_temperature" in keys and number(keys["eval_temperature"]) <= 0
-    ):  # greedy evaluation lacks the keys of sampling
-        base = to_dict(before)
-        base["eval"] = {name: value for name, value in base["eval"].items() if name not in SAMPLED}
-    loaded = load_config(base, keys)[0]
-    given = frozenset(path for path, _ in leaves_of(loaded) if path.rpartition(".")[2] in keys)
-    machine: Any = {"hardware": run.hardware, "module_device": device_of(run.choice.module)}
-    after = resolve(
-        dataclasses.replace(loaded, resume=None), given, has_eval=bool(run.data.eval), **machine
-    )  # the checkpoint that the run came from may be gone by now
-    after = dataclasses.replace(after, resume=before.resume)
-    beside = [
-        f"{path} {was} -> {now}" for path, was, now in differing(to_dict(before), to_dict(after)) if path not in given
-    ]
-    asked = ", ".join(f"{name}={value!r}" for name, value in keys.items())
-    if beside:
-        raise ConfigError(
-            f"{asked} would change {', '.join(beside)} too, which is fixed when a Trainer is made. {ANOTHER}"
-        )
-    length = after.rollout.max_completion_length
-    if length > first_length:
-        raise ConfigError(
-            f"max_completion_length={length} is above {first_length}, for which engine and memory were planned; set "
-            f"one up to that. {ANOTHER}"
-        )
-    if length != before.rollout.max_completion_length and after.rewards.overlong_buffer is not None:
-        raise ConfigError(
-            f"max_completion_length={length}: overlong_buffer={after.rewards.overlong_buffer} is a reward that counts "
-            f"from the old one, so both are fixed when a Trainer is made. {ANOTHER}"
-        )
-    return after
-
-
-def leaves_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every key of a configuration."""
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from leaves_of(value, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}", value
 
 
 def checked_length(steps: Any) -> int:

@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from hybrid_rl.config.habits import habit_of
 from hybrid_rl.config.load import leaf_names
-from hybrid_rl.errors import NotYetSupportedError
 from hybrid_rl.run.callbacks import Callback
 
 P = ParamSpec("P")
@@ -105,11 +104,3 @@ def callback_advice(callback: Any) -> str:
         f"that is a callback of transformers; {advice} instead (from hybrid_rl import Callback): {mapped}, and "
         "control.should_training_stop = True is trainer.stop(). See docs/from_trl.md"
     )
-
-
-def refuse_adapters(peft_config: Any) -> None:
-    """Raise NotYetSupportedError if adapters are asked for."""
-    if peft_config is not None:
-        raise NotYetSupportedError(
-            "peft_config: adapters (LoRA) are not supported yet; leave it out to train all weights"
-        )

@@ -13,14 +13,16 @@ from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
 from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.planning.adapters import has_slot
 from hybrid_rl.planning.choices import plan_memory, with_choices
-from hybrid_rl.planning.handoff_plan import plan_handoff, trace_files
+from hybrid_rl.planning.handoff_plan import adapter_handoff, plan_handoff, trace_files
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
 from hybrid_rl.planning.remedies import HOST_MEMORY, Remedy, find_remedies
 from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.planning.shapes import trained_numel
 from hybrid_rl.planning.sizes import count_text
 from hybrid_rl.planning.step_time import StepTime, step_time
 from hybrid_rl.planning.step_work import step_work
@@ -109,9 +111,12 @@ def _assembled(
     models = passes.shape.models
     cycle = memory_phases(config, has_reward_models=bool(models.rewards)).cycle
     ranks = memory.budget.ranks_per_host
-    handoff = plan_handoff(config, models.policy, ranks_per_host=ranks, layouts=layouts, may_trace=may_trace)
+    skeleton = models.policy if config.rollout.placement == "colocated" else passes.module("policy", config)
+    handoff = plan_handoff(config, skeleton, ranks_per_host=ranks, layouts=layouts, may_trace=may_trace)
+    if has_slot(config):
+        handoff = adapter_handoff(config, passes.module("policy", config), ranks_per_host=ranks)
     workload = _workload(config, passes.shape.max_length)
-    plan = RunPlan(_title(config, models), cycle, memory, (), handoff, workload=workload)
+    plan = RunPlan(_title(config, passes), cycle, memory, (), handoff, workload=workload)
     missing = ""
     if not memory.fits:
         missing = "not estimated for a run that does not fit"
@@ -127,14 +132,15 @@ def _assembled(
 def _time(plan: RunPlan, config: TrainerConfig, passes: Passes, rates: Rates) -> StepTime:
     """Estimate the time of a step of a run."""
     models = passes.shape.models
-    others = {TEACHER: models.teacher, CRITIC: models.critic}
+    critic = None if models.critic is None else passes.module("critic", config)
+    others = {TEACHER: models.teacher, CRITIC: critic}
     if config.rollout.is_packed:
         token = sum(layer.bytes_per_token for layer in passes.layer_shapes(config).values())
     else:
         token = passes.cache_size(config).token_bytes
     work = step_work(
         config,
-        models.policy,
+        passes.module("policy", config),
         plan.cycle,
         plan.memory,
         prompt_tokens=passes.shape.max_length - config.rollout.max_completion_length,
@@ -197,15 +203,17 @@ def _workload(config: TrainerConfig, max_length: int) -> str:
     return f"{prompts} x {generations} a step, up to {max_length - completion:,} + {completion:,} tokens"
 
 
-def _title(config: TrainerConfig, models: RunModels) -> str:
+def _title(config: TrainerConfig, passes: Passes) -> str:
     """Return the run in a line."""
-    policy = models.policy
+    policy, module = passes.shape.models.policy, passes.module("policy", config)
     size = sum(parameter.numel() for parameter in policy.parameters())
+    share = trained_numel(module) / size
+    adapters = f" (adapter r={config.lora.r}, {100 * share:.2g} % trained)" if config.lora.is_on else ""
     name = Path(config.model.path).name if config.model.path else type(policy).__name__
     replicas = f", {config.rollout.ranks_per_engine} to a replica" if config.rollout.ranks_per_engine > 1 else ""
     where = "GPU" if config.model.device == "cuda" else "CPU"
     ranks = f"1 rank on a {where}" if config.num_ranks == 1 else f"{config.num_ranks} ranks on {where}s"
     return (
-        f"{name}, {count_text(size)} parameters, {config.model.dtype}: {config.algorithm.name} with "
+        f"{name}, {count_text(size)} parameters{adapters}, {config.model.dtype}: {config.algorithm.name} with "
         f"rollout.engine={config.rollout.engine}, {ranks}{replicas}"
     )

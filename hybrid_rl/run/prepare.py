@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
-from hybrid_rl.checkpoint.manifest import check_model_texts
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.config import (
     TrainerConfig,
@@ -38,12 +37,13 @@ from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.trackers import check_trackers
-from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer, stop_token_ids
-from hybrid_rl.models.load import DTYPES, media_of
-from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models import check_tokenizer, stop_token_ids
+from hybrid_rl.models.load import media_of
+from hybrid_rl.models.lora.sizes import AdapterSize
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.rollout.successes import Grades, SuccessRule
+from hybrid_rl.run.adapters import check_adapters, checked_adapters, record_adapters, tell_of_reference
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
@@ -55,49 +55,16 @@ from hybrid_rl.run.checks import (
     check_module_dtype,
     check_rewards,
     check_teacher,
-    load_settings,
 )
+from hybrid_rl.run.choice import ModelChoice, choose_model
 from hybrid_rl.run.evaluation import rows_of, success_rule
-from hybrid_rl.run.inputs import Data, load_data, paths_of, with_template
+from hybrid_rl.run.inputs import Data, load_data, paths_of
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """The model of a run, given by name or as a module; its weights are loaded last."""
-
-    module: PreTrainedModel | None
-    path: str | None
-    tokenizer: PreTrainedTokenizerBase
-    settings: PreTrainedConfig
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence that the model's config allows; None if it does not say."""
-        return getattr(self.settings.get_text_config(), "max_position_embeddings", None)
-
-    def load(self, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
-        """Return the module that was passed, or load it from its path onto the device."""
-        if self.module is not None:
-            return self.module
-        assert self.path is not None
-        return load_model(
-            self.path, dtype=config.model.dtype, device=device, trust_remote_code=config.model.trust_remote_code
-        )
-
-    def skeleton(self, config: TrainerConfig) -> PreTrainedModel:
-        """Return the module; without weights if it was given by path."""
-        return self.module or build_on_meta(self.recipe(config), DTYPES[config.model.dtype])
-
-    def recipe(self, config: TrainerConfig) -> ModelRecipe:
-        """Return the recipe with which other processes build a model that was given by path."""
-        assert self.path is not None
-        return ModelRecipe.of_folder(self.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def record_arguments(
@@ -181,24 +148,6 @@ def warn_of_devices(config: TrainerConfig, hardware: Hardware, module_device: De
         logger.warning("dtype=%s: %s has no hardware support for bfloat16", config.model.dtype, hardware.name)
 
 
-def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:
-    """Return the model of a run: a module with its tokenizer, or a name or folder (argument or model.path). A tokenizer
-    may also be a name or folder."""
-    if isinstance(tokenizer, str | os.PathLike):
-        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=config.model.trust_remote_code)
-    if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
-        if not isinstance(model, PreTrainedModel):
-            raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")
-        check_tokenizer(tokenizer, model)
-        return ModelChoice(model, None, with_template(tokenizer, config), model.config)
-    path = config.model.path if model is None else str(model)
-    if path is None:
-        raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
-    check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
-    tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config))
-
-
 def check_stop_strings(
     stop_strings: Sequence[str] | str | None, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, ...] | None:
@@ -259,6 +208,7 @@ class Run:
     agents: AgentSetup | None = None  # what makes trajectories of many turns
     given: frozenset[str] = frozenset()  # paths of the keys that were set
     grades: Grades = field(default_factory=Grades)
+    adapters: AdapterSize | None = None  # if only adapters are trained
 
     @property
     def module(self) -> PreTrainedModel | None:
@@ -279,15 +229,23 @@ class Run:
     def about(self) -> dict[str, Any]:
         """What environment.json says of the run itself: the keys that were set to something else than their default,
         the model, the reward functions."""
-        num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
         model = {
             "path": self.config.model.path,
             "class": type(self.skeleton).__name__,
-            "num_parameters": num_parameters,
+            "num_parameters": self.num_parameters,
         }
+        if self.adapters is not None:
+            model |= {"adapter_rank": self.adapters.rank, "num_trained_parameters": self.adapters.num_trained}
         default, _ = load_config(None, {"algorithm": {"name": self.config.algorithm.name}})
         changed = self.given & {*changed_keys(to_dict(default), to_dict(self.config))}
         return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the policy, without adapters."""
+        if self.adapters is not None:
+            return self.adapters.num_base
+        return sum(parameter.numel() for parameter in self.skeleton.parameters())
 
     @property
     def is_chat(self) -> bool:
@@ -330,6 +288,7 @@ def prepare(
     were made to look at them, when it is closed. Raises ConfigError, DataError, ModelError or CheckpointError."""
     loaded, given = load_config(config, overrides)
     loaded = record_arguments(loaded, given, model, train, evaluation)
+    loaded, given, brought = record_adapters(loaded, given, model)
     module_device = device_of(model)
     hardware = find_hardware(loaded, module_device)
     has_eval = evaluation is not None or loaded.data.eval_path is not None
@@ -380,7 +339,12 @@ def prepare(
     check_metric(resolved.eval, data.eval, names)
     phases = memory_phases(resolved, has_reward_models=rewards.has_models)
     skeleton = choice.skeleton(resolved)
+    if brought is not None:
+        check_adapters(choice.module or choice.recipe(resolved), brought, resolved)
+        if resume is None:
+            tell_of_reference(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
+    adapters = checked_adapters(skeleton, resolved)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
     training, evaluating = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
@@ -388,7 +352,7 @@ def prepare(
         check_resumed(resume, is_auto=resolved.resume == "auto")
     models = (choice, skeleton, teacher_path, critic_path)
     scoring, params = (rewards, names), (training, evaluating)
-    rest: Any = {"agents": made_by, "given": given}
+    rest: Any = {"agents": made_by, "given": given, "adapters": adapters}
     return Run(resolved, *models, data, *scoring, *params, max_steps, resume, phases, lock, hardware, **rest)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ from hybrid_rl.data.preview_text import Preview, RewardNeeds
 from hybrid_rl.data.prompts import RESERVED_COLUMNS, PromptEncoder
 from hybrid_rl.errors import ConfigError
 
+SEVERAL = ("dict", "list", "tuple", "set", "ndarray")  # no single answer
 # What is ready-made, and the columns that it reads.
 READY_MADE = (
-    RewardNeeds("exact_match", (("answer",),)),
-    RewardNeeds("math_reward", (("answer",), ("solution",))),
-    RewardNeeds("reasoning_gym_reward", (("entry",),)),
+    RewardNeeds("exact_match", (("answer",),), is_known=True, refused=SEVERAL),
+    RewardNeeds("math_reward", (("answer",), ("solution",)), is_known=True, refused=SEVERAL),
+    RewardNeeds("reasoning_gym_reward", (("entry",),), is_known=True),
 )
 
 
@@ -52,8 +54,9 @@ def preview(
     if tokenizer is None and path is not None:
         # Imported here, so that a preview of text does not wait for it.
         from hybrid_rl.models import load_tokenizer
+        from hybrid_rl.run.adapters import tokenizer_place
 
-        tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
+        tokenizer = load_tokenizer(tokenizer_place(path), trust_remote_code=settings.model.trust_remote_code)
     if tokenizer is None:
         tokenizer = NoTokenizer()
     else:
@@ -72,7 +75,8 @@ def preview(
     seen = preview_datasets(train, encoder, num_shown=num_shown)
     others = [] if held_out is None else preview_datasets(held_out, encoder, num_shown=0)
     shared = overlap(seen, others)
-    return Preview(tuple(seen), tuple(others), tuple(shared), _needs(reward_funcs, seen))
+    rewards, share = _needs(reward_funcs, seen), settings.rewards.max_reward_failure_share
+    return Preview(tuple(seen), tuple(others), tuple(shared), rewards, share)
 
 
 def _needs(reward_funcs: Any, seen: Sequence[Any]) -> tuple[RewardNeeds, ...]:
@@ -92,11 +96,14 @@ def _needs_of(function: Any) -> RewardNeeds:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return RewardNeeds(name, ())
-    ready = next((one for one in READY_MADE if one.name == name), None)
+    is_ours = str(getattr(function, "__module__", "")).startswith("hybrid_rl.")
+    ready = next((one for one in READY_MADE if is_ours and one.name == name), None)
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = tuple(
         one.name
         for one in parameters
         if one.kind not in kinds and one.default is inspect.Parameter.empty and one.name not in RESERVED_COLUMNS
     )
-    return ready if ready is not None and not needed else RewardNeeds(name, (needed,) if needed else ())
+    if ready is not None:
+        return dataclasses.replace(ready, needs=(needed,)) if needed else ready
+    return RewardNeeds(name, (needed,) if needed else ())

@@ -13,6 +13,7 @@ from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.planning.rates import Rates, rates_of
+from hybrid_rl.run.adapters import adapter_of, record_adapters
 
 RECIPE_ARGUMENTS = ("reward", "config")  # of recipes, besides keys
 
@@ -85,6 +86,9 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     config, given = load_config(base, settings, arguments)
     if config.model.path is None:
         raise ConfigError("the model is missing: set model.path to its name, or to a folder that has its config.json")
+    config, given, adapter = record_adapters(config, given, None)
+    if adapter is not None:
+        config = load_config(config, {"model.path": adapter_of(str(config.model.path))[0]})[0]
     if machine.num_gpus is None and config.model.device != "cpu":
         raise ConfigError("the GPUs are missing: give --gpus 8 --gpu-memory 80GB, or device=cpu for a run on CPUs")
     if machine.num_gpus is not None and config.model.device == "cpu":
@@ -112,7 +116,8 @@ def _refuse_more_than_there_is(config: TrainerConfig, machine: Machine) -> None:
 
 
 def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str]]:
-    """Return the YAML file to begin with, settings over it, and the `key=value` arguments."""
+    """Return the YAML file to begin with (that of a run for its folder), settings over it, and the `key=value`
+    arguments."""
     first = words[0] if words and "=" not in words[0] else None
     arguments = list(words[1:] if first else words)
     if first is None:
@@ -122,13 +127,15 @@ def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str
         return _recipe(path, arguments)
     if path.suffix in (".yaml", ".yml"):
         return first, {}, arguments
+    if (path / "config.yaml").is_file() and not (path / "config.json").exists():  # the folder of a run
+        return str(path / "config.yaml"), {}, arguments
     if first in PRESETS:
         return None, {"algorithm": first}, arguments
     near = difflib.get_close_matches(first, PRESETS, n=1)
     help_ = f"did you mean {near[0]!r}?" if near else "`hybrid-rl algorithms` lists the presets"
     if path.is_dir() or (not near and "/" in first):
         help_ = f"did you mean model.path={first}?"
-    raise ConfigError(f"{first!r} is no recipe (.py), YAML file, preset or key=value; {help_}")
+    raise ConfigError(f"{first!r} is no recipe (.py), YAML file, folder of a run, preset or key=value; {help_}")
 
 
 def _recipe(path: Path, arguments: list[str]) -> tuple[str | None, dict[str, object], list[str]]:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
+from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
@@ -27,6 +28,8 @@ from hybrid_rl.errors import ConfigError, counted
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
+from hybrid_rl.models.lora.folder import stored_parameters
+from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.held import HoldRule
@@ -66,6 +69,13 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack, *, 
         is_trained=is_trained,
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
+    policy = _started(run, setup, log_folder, closing)
+    if run.choice.adapter is not None and (record := base_record(run.choice.adapter)) is not None:
+        policy.check_base(record, f"the adapter {run.choice.adapter}")
+    return policy
+
+
+def _started(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
     if isinstance(run.config.controller, RayControllerConfig):
         if run.agents is not None:
             run.agents.close()  # ranks make their own environments
@@ -113,8 +123,11 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
     if not isinstance(setup.model, ModelRecipe):
         # A live module goes once into the object store, from which each rank reads its part.
         module = setup.model
-        recipe = ModelRecipe.of_module(module, ObjectSource.of(module, ray.cluster.put))
-        check_parameters(module, build_on_meta(recipe, module.dtype))
+        adapter = ObjectSource.of_tensors(stored_parameters(module), ray.cluster.put) if is_adapted(module) else None
+        with plain(module, trained=False):
+            recipe = ModelRecipe.of_module(module, ObjectSource.of(module, ray.cluster.put))
+            check_parameters(module, build_on_meta(recipe, module.dtype))
+        recipe = replace(recipe, adapter=adapter)
         setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
     splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
     ranks = ray.start("policy", partial(HybridWorker, setup), config.num_ranks, splitter, config.fsdp)

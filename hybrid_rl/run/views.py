@@ -54,12 +54,12 @@ class ShownTrainer(Live):
 
     def _facts(self) -> dict[str, str]:
         run = self._run
-        size = sum(parameter.numel() for parameter in run.skeleton.parameters())
+        adapters = "" if run.adapters is None else f"; {run.adapters}"
         model = run.choice.path or type(run.skeleton).__name__
         data = run.data.train
         prompts = f"{len(data):,} prompts" if hasattr(data, "__len__") else "a stream of prompts"
         return {
-            "model": f"{model}, {size:,} parameters",
+            "model": f"{model}, {run.num_parameters:,} parameters{adapters}",
             "rewards": ", ".join(run.reward_names) or "none",
             "data": f"{prompts}; {self.num_tokens:,} tokens so far",
             "folder": str(self.run_folder),

@@ -12,15 +12,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.lora.folder import load_adapter
+from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
+from hybrid_rl.models.lora.plain import is_adapted, plain, running
+from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
-from hybrid_rl.weights.loading import load_weights
+from hybrid_rl.weights.loading import load_weights, materialise
 from hybrid_rl.weights.sources import ObjectSource, WeightSource
 
 
@@ -39,7 +44,13 @@ def build_model(
         module = build_on_meta(model, DTYPES[config.model.dtype])
         if not is_trained:
             module.requires_grad_(False)
-    if not isinstance(module.get_output_embeddings(), nn.Linear):
+    if is_trained and config.lora.is_on and is_adapted(module):
+        train_adapters(module)
+    elif is_trained and config.lora.is_on:
+        inject(module, peft_config_of(vars(config.lora)))
+        if isinstance(model, PreTrainedModel):
+            init_adapters(module, config.seed)
+    if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"
         )
@@ -47,22 +58,38 @@ def build_model(
     if isinstance(model, PreTrainedModel):
         return CausalLM(module, **options)
     region = "actor" if is_trained and config.rollout.placement != "embedded" else None
-    return filled(module, model.source, config, context, options, region=region)
+    adapter = model.adapter if is_trained else None
+    return filled(module, model.source, config, context, options, region=region, adapter=adapter)
 
 
 def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
-    """Make a model that returns a number per token instead of logits: over a copy of a live module's backbone, or from
-    a recipe of a language model, of a critic or of a reward model.
+    """Make a model that returns a number per token instead of logits: over a copy of a live module's backbone, without
+    its adapters, or from a recipe of a language model, of a critic or of a reward model. With lora.lora_critic its
+    backbone is frozen below adapters of its own, and its head is trained whole.
 
     Collective. Raises ModelError or ConfigError if the model or an option cannot be used.
     """
     options = call_options(config, is_trained=True)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(value_model_of(model), **options)
+        had_adapters = is_adapted(model)
+        with plain(model, trained=False):
+            module = value_model_of(model)
+        if had_adapters:  # below which the policy is frozen
+            module.requires_grad_(True)
+        if _adapts_critic(config):
+            inject(module, critic_peft_config(module, vars(config.lora)))
+            init_adapters(module, config.seed)
+        return CausalLM(module, **options)
     module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
+    if _adapts_critic(config):
+        inject(module, critic_peft_config(module, vars(config.lora)))
     if isinstance(model.source, ObjectSource):
         model.source.get = context.get
     return filled(module, source, config, context, options)
+
+
+def _adapts_critic(config: TrainerConfig) -> bool:
+    return isinstance(config.lora, LoraKeys) and config.lora.lora_critic
 
 
 def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
@@ -83,20 +110,37 @@ def filled(
     options: dict[str, Any],
     *,
     region: str | None = None,
+    adapter: WeightSource | None = None,
 ) -> CausalLM:
     """Load the weights of a module on meta, sharded over the ranks. region: tag of the memory that CPU shards are moved
-    to, so that engines of other ranks can read them."""
-    if isinstance(source, ObjectSource):
-        source.get = context.get
+    to, so that engines of other ranks can read them. adapter: what its adapters begin with, instead of a new draw."""
+    for each in (source, adapter):
+        if isinstance(each, ObjectSource):
+            each.get = context.get
     if context.num_ranks == 1:
-        load_weights(module, source, context.device)
+        _fill(module, source, context.device, config.seed, adapter)
         return CausalLM(module, **options)
     sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
-    load_weights(module, source, shards.device)
+    _fill(module, source, shards.device, config.seed, adapter)
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))
     return ShardedCausalLM(shards, **options)
+
+
+def _fill(
+    module: PreTrainedModel, source: WeightSource, device: torch.device, seed: int, adapter: WeightSource | None
+) -> None:
+    """Load the weights of a module on meta, and draw its adapters or load them."""
+    if not is_adapted(module):
+        load_weights(module, source, device)
+        return
+    with plain(module, trained=False):
+        load_weights(module, source, device)
+    materialise(module, device)
+    init_adapters(module, seed)
+    if adapter is not None:
+        load_adapter(module, adapter)
 
 
 def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:

@@ -1,4 +1,5 @@
-"""FSDP2: parameters sharded over ranks in fp32, gathered in the compute dtype for the forward and backward pass.
+"""FSDP2: parameters sharded over ranks in fp32, gathered in the compute dtype for the forward and backward pass. The
+frozen weights below adapters are sharded in the compute dtype.
 
 Gradients are sums over ranks, not means: a loss is a sum over samples divided by counts of the whole mini-batch, so the
 ranks' parts add up to it. With hybrid sharding (dp_replicate > 1) shards are summed over the replicas as well.
@@ -31,6 +32,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.interface import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.blocks import transformer_blocks
+from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap, verify_row
 from hybrid_rl.sharding.twin import Twin
 from hybrid_rl.tensors.transfer import move_buffers
@@ -44,11 +46,12 @@ Result = TypeVar("Result")
 class ShardOptions:
     """The way a model is sharded over dp_replicate x dp_shard ranks.
 
-    param_dtype: what it computes in; the shards are the masters and at least float32. reduce_dtype: in which gradients
-    are summed over ranks. reshard_after_forward: free a block's gathered parameters between its forward and backward
-    pass; without it they are gathered once per mini-batch and stay. cpu_offload: shards, gradients and optimizer live
-    in host memory. sync_every_micro_batch: reduce gradients after every micro-batch instead of after the last one of a
-    mini-batch; more communication, but a rank holds full gradients of one block at a time only.
+    param_dtype: what it computes in; the shards are the masters and at least float32, but for the frozen weights below
+    adapters, which need none. reduce_dtype: in which gradients are summed over ranks. reshard_after_forward: free a
+    block's gathered parameters between its forward and backward pass; without it they are gathered once per mini-batch
+    and stay. cpu_offload: shards, gradients and optimizer live in host memory. sync_every_micro_batch: reduce gradients
+    after every micro-batch instead of after the last one of a mini-batch; more communication, but a rank holds full
+    gradients of one block at a time only.
     """
 
     dp_replicate: int
@@ -61,7 +64,7 @@ class ShardOptions:
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype of the shards."""
+        """The dtype of the shards of what is trained."""
         return torch.promote_types(self.param_dtype, torch.float32)
 
     @property
@@ -108,15 +111,17 @@ class Shards:
 def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> Shards:
     """Shard a model in place: one unit per transformer block, one for the rest.
 
-    A module on the meta device stays there: fill its shards before it is used. Raises ConfigError for an option that
-    this device cannot do, ModelError for an architecture without blocks.
+    A module on the meta device stays there: fill its shards before it is used. Frozen weights below adapters keep their
+    dtype. Raises ConfigError for an option that this device cannot do, ModelError for an architecture without blocks.
     """
     if options.cpu_offload and mesh.device_type == "cpu":
         raise ConfigError("cpu_offload=true does nothing on CPU ranks: parameters are in host memory anyway; unset it")
     twin = Twin(module, reshard_after_forward=options.reshard_after_forward)
+    has_adapters = is_adapted(module)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.data = parameter.data.to(options.master_dtype)
+            if parameter.requires_grad or not has_adapters:
+                parameter.data = parameter.data.to(options.master_dtype)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": options.precision, "offload_policy": offload}
     for block in transformer_blocks(module):

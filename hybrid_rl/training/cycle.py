@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hybrid_rl.algos import KLInLoss, KLInReward, Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy, reference_ranks
 from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import (
@@ -53,7 +53,7 @@ def memory_phases(config: TrainerConfig, *, has_reward_models: bool) -> MemoryPh
     has = {
         ACTOR: True,
         OPTIMIZER: True,
-        REFERENCE: needs_reference(config) and not reference_ranks(config),
+        REFERENCE: has_reference_model(config),
         TEACHER: Needs.TEACHER_LOGPROBS in config.advantage.needs,
         CRITIC: isinstance(config.critic, ValueHeadConfig),
         CRITIC_OPTIMIZER: isinstance(config.critic, ValueHeadConfig),
@@ -72,6 +72,7 @@ def memory_phases(config: TrainerConfig, *, has_reward_models: bool) -> MemoryPh
         moves_reference=isinstance(kl, (KLInLoss, KLInReward)) and bool(kl.moves_reference),
         scores_actor=scores_actor(config, spec),
         rewards_beside_engine=REWARD_MODELS not in offload,
+        reference_is_actor=reference_is_policy(config),
     )
     engine = frozenset({ENGINE_WEIGHTS, KV_CACHE}) & residents
     # vLLM sleeps on GPUs only, and adopted memory is the trainer's.

@@ -41,7 +41,11 @@ RESERVED: Mapping[str, str] = {
     "generation_config": "samples are drawn as the keys of rollout and eval say",
     "speculative_config": "drafted tokens are not supported",
     "quantization": "engines compute in model.dtype; plain_weights says how CPUs hold weights",
-    "enable_lora": "LoRA is not supported yet",
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
+        "it follows from the section lora; rollout.vllm.lora_handoff=adapter uses vLLM's own slots",
+    ),
+    "fully_sharded_loras": "the adapter is read back as it is cut without it",
     "worker_extension_cls": "the worker is the library's own",
 }
 

@@ -139,6 +139,10 @@ def refusal(error: Exception) -> ConfigError | ModelError:
         lacks = f"Its multimodal models import {' and '.join(missing)}, not installed here: "
         what = f"{lacks}pip install {' '.join(missing)}" if missing else "vLLM's log above says why: take another model"
         return ModelError(f"vLLM cannot load the code of this model: {words.rstrip('. ')}. {what}, {others}")
+    if "support LoRA" in words:
+        return ConfigError(
+            f"vLLM has no slots for adapters of this model: {words.rstrip('. ')}; set rollout.vllm.lora_handoff=merged"
+        )
     if isinstance(error, (ValueError, NotImplementedError)):
         return ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {words}; change them, {others}")
     return ModelError(

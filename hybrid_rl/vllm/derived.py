@@ -59,16 +59,17 @@ def reload_derived(
     return num_bytes
 
 
-def log_derived(weights: LoadedWeights) -> None:
-    """Say once what a handoff cannot write directly, and why."""
+def log_derived(weights: LoadedWeights, at: str) -> None:
+    """Say once what a handoff cannot write directly, and why. at: when it is loaded again."""
     reasons = weights.derived.reasons
     if reasons:
         name, reason = next(iter(reasons.items()))
         logger.warning(
-            "%d of %d weights of vLLM's model are loaded again at every handoff, from whole tensors, instead of being "
+            "%d of %d weights of vLLM's model are loaded again at %s, from whole tensors, instead of being "
             "written where they are, e.g. %s: %s. That is several times slower.",
             len(reasons),
             len(weights.trace.destinations),
+            at,
             name,
             reason,
         )

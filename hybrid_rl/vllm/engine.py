@@ -10,7 +10,7 @@ import gc
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.models.verify import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.vllm.adapter_slots import make_writer
 from hybrid_rl.vllm.arguments import engine_arguments
 from hybrid_rl.vllm.build import (
     LIVE,
@@ -56,7 +57,6 @@ from hybrid_rl.vllm.environment import Guest, classes_kept, on_stream, process_k
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on
 from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params
-from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.weights.views import checkpoint_views
 
 
@@ -70,8 +70,8 @@ class VLLMEngine(ColocatedEngine):
     module: the trainer's model: its class, its config and the names of its weights are used, never its weights. dtype:
     of the engine's weights. max_length: longest prompt and completion together. seed: equal on the ranks of a replica.
     decode: token ids to text. memory_share: of the free memory that is this engine's to use. adopts: have the
-    trainer's weights in the engine's memory, for one rank of the engine's dtype; such memory cannot sleep. can_sleep:
-    whether memory is given back.
+    trainer's weights in the engine's memory, for one rank of the engine's dtype; such memory cannot sleep.
+    adapter_ranks: of the adapters that vLLM adds to its weights itself. can_sleep: whether memory is given back.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class VLLMEngine(ColocatedEngine):
         decode: Callable[[Sequence[int]], str] | None = None,
         memory_share: float = 1.0,
         adopts: bool = False,
+        adapter_ranks: Mapping[str, int] | None = None,
     ) -> None:
         require_none_live()
         super().__init__(
@@ -105,7 +106,14 @@ class VLLMEngine(ColocatedEngine):
         try:
             if self._owns_group:
                 own_group(device)
-            self._writer = WeightWriter(checkpoint_views(module), rank=dist.get_rank(), is_plain=config.plain_weights)
+            self._writer = make_writer(
+                checkpoint_views(module),
+                adapter_ranks or {},
+                rank=dist.get_rank(),
+                is_plain=config.plain_weights,
+                dtype=dtype,
+                device=device,
+            )
             with (
                 process_kept(variables(device, run_name()) | own_sockets()),
                 on_stream(stream_of_thread(device)),
@@ -125,13 +133,19 @@ class VLLMEngine(ColocatedEngine):
                 arguments |= self._writer.arguments()
                 self._llm, self.kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
                 models.append(self._writer.weights.model)
+                self._writer.begin()
                 self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
-                self._memory = EngineMemory(self._llm, can_sleep=can_sleep, constants=self._writer.weights.constants)
+                self._memory = EngineMemory(
+                    self._llm,
+                    can_sleep=can_sleep,
+                    constants=self._writer.weights.constants,
+                    keeps_weights=not self._writer.writes_all,
+                )
                 self._memory.sleep(TAGS)
         except BaseException:
             release_groups(with_all=self._owns_group)
             raise
-        log_derived(self._writer.weights)
+        log_derived(self._writer.weights, at="every handoff" if self._writer.writes_all else "the first handoff")
         # There a request without a seed has NumPy draw one; to bring its own costs nothing.
         self._draws_seeds = device.type == "cuda" and self._llm.vllm_config.use_v2_model_runner
         cache = self._llm.vllm_config.cache_config
@@ -238,7 +252,8 @@ class VLLMEngine(ColocatedEngine):
             has_own_seed = self._config.per_request_seeds or self._draws_seeds
             params = vllm_params(request.params, has_own_seed=has_own_seed, num_begun=len(generation.tokens))
             self._running[request.id] = generation
-            self._llm.add_request(str(request.id), tokens_input([*request.prompt_ids, *generation.tokens]), params)
+            prompt = tokens_input([*request.prompt_ids, *generation.tokens])
+            self._llm.add_request(str(request.id), prompt, params, lora_request=self._writer.lora_request)
 
     def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
         finished, stopped = [], []
@@ -284,8 +299,10 @@ class VLLMEngine(ColocatedEngine):
         self.require_update(version)
         if source.weight_layout() != self._layout:
             raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
-        self.policy_version = -1
+        held, self.policy_version = self.policy_version, -1
         with self._guest.active():
+            if held < 0:
+                self._writer.forget()
             delivered = self._writer.write(source, version, self._llm.vllm_config.model_config)
             self._forget_prefixes()
         self.policy_version = version
@@ -329,6 +346,16 @@ class VLLMEngine(ColocatedEngine):
         """vLLM's own tensors, and where each of their elements comes from."""
         return self._writer.weights
 
+    def check_adapters(self, source: Source) -> None:
+        """Read the adapters back that vLLM adds to its weights itself, and compare them with a source's."""
+        with self._guest.active():
+            self._writer.check_adapters(source)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights while they are awake, with the slot of an adapter."""
+        return super().weight_bytes + self._writer.slot_bytes
+
     def _cache_usage(self) -> tuple[int, float]:
         """Return the cache's bytes and the share of it in use. What vLLM does not report stays 0: tokens shared within
         a group (they count as found in the cache) and preemptions."""
@@ -365,4 +392,5 @@ def make_engine(setup: EngineSetup) -> VLLMEngine:
         decode=setup.decode,
         memory_share=setup.memory_share,
         adopts=setup.config.adopt_weights,
+        adapter_ranks=setup.adapter_ranks,
     )

@@ -66,12 +66,14 @@ class LoadedWeights(TracedWeights):
     """An engine's model and where its weights come from.
 
     trace: with what is derived as untraced; a handoff writes the destinations that are traced, and no others.
+    whole_trace: with what is derived too, as it was before post-processing.
     constants: tensors that layers made for themselves, besides parameters and buffers (slopes of attention biases,
     say): nothing writes them again.
     """
 
     model: nn.Module
     derived: Derived
+    whole_trace: Trace
     constants: list[Tensor] = field(default_factory=list)
 
     def check_places(self) -> None:
@@ -175,6 +177,7 @@ class TracingLoader(BaseModelLoader):
                 tuple(sorted(layers.keys() | above)),
                 tuple(copies),
             ),
+            trace,
             [tensor for tensor in self._constants if id(tensor) in after_constants],
         )
 

@@ -52,15 +52,19 @@ class EngineMemory:
     """Puts an LLMEngine's weights and cache to sleep, and wakes them. Requests that it holds stay, and are computed
     again.
 
-    Sleeping weights are lost, and nothing of them is copied; vLLM keeps the model's buffers in host memory meanwhile.
-    constants: tensors among the weights that are neither parameters nor buffers, and that a handoff does not write;
-    they are kept here. can_sleep: whether its platform can give memory back; if it cannot, nothing is moved and the
-    log says so once.
+    Sleeping weights are lost, and nothing of them is copied, unless they are kept; vLLM keeps the model's buffers in
+    host memory meanwhile. constants: tensors among the weights that are neither parameters nor buffers, and that a
+    handoff does not write; they are kept here. can_sleep: whether its platform can give memory back; if it cannot,
+    nothing is moved and the log says so once. keeps_weights: have vLLM copy the weights to host memory when they sleep,
+    and back, because handoffs do not write all of them.
     """
 
-    def __init__(self, llm: Any, *, can_sleep: bool, constants: Sequence[Tensor] = ()) -> None:
-        self._llm, self._can_sleep = llm, can_sleep
-        self._constants = [(tensor, tensor.cpu().clone()) for tensor in constants] if can_sleep else []
+    def __init__(
+        self, llm: Any, *, can_sleep: bool, constants: Sequence[Tensor] = (), keeps_weights: bool = False
+    ) -> None:
+        self._llm, self._can_sleep, self._keeps_weights = llm, can_sleep, keeps_weights
+        is_lost = can_sleep and not keeps_weights
+        self._constants = [(tensor, tensor.cpu().clone()) for tensor in constants] if is_lost else []
         self.asleep: set[str] = set()
         self._has_told = False
 
@@ -78,13 +82,13 @@ class EngineMemory:
             )
             self._has_told = True
         self.asleep |= wanted
-        return self._can_sleep and WEIGHTS in wanted
+        return self._can_sleep and WEIGHTS in wanted and not self._keeps_weights
 
     def _sleep(self, wanted: frozenset[str]) -> None:
         if WEIGHTS in wanted:
             is_rest = KV_CACHE in self.asleep and not has("weights_sleep_after_cache", self._llm)
             with rest_shown(self._llm) if is_rest else nullcontext():
-                self._llm.sleep(level=2, mode="keep")
+                self._llm.sleep(level=1 if self._keeps_weights else 2, mode="keep")
         else:
             # The weights stay what they are, which takes a copy to the host and back. No phase of a training step asks
             # for it: there the cache sleeps with the weights, or is not awake yet.

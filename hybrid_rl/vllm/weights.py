@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from vllm.lora.request import LoRARequest
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import adopted_views, check_adopted
 from hybrid_rl.resharding.handoff.base import Delivered, Source
 from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.resharding.merged import check_changes, full_merged, merge
 from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.vllm.derived import reload_derived
 from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
@@ -26,7 +29,14 @@ class WeightWriter:
 
     views: of the trainer's checkpoint. rank: of this process among those that hold the weights. is_plain: keep weights
     as they were loaded if the platform would pack them; what it packs is loaded again by vLLM at every handoff.
+
+    writes_all: whether every handoff writes all weights. lora_request: what a request must carry, if anything.
+    slot_bytes: of adapters that vLLM adds to its weights itself.
     """
+
+    writes_all = True
+    lora_request: LoRARequest | None = None
+    slot_bytes = 0
 
     def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool) -> None:
         self._views, self._rank, self._is_plain = views, rank, is_plain
@@ -49,6 +59,18 @@ class WeightWriter:
         if self._loading.weights is None:
             raise HandoffError("vLLM has not built its model with this loader yet")
         return self._loading.weights
+
+    def begin(self) -> None:
+        """Take over the model that vLLM has built."""
+        return
+
+    def forget(self) -> None:
+        """Trust nothing that earlier handoffs wrote."""
+        return
+
+    def check_adapters(self, source: Source) -> None:
+        """Prove that what vLLM adds to its weights itself are the adapters of a source. Raises HandoffError."""
+        return
 
     def close(self) -> None:
         """Let go of every tensor of vLLM's, whose config holds the loading for as long as the engine is there. The
@@ -82,11 +104,15 @@ class WeightWriter:
                 return Delivered(0)
             self.weights.trace.fill(self.weights.destinations)
             delivered = source.deliver(self._plan(source), self.weights.destinations)
-            num_reloaded = reload_derived(self.weights, self._views, source.full, model_config)
-        links = dict(delivered.link_bytes)
-        if num_reloaded:
-            links["reloaded"] = num_reloaded
-        return dataclasses.replace(delivered, num_bytes=delivered.num_bytes + num_reloaded, link_bytes=links)
+            check_changes(source.changes, source.layout())
+            num_merged = merge(self.weights.trace, self.weights.destinations, source.changes)
+            num_reloaded = reload_derived(self.weights, self._views, partial(full_merged, source), model_config)
+        more = {name: size for name, size in (("merged", num_merged), ("reloaded", num_reloaded)) if size}
+        return dataclasses.replace(
+            delivered,
+            num_bytes=delivered.num_bytes + num_merged + num_reloaded,
+            link_bytes={**delivered.link_bytes, **more},
+        )
 
     def _plan(self, source: Source) -> Plan:
         layout = source.layout()

@@ -30,7 +30,7 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
         found = match(module, source)
         tensors = _checked(module, found, source, frozenset())
     if any(parameter.is_meta for parameter in module.parameters()):
-        _materialise(module, torch.device(device))
+        materialise(module, torch.device(device))
     state = module.state_dict(keep_vars=True)
     for name, lazy in tensors.items():
         mark_progress()
@@ -104,7 +104,7 @@ def _refuse_untied(state: dict[str, Tensor], found: Match, names: list[str], sou
             )
 
 
-def _materialise(module: nn.Module, device: torch.device) -> None:
+def materialise(module: nn.Module, device: torch.device) -> None:
     """Give memory to what is on meta and move the rest, keeping ties (which PyTorch's `to_empty` breaks)."""
     state = module.state_dict(keep_vars=True)
     tied = {name: names[0] for names in names_of_each(state) for name in names[1:]}

@@ -154,8 +154,13 @@ class ObjectSource(WeightSource):
     @classmethod
     def of(cls, module: nn.Module, put: Callable[[np.ndarray], Any]) -> ObjectSource:
         """Store a live module's tensors, each as a uint8 array. put: returns an array's handle, such as ray.put."""
+        return cls.of_tensors(named_state(module), put)
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], put: Callable[[np.ndarray], Any]) -> ObjectSource:
+        """Store tensors by name in the same way."""
         stored = {}
-        for name, tensor in named_state(module).items():
+        for name, tensor in tensors.items():
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             # Tensor.numpy() would mark the memory of the module for good as one that cannot be freed.
             stored[name] = put(np.from_dlpack(data)), tuple(tensor.shape), tensor.dtype

@@ -165,6 +165,19 @@ class PolicyGroup(RankGroup):
         """Read the prompts of the groups that all ranks hold after a training step, by group."""
         return dict(pair for of_rank in self._ranks.call(HybridWorker.held_prompts, step) for pair in of_rank)
 
+    def save_merged(self, folder: Path) -> None:
+        """Write the policy as a model without adapters. Raises CheckpointError."""
+        self._ranks.call(HybridWorker.save_merged, folder)
+
+    def keep_base(self, known: str | None, run_folder: Path) -> dict[str, Any]:
+        """Return where the base model of the adapters is, with its hashes; write it into the run folder if it is
+        nowhere. known: the name or folder that it was loaded from, if it was. Raises CheckpointError."""
+        return self._ranks.call(HybridWorker.keep_base, known, run_folder)
+
+    def check_base(self, record: dict[str, Any], what: str) -> None:
+        """Raise CheckpointError unless the base model of the adapters is the one of this record (`keep_base`)."""
+        self._ranks.call(HybridWorker.check_base, record, what)
+
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         self._ranks.call(HybridWorker.load, folder)

@@ -15,8 +15,6 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.batch.origins import check_origins
-from hybrid_rl.checkpoint.reading import read_state
-from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import RankContext, dispatch
@@ -26,10 +24,11 @@ from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics import MetricSums, now
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.likeness import check_fingerprint
+from hybrid_rl.models.lora.inject import leave
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
-from hybrid_rl.rollout.held import HeldPrompt, load_held, save_held
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.partial import PartialRollout
@@ -43,12 +42,12 @@ from hybrid_rl.training.optimizer import no_gradients_left
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.agents import agent_rollout
-from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.handoff_probe import HandoffProbe
 from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
+from hybrid_rl.workers.saving import SavingWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup, demonstration_encoder
 from hybrid_rl.workers.token_records import NUM_SHOWN, token_records
 
@@ -58,7 +57,7 @@ FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the s
 logger = logging.getLogger("hybrid_rl")
 
 
-class HybridWorker(WorkerBase):
+class HybridWorker(SavingWorker):
     """One rank that trains and generates with the same weights. Its methods lease what the cycle says that their phases
     need."""
 
@@ -68,28 +67,32 @@ class HybridWorker(WorkerBase):
         self._config = config
         self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
         self._num_unproved = FIRST_PROBES  # handoffs still to be probed whatever the schedule says
-        self._version: int | None = None  # of the actor's weights, from their publication to the next update
         self._tokenizer = setup.tokenizer
         self._cycle = memory_phases(config, has_reward_models=setup.rewards.has_models).cycle
         self._is_live = isinstance(setup.model, PreTrainedModel)  # the module is the user's own
+        try:
+            model = self._loaded(setup)
+            self._memory = TrainerMemory(config, context)
+            self._build(setup, model)
+        except BaseException:
+            self._leave_what_is_the_users(setup.model)
+            raise
+
+    def _loaded(self, setup: WorkerSetup) -> CausalLM:
+        """Make the policy, and check that it computes what its module does."""
         with progress.doing("loading the model"):
-            model = build_model(setup.model, config, context, is_trained=True)
+            model = build_model(setup.model, setup.config, self._context, is_trained=True)
         with progress.doing("checking the model"):
             model.verify()
         model.check_length(setup.max_length)
         if setup.fingerprint is not None:
             check_fingerprint(model, setup.fingerprint)
-        self._memory = TrainerMemory(config, context)
-        try:
-            self._build(setup, model)
-        except BaseException:
-            self._wake_what_is_the_users()
-            raise
+        return model
 
     def _build(self, setup: WorkerSetup, model: CausalLM) -> None:
         """Make everything around the model. What leaves memory leaves as soon as it is made."""
         config, context, memory = self._config, self._context, self._memory
-        self._roles = Roles(setup, context, memory, self.hold)  # copies of the model, which must still be there
+        self._roles = Roles(setup, context, memory, self.hold, model)  # copies of the model, which must still be there
         self._actor = Actor(
             model,
             config,
@@ -372,6 +375,13 @@ class HybridWorker(WorkerBase):
         self._wake_what_is_the_users(make_room=self._side.close)
         self._side.close()
         self._memory.close()
+        self._leave_what_is_the_users(self._actor.model.module)
+
+    def _leave_what_is_the_users(self, model: PreTrainedModel | ModelRecipe) -> None:
+        """Give back a module that the user has passed: with its weights, and without adapters that learned nothing."""
+        self._wake_what_is_the_users()
+        if isinstance(model, PreTrainedModel) and self._is_live and ACTOR not in self.movable - self.leases.awake:
+            leave(model)
 
     def _wake_what_is_the_users(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Bring back the weights of modules that the user has passed, which outlive this worker: also if memory is
@@ -391,47 +401,3 @@ class HybridWorker(WorkerBase):
                 "them again from a checkpoint",
                 *(" and ".join(sorted(sleeping)), type(error).__name__, error),
             )
-
-    # --------------------------------------------------------------------------------------------- checkpoints
-
-    @dispatch(collect="leader")
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint: weights, tokenizer, optimizer, and the driver's state."""
-        self._actor.optimizer.check()
-
-        def save_model(target: Path) -> None:
-            self._actor.save_model(target)
-            self._roles.save_models(target)
-            if self._context.rank == 0:
-                self._tokenizer.save_pretrained(target)
-            if isinstance(self._rollout, PartialRollout):
-                save_held(target, self._context.rank, self._rollout.held(state["global_step"]))
-
-        with self.phase(self._cycle.save):
-            write_checkpoint(
-                folder,
-                save_model,
-                self._actor.optimizer_state(),
-                state,
-                parts=self._roles.optimizer_state(),
-                rank=self._context.rank,
-                gather=self._context.gather,
-            )
-
-    @dispatch(collect="leader")
-    def load(self, folder: Path) -> None:
-        """Continue from a checkpoint."""
-        self._version = None
-        with self.phase(self._cycle.save):
-            self._actor.load(folder)
-            self._roles.load_models(folder)
-        if isinstance(self._rollout, PartialRollout):
-            step = read_state(folder, ("global_step",))["global_step"]
-            self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
-
-    @dispatch(collect="all")
-    def held_prompts(self, step: int) -> list[tuple[int, HeldPrompt]]:
-        """Return id and prompt of the groups that are held after a training step."""
-        if not isinstance(self._rollout, PartialRollout):
-            return []
-        return [(group.group, group.prompt) for group in self._rollout.held(step)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybrid_rl.algos import KLInLoss, KLInReward
 from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
@@ -37,12 +38,19 @@ class Roles:
     built, so that those that leave are never in memory together. Collective."""
 
     def __init__(
-        self, setup: WorkerSetup, context: RankContext, memory: TrainerMemory, hold: Callable[[Resident], None]
+        self,
+        setup: WorkerSetup,
+        context: RankContext,
+        memory: TrainerMemory,
+        hold: Callable[[Resident], None],
+        policy: CausalLM,
     ) -> None:
         config = setup.config
         self._config, self._context = config, context
         self._reference = self._teacher = None
-        if setup.has_own_reference:
+        if reference_is_policy(config):
+            self._reference = Reference.of_policy(policy)
+        elif setup.has_own_reference:
             self._reference = Reference(setup.model, config, context)
             hold(memory.models(REFERENCE, [self._reference.model]))
         if setup.teacher is not None:
@@ -118,11 +126,13 @@ class Roles:
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
-    def save_models(self, folder: Path) -> None:
-        """Write the models that a resumed run cannot build again into folders of the checkpoint. Collective."""
+    def save_models(self, folder: Path, base: Mapping[str, Any] | None) -> None:
+        """Write the models that a resumed run cannot build again into folders of the checkpoint. base: where the base
+        of adapters is. Collective."""
         is_writer = self._context.rank == 0
         if self._critic is not None:
-            self._critic.save_model(folder / CRITIC_FOLDER)
+            own = getattr(self._config.critic, "critic_path", None)
+            self._critic.save_model(folder / CRITIC_FOLDER, base if own is None else {"path": own})
         if self._moves_reference and self._reference is not None:
             model = self._reference.model
             save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_rl.config.schema import ColocatedRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
@@ -19,8 +20,11 @@ from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
+from hybrid_rl.metrics import now
 from hybrid_rl.models import CausalLM
-from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.models.lora.factors import adapter_ranks, low_rank_changes
+from hybrid_rl.models.lora.plain import plain
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source, agree
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
@@ -104,8 +108,8 @@ class EmbeddedSide(RolloutSide):
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
         self._model = model
-        with generating_model(model) as plain:
-            self.client = EngineClient(make_engine(engine_setup(setup, plain, context)))
+        with generating_model(model) as whole:
+            self.client = EngineClient(make_engine(engine_setup(setup, whole, context)))
         cache = kv_cache_resident(self.client)
         if isinstance(model, ShardedCausalLM):
             self.residents = (engine_weights_resident(model, self.client), cache)
@@ -132,7 +136,11 @@ class ColocatedSide(RolloutSide):
         self._config, self._model, self._context = config, model, context
         size = config.ranks_per_engine
         gather = BlockGather(size)
-        engine = make_engine(engine_setup(setup, model, context))
+        # The engine adds adapters by itself; otherwise they are merged into its weights.
+        self._sends_adapters = isinstance(config, VLLMRolloutConfig) and config.vllm.lora_handoff == "adapter"
+        ranks = adapter_ranks(model.module) if self._sends_adapters else {}
+        with plain(model.module):  # the engine's model has no adapters
+            engine = make_engine(replace(engine_setup(setup, model, context), adapter_ranks=ranks))
         assert isinstance(engine, ColocatedEngine)
         self._engine = engine
         coordinator = None
@@ -190,7 +198,8 @@ class ColocatedSide(RolloutSide):
         """Write the actor's weights. A version may be published again, to an engine that has slept since."""
         if version <= self._published:  # a source hands over each version once
             self._close_sources()
-        report = self.client.at_rest().update_weights(self._source(version), version)
+        with self._source(version) as source:
+            report = self.client.at_rest().update_weights(source, version)
         self._published = version
         return report
 
@@ -201,18 +210,26 @@ class ColocatedSide(RolloutSide):
 
     def verify(self, version: int) -> dict[str, float]:
         """Compare every byte, if it is due. What the engine derived from the weights cannot be compared; it is
-        counted."""
+        counted. Adapters that the engine adds by itself are read back every time: they are few bytes."""
         every = self._config.verify_steps
-        if not every or version % every:
+        is_due = bool(every) and version % every == 0
+        if not is_due and not self._sends_adapters:
             return {}
-        source = self._source(version)
-        if self._verifier is None:
-            self._verifier = Verifier(self._engine.weights.trace, source.layout(), gather=source.gather)
+        start = now()
         weights = self._engine.weights
-        seconds = self._verifier.verify(source, weights.destinations, version=version)
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
+        with self._source(version) as source:
+            if self._sends_adapters:
+                what = f"the adapters of policy version {version}"
+                agree(source.gather, what, lambda: self._engine.check_adapters(source))
+            if is_due:
+                if self._verifier is None:
+                    self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)
+                self._verifier.verify(source, weights.destinations, version=version)
+            elif not self._config.adopt_weights:
+                unproven = list(weights.trace.destinations)
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
-        return {"timing/verify": seconds, "handoff/unproven_bytes": float(num_bytes)}
+        return {"timing/verify": now() - start, "handoff/unproven_bytes": float(num_bytes)}
 
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """Say that they were compared in this handoff, or are the same memory; None if it is not known."""
@@ -220,9 +237,28 @@ class ColocatedSide(RolloutSide):
             return SAME_MEMORY if self._config.adopt_weights else None
         unproven = int(verified["handoff/unproven_bytes"])
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
+        if unproven and self._sends_adapters:
+            but = (
+                f", but for {unproven} bytes of base weights, which may have changed (verify_steps=1 compares them too)"
+            )
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 
-    def _source(self, version: int) -> Source:
+    @contextmanager
+    def _source(self, version: int) -> Iterator[Source]:
+        """Yield the source of the weights, with what the adapters add to them now, whole on every rank. Collective."""
+        with plain(self._model.module):
+            source = self._plain_source(version)
+        changes = low_rank_changes(self._model.module, self._model.dtype)
+        if self._sends_adapters:
+            source.adapters = changes
+        else:
+            source.changes = changes
+        try:
+            yield source
+        finally:
+            source.adapters = source.changes = {}
+
+    def _plain_source(self, version: int) -> Source:
         """Return the source of the weights for rollout.transport; it is made once."""
         transport = self._config.transport
         if transport == "disk":

@@ -41,6 +41,7 @@ class Recipe:
 
 RECIPES = (
     Recipe("gsm8k_grpo_0.5b", "GRPO on GSM8K, Qwen2.5-0.5B-Instruct, one GPU", "qwen2.5-0.5b", 1),
+    Recipe("gsm8k_lora_0.5b", "GRPO through adapters on GSM8K, Qwen2.5-0.5B-Instruct, one GPU", "qwen2.5-0.5b", 1),
     Recipe("math_dapo_7b", "DAPO on MATH, Qwen2.5-7B, eight GPUs", "qwen2.5-7b", 8),
     Recipe("gsm8k_ppo_7b", "PPO on GSM8K, Qwen2.5-7B-Instruct, eight GPUs", "qwen2.5-7b", 8),
     Recipe("dapo17k_gspo_30b_a3b", "GSPO on DAPO-Math-17k, Qwen3-30B-A3B, eight GPUs", "qwen3-30b-a3b", 8),

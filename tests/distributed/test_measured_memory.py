@@ -20,7 +20,7 @@ LEAVING = {"offload": ["actor", "optimizer"]}
 CASES = [
     pytest.param(size, keys, marks=() if (size, keys) == ("wide", LEAVING) else pytest.mark.sweep, id=f"{size}-{name}")
     for size in SIZES
-    for name, keys in (("stays", {}), ("leaves", LEAVING))
+    for name, keys in (("stays", {}), ("leaves", LEAVING), ("lora", CONFIGS["lora"]))
 ]
 
 

@@ -30,6 +30,8 @@ TRUNCATED = (2, 7, 8, 9, 13)
 REWARDS = (1.0, 0.0, 0.0, 1.0, 0.3, 0.3, 0.3, 0.3, 0.25, 1.5, -0.5, 0.75, 1.0, 1.0, 1.0, 0.0)
 RECORDED_JSON = Path(__file__).with_name("trl_grpo.json")
 RECORDED_GRADIENTS = Path(__file__).with_name("trl_grpo.safetensors")
+RECORDED_LORA = Path(__file__).with_name("trl_lora.json")
+RECORDED_LORA_GRADIENTS = Path(__file__).with_name("trl_lora.safetensors")
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,18 @@ def build_model(dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
     module: torch.nn.Module = model  # transformers' own `to` is not typed
     module.to(dtype).train()
     return model
+
+
+def fill_adapters(model: torch.nn.Module) -> None:
+    """Give what is trained of a model with adapters values by formula, in the order of their names, whatever library
+    put them there: a product of low rank is about as large as the weight that it is added to."""
+    trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(sorted(trained.items())):
+            if "lora_magnitude" in name:  # where DoRA starts, and a little more or less
+                parameter.mul_(1 + 0.1 * _weights("bias", parameter.shape, 0.43 * index).to(parameter.dtype))
+            else:
+                parameter.copy_(_weights(name, parameter.shape, 0.43 * index))
 
 
 def sample_logprobs(model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0) -> list[torch.Tensor]:

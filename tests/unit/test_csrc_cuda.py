@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 TORCH = Path(torch.__file__).parent
 # The kernels know no torch, and the file that does has no kernels.
 KERNELS, GLUE = ROOT / "csrc" / "strided_copy_kernels.cu", ROOT / "csrc" / "strided_copy.cu"
+GLUES = [GLUE, ROOT / "csrc" / "low_rank.cu"]
 MOST_REGISTERS = 64  # so that 4 blocks of 256 threads share the 65536 registers of a multiprocessor
 MOST_SHARED_BYTES = 40 * 1024  # of which 4 blocks fit into the 164 KB of sm_80
 LAUNCH_MODEL = ROOT / "tests" / "unit" / "launch_model"
@@ -98,9 +99,10 @@ def kernels_in(report: str) -> list[Kernel]:
 
 
 @pytest.mark.slow
-def test_what_the_operator_takes_of_this_torch_is_there(build: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("glue", GLUES, ids=lambda path: path.stem)
+def test_what_the_operator_takes_of_this_torch_is_there(build: ModuleType, tmp_path: Path, glue: Path) -> None:
     """As C++ over a stand-in of CUDA's headers, without making code of it."""
-    sources = ["-x", "c++", "-fsyntax-only", "-DUSE_CUDA", f"-I{LAUNCH_MODEL}", str(GLUE)]
+    sources = ["-x", "c++", "-fsyntax-only", "-DUSE_CUDA", f"-I{LAUNCH_MODEL}", str(glue)]
     command = build.cpp_command(TORCH, sources, tmp_path / "none")
     if shutil.which(command[0]) is None:
         pytest.skip("needs a C++ compiler")
@@ -110,13 +112,16 @@ def test_what_the_operator_takes_of_this_torch_is_there(build: ModuleType, tmp_p
 
 @pytest.mark.sweep
 @pytest.mark.timeout(900)  # nvcc takes ten seconds, on a busy machine many times longer
-def test_the_operator_compiles_against_the_headers_of_this_torch(build: ModuleType, nvcc: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("glue", GLUES, ids=lambda path: path.stem)
+def test_the_operator_compiles_against_the_headers_of_this_torch(
+    build: ModuleType, nvcc: Path, tmp_path: Path, glue: Path
+) -> None:
     """To an object for one generation: that needs no CUDA build of torch."""
-    target = tmp_path / "strided_copy.o"
-    command = build.cuda_command(nvcc, TORCH, [str(GLUE)], target, ["-arch=sm_90"])
+    target = tmp_path / f"{glue.stem}.o"
+    command = build.cuda_command(nvcc, TORCH, [str(glue)], target, ["-arch=sm_90"])
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert b"hybrid_rl::strided_copy" in target.read_bytes()
+    assert f"hybrid_rl::{glue.stem}".encode() in target.read_bytes()
 
 
 GENERATIONS = ["sm_90", pytest.param("sm_80", marks=pytest.mark.sweep)]

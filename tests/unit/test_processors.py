@@ -50,7 +50,7 @@ SENSITIVE = ("engines/test_sampling.py", "models/heads/test_logprobs.py")
 LONG = "every_token or large_vocabulary or first_of_several or logprobs.py"
 NUMERICAL = ("algos", "models", "rollout", "workers")
 COMPILED = ("engines/test_sampling.py", "engines/inplace/test_paged_attention.py", "models/attention/test_compiled.py")
-COMPILED += ("resharding/test_execute.py", "test_native.py")
+COMPILED += ("resharding/test_execute.py", "resharding/test_merged.py", "test_native.py")
 
 
 def run(forked: Forked, level: str, folder: Path, *arguments: str, library: str = "") -> None:

@@ -152,6 +152,7 @@ def test_generate(make_trainer) -> None:
     ("arguments", "error", "message"),
     [
         ({"prompts": [""]}, DataError, "empty"),
+        ({"prompts": None}, DataError, r"generate\(None\): give a prompt or a list of them"),
         ({"prompts": ["1" * 90]}, ValueError, "90"),
         ({"prompts": "1", "num_generations": 0}, ConfigError, "num_generations=0"),
         ({"prompts": "1", "num_generations": None}, ConfigError, "num_generations=None: give the number"),

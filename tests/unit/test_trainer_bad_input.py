@@ -1,14 +1,18 @@
 """Bad input gets the right error with a helpful message before any weight is loaded or any folder is made."""
 
 import importlib.util
+import json
 import sys
 
 import pytest
 import torch
+import yaml
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from hybrid_rl.errors import CheckpointError, ConfigError, DataError, ModelError, NotYetSupportedError
-from hybrid_rl.run import prepare
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError, ModelError
+from hybrid_rl.report.runs import summary
+from hybrid_rl.run import choice
 from tests.tiny import build_model, build_tokenizer, sums
 from tests.unit.models.families import build_vision
 
@@ -22,7 +26,7 @@ def refused(make_trainer, tmp_path, monkeypatch, model_folder):
 
     def check(error: type, message: str, /, *, may_load: bool = False, **keys) -> None:
         if not may_load:
-            monkeypatch.setattr(prepare, "load_model", no_loading)
+            monkeypatch.setattr(choice, "load_model", no_loading)
         keys = {"model": str(model_folder)} | keys
         with pytest.raises(error, match=message):
             make_trainer(**keys)
@@ -132,8 +136,29 @@ def test_evaluation_set_is_checked_before_training_too(refused) -> None:
     refused(DataError, "no `prompt` column", eval_dataset=[{"question": "1"}])
 
 
-def test_what_is_planned_says_not_yet(refused) -> None:
-    refused(NotYetSupportedError, "not supported yet", peft_config=object())
+def test_adapters_that_cannot_be_trained_are_refused(refused) -> None:
+    """Before work starts, on several ranks too."""
+    refused(ConfigError, "peft_config=dict is no peft config", peft_config={"r": 8})
+    refused(ConfigError, r"LoraConfig is a class; pass LoraConfig\(r=16\)", peft_config=LoraConfig)
+    refused(ConfigError, "lora_alpha: given by peft_config and as a key", peft_config=LoraConfig(), lora_alpha=4)
+    refused(ConfigError, "r: given by peft_config and as a key", peft_config=LoraConfig(), lora={"r": 4})
+    refused(ConfigError, "target_modules: query is not the end of any name", r=4, target_modules=["query"], num_ranks=2)
+    quantised = build_model()
+    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
+    refused(ModelError, r"neither they nor adapters on them \(QLoRA\) can be trained", model=quantised, r=4)
+    prompts = get_peft_model(build_model(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    refused(ConfigError, "PromptTuningConfig learns tokens in front of the prompt", model=prompts)
+
+
+def test_a_trainer_says_how_much_of_its_model_is_trained(make_trainer) -> None:
+    """r (in + out): q_proj of two layers, 2 * 2 * (16 + 16), of the 5,472 parameters of the model."""
+    trainer = make_trainer(peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    assert "5,472 parameters; adapter r=2, 2.3 % trained (128 parameters)" in repr(trainer)
+    trainer.step()
+    about = json.loads((trainer.run_folder / "environment.json").read_text())["model"]
+    assert (about["num_parameters"], about["num_trained_parameters"], about["adapter_rank"]) == (5472, 128, 2)
+    assert summary([], {}, {"model": about})["model"].endswith(" (0.00547M), adapter r=2, 2.3 % trained")
+    assert yaml.safe_load((trainer.run_folder / "config.yaml").read_text())["lora"]["target_modules"] == ["q_proj"]
 
 
 def test_a_reward_model_that_is_not_there_is_refused(refused, tmp_path) -> None:
@@ -180,7 +205,7 @@ def test_folder_with_a_missing_tensor(refused, model_folder) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     refused(ModelError, "1 missing keys, e.g. model.layers.1.mlp.up_proj.weight", may_load=True)
     save_file(tensors | {"model.layers.1.mlp.up_proj.weight": gone[:1]}, path, metadata={"format": "pt"})
-    refused(ModelError, "up_proj|mismatch", may_load=True)
+    refused(ModelError, "up_proj|its weights have other shapes than config.json says", may_load=True)
 
 
 def test_folder_with_a_cut_off_file(refused, model_folder) -> None:

@@ -75,6 +75,18 @@ def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path, caplog):
     assert not best.is_over and "eval/reward is nan after step 1, so that does not count" in caplog.text
 
 
+def test_without_a_number_there_is_no_best_step(tmp_path, caplog):
+    best = BestStep(EvalConfig(metric_for_best_model="reward", load_best_model_at_end=True), tmp_path)
+    assert best.load(0, pytest.fail) is None  # nothing was evaluated
+    for step in range(3):
+        best.look(step, {"eval/reward": math.nan})
+    assert best.load(2, pytest.fail) == (
+        "there is no best step: eval/reward was not a number in any of 2 evaluations, so the weights of the last step "
+        "stay; see eval/rewards/num_failed"
+    )
+    assert "nor for early_stopping_patience" in caplog.text
+
+
 def test_less_may_be_better(make):
     assert make(greater_is_better=False)._best._sign == -1
     assert make(metric_for_best_model="completions/mean_length")._best._sign == -1

@@ -19,7 +19,7 @@ def drawn(trainer: Any, step: int) -> list[str]:
     return [record["prompt"] for record in map(json.loads, lines) if record["step"] == step]
 
 
-def test_several_datasets_with_weights_that_change(make_trainer: Any, records: Any) -> None:
+def test_several_datasets_with_weights_that_change(make_trainer: Any, records: Any, capsys: Any) -> None:
     data = {"few": sums(3), "many": [{"prompt": f"{n}=", "answer": "1"} for n in range(9)]}
     keys = {**KEYS, "max_steps": 4, "save_steps": 2, "run_name": "mixed", "dataset_weights": {"few": 1, "many": 3}}
     whole = make_trainer(train_dataset=data, reward_funcs=spread, **keys)
@@ -29,6 +29,10 @@ def test_several_datasets_with_weights_that_change(make_trainer: Any, records: A
     whole.train_dataset.weights = {"few": 1, "many": 1}
     second = whole.step().metrics
     assert second["data/few/share"] == 0.5 and whole.train_dataset.weights["few"] == 0.5
+    assert "set after step 1: data.dataset_weights" in capsys.readouterr().err
+    assert second["set/dataset_weights/few"] == 0.5 and "set/dataset_weights/few" not in first
+    written = (whole.run_folder / "config.yaml").read_text()
+    assert "# after step 1: data.dataset_weights" in written and whole.config.data.dataset_weights["many"] == 0.5
     whole.train_dataset.weights = {"few": 1, "many": 0}
     whole.save(whole.run_folder / "by-hand")  # what was set since the last step is kept
     folder = whole.run_folder / "by-hand"
@@ -36,7 +40,8 @@ def test_several_datasets_with_weights_that_change(make_trainer: Any, records: A
     resumed = make_trainer(
         str(folder), train_dataset=data, reward_funcs=spread, resume=str(folder), **{**keys, "run_name": "again"}
     )
-    resumed.step()
+    assert resumed.step().metrics["set/dataset_weights/few"] == 1
+    assert resumed.config.data.dataset_weights == whole.config.data.dataset_weights == {"few": 1, "many": 0}
     assert drawn(resumed, 3) == drawn(whole, 3) != []
     with pytest.raises(ConfigError, match="leave out 'many'"):
         whole.train_dataset.weights = {"few": 1}

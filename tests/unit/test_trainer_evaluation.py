@@ -82,7 +82,7 @@ def test_rows_given_for_once(make_trainer):
 
 
 def test_sets_that_cannot_be_used_are_refused(make_trainer):
-    for name in ("a/b", "", "two words", 3):
+    for name in ("a/b", "", "two words", 3, "..", "a" * 101):
         with pytest.raises(ConfigError, match="eval_dataset has a set named .*letters, digits"):
             make_trainer(eval_dataset={name: sums(2)})
     with pytest.raises(ConfigError, match="set named 'rewards', which other metrics begin with"):

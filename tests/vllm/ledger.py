@@ -82,7 +82,7 @@ class LedgerLLM:
         live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         trace = trace_model(self.model, checkpoint_views(module))
         destinations = [live[spec.name].detach() for spec in trace.destinations]
-        loading.weights = LoadedWeights(trace, destinations, self.model, Derived({}), _constants(self.model))
+        loading.weights = LoadedWeights(trace, destinations, self.model, Derived({}), trace, _constants(self.model))
         self.arguments = arguments
         self.vllm_config = SimpleNamespace(
             model_config=None,

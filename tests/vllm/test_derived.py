@@ -102,6 +102,6 @@ def test_a_weight_that_vllm_does_not_take_is_an_error(live: Live, monkeypatch: p
 
 def test_the_log_says_what_is_slow_and_why(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        log_derived(live.weights)
+        log_derived(live.weights, "every handoff")
     assert "11 of 16 weights of vLLM's model are loaded again at every handoff" in caplog.text
     assert "vLLM's post-processing" in caplog.text

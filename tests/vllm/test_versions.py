@@ -145,6 +145,20 @@ def test_the_cache_may_sleep_alone_and_the_weights_after_it(llm, monkeypatch):
     assert llm.calls == [("sleep", 1), ("wake", WEIGHTS), ("sleep", 2)]
 
 
+def test_weights_that_handoffs_do_not_write_are_copied_to_the_host_and_back(llm, monkeypatch):
+    monkeypatch.setattr(memory_module, "rest_shown", Old.rest_shown)
+    memory = EngineMemory(llm, can_sleep=True, keeps_weights=True)
+    for cache_first in (False, True):
+        llm.calls.clear()
+        if cache_first:
+            assert not memory.sleep(frozenset({KV_CACHE}))
+        assert not memory.sleep(TAGS)
+        assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE}
+        assert llm.calls[-1] == ("sleep", 1)
+        memory.wake(TAGS)
+        assert llm.weights.tolist() == [1, 1, 1]
+
+
 def test_what_nobody_writes_again_outlives_the_sleep_of_the_weights(llm):
     memory = EngineMemory(llm, can_sleep=True, constants=[llm.weights])
     for _ in range(2):

@@ -75,7 +75,10 @@ class Session:
         )
         if any(turn.finish_reason == "abort" for turn in turns):
             raise TrajectoryEndedError("abort")
-        self.limit, self.is_cut = None, turns[-1].finish_reason == "length"
+        last = turns[-1]
+        # An agent that asked for no more tokens goes on or ends as it likes.
+        is_full = client.tokens_left((*last.prompt_ids, *last.token_ids)) < 1
+        self.limit, self.is_cut = None, last.finish_reason == "length" and is_full
         answers = [answer_of(turn, request, client.chat.decode) for turn in turns]
         num_calls = sum(len(answer.calls) for answer in answers)
         client.trajectory.counts["tool_calls"] += num_calls

@@ -19,9 +19,9 @@ NAMES = frozenset(habit.name for habit in RECORDS)
 
 
 # Last words of many keys, which alone say nothing.
-_PLAIN = """backend betas device dtype enable format horizon len loss_type lr_scheduler_type metric mode name path
-optimizer quantization reshard_after_forward seed shuffle strategy temperature tokenizer trust_remote_code type
-weight_decay"""
+_PLAIN = """backend betas bias device dtype enable format horizon len lora_alpha loss_type lr_scheduler_type metric
+mode name path optimizer quantization reshard_after_forward seed shuffle strategy target_modules temperature tokenizer
+trust_remote_code type weight_decay"""
 PLAIN_WORDS = frozenset(_PLAIN.split())
 
 

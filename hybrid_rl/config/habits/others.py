@@ -7,7 +7,10 @@ from hybrid_rl.config.habits.records import records
 _MICRO = ("tokens_per_micro_batch", "micro-batches are cut by tokens, always")
 _REWARDS = "pass reward functions, and names or folders of reward models, as reward_funcs="
 _LOWER_CLIP = "epsilon, which is the lower bound (1 - epsilon) if epsilon_high is given as well"
-_NO_ADAPTERS = "adapters (LoRA) and quantised weights are not supported yet: all weights are trained"
+_NO_QUANTISED = (
+    "weights of the trainer are not quantised (QLoRA): the engine would compute with others than it; with lora.r they "
+    "are frozen, in dtype=bfloat16"
+)
 
 OTHERS = tuple(
     records(
@@ -68,6 +71,12 @@ OTHERS = tuple(
             "prompt_data_probs": ("dataset_weights", "with the datasets named in train_path"),
             "max_ckpt_num": "save_total_limit",
             "input_key": "prompt_column",
+            "use_peft": ("lora.r", "the rank of adapters; in Python also peft_config=, a LoraConfig"),
+            "lora_r": "lora.r",
+            "peft_config": ("lora.r", "with the other keys of lora; in Python Trainer takes a LoraConfig"),
+            "lora_target_modules": "target_modules",
+            "lora_target_parameters": "target_parameters",
+            "lora_modules_to_save": "modules_to_save",
         },
         not_needed={
             "eval_batch_size": "evaluation is batched by the engine",
@@ -78,6 +87,8 @@ OTHERS = tuple(
             "colocate_all_models": "trainer and engine always share the GPUs",
             "bnpo": "with global denominators bnpo is loss_type=dapo",
             "ref_model": "the reference is the model as it was before training; set beta > 0",
+            "lora_task_type": "adapters are those of a causal language model",
+            "lora_dropout": "adapters have no dropout, because ratios need the same network twice",
         },
         missing={
             "compute_metrics": "pass reward functions as reward_funcs=, which may log metrics of their own",
@@ -86,7 +97,10 @@ OTHERS = tuple(
             "vf_coef": "the critic is a model of its own; set critic_learning_rate (of an advantage with a critic)",
             "zero_stage": "several ranks train with FSDP2; see the keys of fsdp",
             "reward_pretrain reward_model_path remote_rm_url reward_model": _REWARDS,
-            "use_peft lora_r load_in_4bit load_in_8bit quantization_config": _NO_ADAPTERS,
+            "load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type bnb_4bit_quant_storage": _NO_QUANTISED,
+            "use_bnb_nested_quant": _NO_QUANTISED,
+            "lora.bias": "biases of the model are frozen, so that a handoff changes weights only",
+            "lora.init_lora_weights": "adapters begin with A uniform and B zero, so that the first policy is the base",
             "ring_attn_size": "each sequence is on one rank as a whole",
         },
     )

@@ -133,6 +133,7 @@ _ADVANTAGES = MappingProxyType(
 _LOSSES = MappingProxyType({"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum"})
 _BOTH = "verl would put KL into the loss and into the reward; choose kl=loss or kl=reward, and beta"
 _VERLS_BETA = 0.001
+_VERLS_ALPHA = 16
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -252,7 +253,24 @@ def _tensor_parallel(value: Any, asked: Mapping[str, Any]) -> Answer | None:
     )
 
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+def _adapter_rank(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+    if not value:
+        return Answer(note=f"{value} asks for nothing")
+    return Answer({"lora.r": value, "lora_alpha": _asked(asked, f"{_MODEL}.lora_alpha", _VERLS_ALPHA)})
+
+
+def _of_adapter(key: str) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
+    """A key that counts in verl only if there are adapters."""
+
+    def rule(value: Any, asked: Mapping[str, Any]) -> Answer | None:
+        if value is None or not _asked(asked, f"{_MODEL}.lora_rank"):
+            return Answer(note="it counts only with lora_rank above 0 (here lora.r)")
+        return Answer({key: value})
+
+    return rule
+
+
+_ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 _LOSS_SWITCH, _REWARD_SWITCH = ("use_kl_loss", "kl=loss and beta"), ("use_kl_in_reward", "kl=reward and beta")
 _RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = MappingProxyType(
     {
@@ -271,6 +289,13 @@ _RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = Mappin
         f"{_ROLLOUT}.name": lambda value, _: Answer({"rollout.engine": value}) if value in ("vllm", "hf") else None,
         f"{_ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
         f"{_ROLLOUT}.val_kwargs.do_sample": lambda value, _: None if value else Answer({"eval_temperature": 0}),
+        f"{_MODEL}.lora_rank": _adapter_rank,
+        **{f"{_MODEL}.{key}": _of_adapter(key) for key in ("lora_alpha", "target_modules", "exclude_modules")},
+        "critic.model.lora_rank": _switch({"lora_critic": True}),
+        **{
+            f"critic.model.{key}": lambda _, __: Answer(note="the critic's adapter has that of the policy's")
+            for key in ("lora_alpha", "target_modules")
+        },
         "data.filter_overlong_prompts": _switch({"overlong_prompts": "drop"}),
         "data.truncation": _truncation,
         "trainer.critic_warmup": _positive("critic_warmup_steps"),

@@ -7,7 +7,7 @@ from hybrid_rl.config.habits.records import records
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
 _MICRO = ("tokens_per_micro_batch", "in tokens, not samples; or leave it out")
-_NO_ADAPTERS = "adapters (LoRA) are not supported yet: all weights are trained"
+_CRITIC_ADAPTER = ("lora_critic", "the critic's adapter has the rank, alpha and layers of the policy's")
 _NO_MEGATRON = "there is no Megatron; several ranks train with FSDP2, and experts are not spread over ranks"
 _OFFLOAD = ("cpu_offload", "or memory.offload, which moves single residents while they are not needed")
 _GRADIENTS = "gradients are freed after every step; cpu_offload keeps them in host memory"
@@ -27,7 +27,8 @@ VERL = tuple(
             {_ROLLOUT}.enable_prefix_caching {_ROLLOUT}.enforce_eager {_ROLLOUT}.max_num_seqs
             {_ROLLOUT}.max_num_batched_tokens {_ACTOR}.fsdp_config.reshard_after_forward
             {_ACTOR}.policy_loss.clip_cov_ratio {_ACTOR}.policy_loss.clip_cov_lb {_ACTOR}.policy_loss.clip_cov_ub
-            {_ACTOR}.policy_loss.kl_cov_ratio critic.cliprange_value algorithm.gamma algorithm.lam""",
+            {_ACTOR}.policy_loss.kl_cov_ratio critic.cliprange_value algorithm.gamma algorithm.lam
+            {_MODEL}.lora_alpha {_MODEL}.target_modules {_MODEL}.exclude_modules""",
         other_name={
             "algorithm.adv_estimator": ("advantage", "or algorithm, a preset: grpo, ppo, rloo, remax and others"),
             "algorithm.norm_adv_by_std_in_grpo": "scale_rewards=group or none",
@@ -58,6 +59,9 @@ VERL = tuple(
             f"{_MODEL}.custom_chat_template": ("chat_template_path", "a Jinja file"),
             f"{_MODEL}.enable_gradient_checkpointing": "gradient_checkpointing",
             f"{_MODEL}.enable_activation_offload": "activation_offload",
+            f"{_MODEL}.lora_rank": "lora.r",
+            f"{_MODEL}.lora_adapter_path": ("model.path", "the folder of an adapter, which names its base"),
+            "critic.model.lora_rank critic.model.lora_alpha critic.model.target_modules": _CRITIC_ADAPTER,
             f"{_ACTOR}.optim.lr": "learning_rate",
             f"{_ACTOR}.optim.warmup_style": "lr_scheduler_type",
             f"{_ACTOR}.optim.lr_warmup_steps": "warmup_steps",
@@ -220,8 +224,9 @@ VERL = tuple(
             "trainer.use_legacy_worker_impl transfer_queue.*": "there is one kind of worker",
         },
         missing={
-            f"{_MODEL}.lora_rank {_MODEL}.lora_alpha {_MODEL}.target_modules {_MODEL}.exclude_modules": _NO_ADAPTERS,
-            f"{_MODEL}.lora_adapter_path {_MODEL}.lora.* critic.model.lora_rank critic.model.lora_alpha": _NO_ADAPTERS,
+            f"{_MODEL}.lora.* critic.model.lora.*": (
+                "there is no Megatron; adapters of models that FSDP2 shards have the keys of lora"
+            ),
             "megatron.*": _NO_MEGATRON,
             "custom_reward_function.path custom_reward_function.name reward_manager.*": _REWARDS,
             "reward_model.reward_manager reward_model.enable reward_model.path reward_model.model.*": _REWARDS,

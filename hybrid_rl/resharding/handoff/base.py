@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayou
 from hybrid_rl.resharding.plan import Plan, RankShare
 from hybrid_rl.resharding.tables import Column, Pieces
 from hybrid_rl.tensors.boxes import local_tensor
+from hybrid_rl.weights.low_rank import LowRank
 
 Gather = Callable[[Any], list[Any]]  # from one object per participant to those of all, in a fixed order
 Parts = Sequence[Tensor | None]  # one rank's part of each tensor of a layout; None or empty: nothing
@@ -104,6 +106,8 @@ class Source(ABC):
     _layout: SourceLayout
     gather: Gather = staticmethod(alone)  # the values of all participants; all must call it
     _last_version = -1
+    changes: Mapping[str, LowRank] = MappingProxyType({})  # what adapters add to tensors; set before each handoff
+    adapters: Mapping[str, LowRank] = MappingProxyType({})  # the same, for engines that add them by themselves
     waits_for: torch.device | None = None  # device whose work must be done before others read or write; see synchronise
 
     def layout(self) -> SourceLayout:

@@ -179,7 +179,9 @@ def test_a_stop_text_ends_the_answer_and_stays_in_the_sample() -> None:
     trajectory = run(agent, ScriptedTokens(lambda _: "Add 2 and 3. Obs: 6"))
     (sample,) = trajectory.samples
     assert text_of(sample.token_ids) == "Add 2 and 3. Obs:[user]Obs: 5\n[assistant]Add"
-    assert trajectory.end_reason == "length"
+    assert trajectory.end_reason == "stop"  # it asked for no more than 3 tokens
+    full = run(agent, ScriptedTokens(lambda _: "Add 2 and 3. Obs: 6"), limits=Limits(len(sample.token_ids), 20_000))
+    assert full.end_reason == "length"
 
 
 def test_completions_go_on_with_the_tokens_that_were_made() -> None:

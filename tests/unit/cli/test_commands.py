@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from hybrid_rl.cli import doctor, main, running
 from hybrid_rl.errors import DataError
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.run import planning
-from hybrid_rl.run.request import Machine
+from hybrid_rl.run.request import Machine, planned_config
 from tests.unit.planning.made import memory as made_memory
 from tests.unit.planning.made import plan as made_plan
 
@@ -67,6 +70,26 @@ def test_what_is_piped_ends_where_its_text_ends(capsys: pytest.CaptureFixture[st
     assert main([command]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10 and [line for line in lines if line != line.rstrip()] == []
+
+
+def test_without_an_output_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `hybrid-rl version >&- 2>&-`."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["version"]) == 0
+
+
+@pytest.mark.parametrize("fault", [errno.EFBIG, errno.EDQUOT, errno.EIO])
+def test_an_output_that_cannot_be_written_is_one_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: int
+) -> None:
+    class Limited(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(sys, "stdout", Limited())
+    assert main(["version"]) == 1
+    assert capsys.readouterr().err == f"cannot write the output: {os.strerror(fault)}\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
@@ -203,3 +226,42 @@ def test_plan_refuses_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         assert out == "" and message in err
     assert main(["plan", "--help"]) == 0
     assert "hybrid-rl plan grpo model.path=" in capsys.readouterr().out
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command that fails says, on one line."""
+    assert main([str(word) for word in words]) == 1
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_named_in_the_place_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("1")
+    assert "file' is a file; name the folder that has" in told(capsys, "generate", tmp_path / "file", "--prompt", "1")
+    run, data = tmp_path / "run", tmp_path / "d.jsonl"
+    for step in (9, 10):
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+    data.write_text('{"prompt": "1", "answer": "1"}')
+    shown = told(capsys, "data", data, f"model.path={run}")
+    assert "is the folder of a run, not of a model; name a checkpoint in it" in shown and "checkpoint-10" in shown
+    (run / "checkpoint-10" / "config.json").write_text("{}")
+    assert "run/checkpoint-10' has no tokenizer" in told(capsys, "eval", run, data, "reward=exact_match")
+    assert "model, data and reward= as at its start" in told(capsys, "train", "resume=auto", "run_name=run")
+
+
+def test_what_cannot_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "eval.json").write_text("{}")
+    shown = told(capsys, "eval", tmp_path / "e", "--against", tmp_path / "e" / "eval.json")
+    assert "itself, so there is nothing to compare" in shown
+    shown = told(capsys, "eval", "some/model", "--against", tmp_path / "e")
+    assert "reward=FILE.py:FUNCTION is missing" in shown and "e is only read, but some/model has to be" in shown
+
+
+def test_a_key_with_a_letter_wrong_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no key contains 'learnin_rate'; did you mean learning_rate?" in told(capsys, "keys", "learnin_rate")
+    assert told(capsys, "keys", "qqqqqq") == "no key contains 'qqqqqq'; `hybrid-rl keys` lists all"
+
+
+def test_the_folder_of_a_run_can_be_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {path: m, device: cpu}\nmax_steps: 7\n")
+    assert planned_config([str(tmp_path), "seed=3"], Machine()).max_steps == 7

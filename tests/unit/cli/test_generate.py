@@ -47,6 +47,8 @@ def test_of_a_run_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
     assert checkpoint_of(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     assert checkpoint_of(str(tmp_path / "checkpoint-9")) == str(tmp_path / "checkpoint-9")
     assert checkpoint_of("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    (tmp_path / "checkpoint-9" / "config.json").rename(tmp_path / "checkpoint-9" / "adapter_config.json")
+    assert checkpoint_of(str(tmp_path / "checkpoint-9")) == str(tmp_path / "checkpoint-9")
 
 
 @pytest.mark.parametrize("word", ["3+3=", "Count to 7", "What is x=1?"])

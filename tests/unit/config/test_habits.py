@@ -118,6 +118,12 @@ def test_the_error_gives_the_advice(library: str, prefix: str) -> None:
         ("per_device_eval_batch_size", "leave it out: evaluation is batched"),
         ("trainer.test_freq", "set eval_steps"),
         ("actor_rollout_ref.actor.optim.weight_decay", "set weight_decay"),
+        ("lora_rank", "set lora.r"),
+        ("lora_target_modules", "set target_modules"),
+        ("lora.lora_dropout", "adapters have no dropout, because ratios need the same network twice"),
+        ("lora.bias", "biases of the model are frozen"),
+        ("load_in_4bit", "weights of the trainer are not quantised (QLoRA)"),
+        ("actor_rollout_ref.model.lora.rank", "there is no Megatron"),
     ],
 )
 def test_meaning_comes_before_spelling(name: str, answer: str) -> None:
@@ -195,7 +201,7 @@ def test_args_of_trl_are_taken_or_refused() -> None:
             if not self.use_cpu:
                 raise ValueError("no GPU")
 
-    assert load_config(None, {"args": NeedsGPU(use_cpu=True, bf16=False, seed=7)})[1] == {"seed"}
+    assert load_config(None, {"args": NeedsGPU(use_cpu=True, bf16=False, seed=7)})[1] == {"seed", "model.device"}
     with pytest.raises(ConfigError, match="args=3 is of type int; pass a GRPOConfig of TRL"):
         load_config(None, {"args": 3})
 

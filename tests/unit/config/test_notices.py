@@ -74,3 +74,8 @@ def test_demonstrations_are_learned_by_their_likelihood_unless_another_loss_is_n
     config = load_config(*layers)[0]
     assert config.policy_loss.objective == objective
     assert load_config(config)[0] == config  # as it is read back from a run folder
+
+
+def test_a_rate_of_all_weights_is_low_for_adapters() -> None:
+    assert told(r=8).startswith("learning_rate=1e-06 is low for adapters") and "1e-5 to 1e-4" in told(r=8)
+    assert not told(r=8, learning_rate=1e-5) and not told(r=8, mode="rollout") and not told()

@@ -83,3 +83,27 @@ def test_values_come_along(argument: str, advice: str) -> None:
 
 def test_a_list_on_the_command_line() -> None:
     assert "write a list as report_to=[console,wandb]" in refusal("report_to=console,wandb")
+
+
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # verl's alpha is 16 where none is given, not ours.
+        ([f"{MODEL}.lora_rank=32", f"{MODEL}.lora_adapter_path=null"], {"lora.r": "32", "lora_alpha": "16"}),
+        (
+            [f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=64", f"{MODEL}.target_modules=[q_proj,v_proj]"],
+            {"lora.r": "8", "lora_alpha": "64", "target_modules": "[q_proj, v_proj]"},
+        ),
+        (
+            [f"{MODEL}.lora_rank=8", "critic.model.lora_rank=8", "critic.model.lora_alpha=16"],
+            {"lora.r": "8", "lora_alpha": "16", "lora_critic": "true"},
+        ),
+        ([f"{MODEL}.lora_rank=0", f"{MODEL}.lora_alpha=16", f"{MODEL}.target_modules=all-linear"], {}),
+        ([f"{MODEL}.lora_adapter_path=adapter", f"{MODEL}.exclude_modules=null"], {"model.path": "adapter"}),
+    ],
+)
+def test_adapters(arguments: list[str], expected: dict[str, str]) -> None:
+    assert line_of(refusal(*arguments)) == expected

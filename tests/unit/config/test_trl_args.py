@@ -34,6 +34,7 @@ def _fill(self: Any) -> None:
     """What TRL and transformers fill in when a GRPOConfig is made."""
     if self.bf16 is None and not self.use_cpu:
         raise ValueError("Your setup doesn't support bf16/gpu.")
+    self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
     self.output_dir = self.output_dir or "trainer_output"
     self.lr_scheduler_type = SchedulerType(self.lr_scheduler_type)
     self.save_strategy, self.eval_strategy = Strategy(self.save_strategy), Strategy(self.eval_strategy)
@@ -70,11 +71,27 @@ def test_fields_that_equal_the_defaults_of_trl_count(caplog: pytest.LogCaptureFi
     assert (config.num_train_epochs, config.optimizer.lr_scheduler_type, config.save_steps) == (3.0, "linear", 500)
     assert config.data.prompts_per_step == 1  # 8 completions on the device, 8 of each prompt
     assert config.eval.eval_steps is None and config.max_steps is None and config.log_level == "normal"
-    assert given == {"output_dir"}
+    assert given == {"output_dir", "model.device"}
     assert told(caplog) == (
         "args: TRL's defaults, which differ from those of this library: prompts_per_step=1, save_steps=500, "
         "shuffle=true, num_train_epochs=3, lr_scheduler_type=linear, gradient_checkpointing=true, eval_on_start=false"
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "device", "dtype"),
+    [
+        ({"bf16": False}, {"model.dtype"}, "auto", "float32"),
+        ({"use_cpu": True}, {"model.device"}, "cpu", "auto"),
+        ({"use_cpu": True, "bf16": False}, {"model.device"}, "cpu", "auto"),
+    ],
+)
+def test_what_needs_no_gpu_can_be_made_without_one(
+    fields: dict[str, Any], given: set[str], device: str, dtype: str
+) -> None:
+    """Where there is none, a GRPOConfig needs arguments to be made; its defaults are those of TRL all the same."""
+    config, found = load_config(None, {"args": GRPOConfig("out", **fields)})
+    assert found - {"output_dir"} == given and (config.model.device, config.model.dtype) == (device, dtype)
 
 
 def test_keywords_win_and_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,15 +115,16 @@ def test_an_ordinary_script_needs_no_change(caplog: pytest.LogCaptureFixture) ->
     )
     assert (config.data.prompts_per_step, config.eval.eval_steps, config.save_steps) == (4, 2, None)
     assert config.log_completions == 3
-    assert given == {"data.prompts_per_step", "eval.eval_steps", "output_dir", "log_completions"}
+    assert given == {"data.prompts_per_step", "eval.eval_steps", "output_dir", "log_completions", "model.device"}
     assert "your batch size: prompts_per_step=4; not needed here: logging_steps" in told(caplog)
 
 
-def test_steps_of_trl_are_optimizer_steps() -> None:
+def test_steps_of_trl_are_optimizer_steps(caplog: pytest.LogCaptureFixture) -> None:
     """8 per device and 4 batches per generation are 32 completions, 4 prompts, for 4 / 2 optimizer steps."""
     config, _ = load(steps_per_generation=4, gradient_accumulation_steps=2, max_steps=10, warmup_steps=0.25)
     assert (config.data.prompts_per_step, config.optimizer.prompts_per_mini_batch) == (4, 2)
     assert (config.max_steps, config.save_steps, config.optimizer.warmup_steps) == (5, 250, 3)
+    assert "a training step has 2 of TRL's steps, so max_steps=5" in told(caplog)
 
 
 def test_enums_are_words() -> None:
@@ -126,7 +144,7 @@ def test_fields_that_mean_something_only_together() -> None:
     assert (config.correction.correction_level, config.correction.correction_cap) == ("token", 3.0)
     config, _ = load(sync_ref_model=True, beta=0.04)
     assert (config.kl.beta, config.kl.ref_model_sync_steps) == (0.04, 512)
-    assert load(entropy_coef=0.01)[1] == {"output_dir", "algorithm.entropy_coef"}
+    assert load(entropy_coef=0.01)[1] == {"output_dir", "model.device", "algorithm.entropy_coef"}
 
 
 @pytest.mark.parametrize(

@@ -76,3 +76,28 @@ def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path) -> None:
     again, given = load_config(file)
     assert again == config == resolve(again, given)
     assert given == set(visible_leaves({"rollout": "vllm", "controller": "ray"}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({}, "lora_handoff=adapter, but no adapters are trained; set lora.r, or leave it out"),
+        ({"lora.r": 4, "use_dora": True}, "lora.use_dora=True: .* DoRA changes the length .*lora_handoff=merged"),
+        ({"lora.r": 4, "modules_to_save": ["lm_head"]}, "modules that are trained whole are no adapters"),
+        ({"lora.r": 4, "target_parameters": ["mlp.experts.down_proj"]}, "fused into one parameter have no slot"),
+        ({"lora.r": 4, "transport": "disk", "weights_path": "x"}, "transport=disk writes all weights at every handoff"),
+    ],
+    ids=["no adapters", "DoRA", "modules trained whole", "experts", "files"],
+)
+def test_what_vllms_own_slot_does_not_hold_is_refused(keys: dict[str, Any], match: str) -> None:
+    keys = {"engine": "vllm", "rollout.vllm.lora_handoff": "adapter", **keys}
+    with pytest.raises(ConfigError, match=match):
+        resolve(*load_config(keys))
+
+
+def test_memory_is_shared_with_an_engine_that_adds_the_adapter_by_itself() -> None:
+    """Merged, base and adapter are one tensor: the base would be lost."""
+    keys = {"engine": "vllm", "adopt_weights": True, "lora.r": 4}
+    with pytest.raises(ConfigError, match="the base would be lost; .*lora_handoff=adapter"):
+        resolve(*load_config(keys))
+    resolve(*load_config(keys | {"rollout.vllm.lora_handoff": "adapter"}))

@@ -91,6 +91,8 @@ def test_math_folder_of_files_and_lines(tokenizer: Any, tmp_path: Path) -> None:
         sized(tmp_path, tokenizer)
     folder = sized(tmp_path / "train", tokenizer)
     assert [folder[place].columns["answer"] for place in range(2)] == [r"\frac{1}{2}", "4"]
+    (tmp_path / "train" / "algebra" / "5.json").mkdir()  # a folder is not a row
+    assert len(sized(tmp_path / "train", tokenizer)) == 2
     lines = tmp_path / "math.json"
     lines.write_text(json.dumps(MATH))  # one array
     assert sized(lines, tokenizer).fingerprint == folder.fingerprint

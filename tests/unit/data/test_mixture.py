@@ -113,3 +113,10 @@ def test_what_cannot_be_mixed(tokenizer: Any) -> None:
         one.weights = {"easy": 1}
     with pytest.raises(ConfigError, match="there is one dataset without a name"):
         sampler_of(load_sources(EASY, encoder), shuffle=None, seed=0, weights={"a": 1})
+
+
+@pytest.mark.parametrize("name", ["", " ", "b\n", "a/b", "n" * 101])
+def test_a_name_that_no_metric_can_have(tokenizer: Any, name: str) -> None:
+    encoder = PromptEncoder(tokenizer, max_prompt_length=None)
+    with pytest.raises(DataError, match="a dataset is named .*metrics are named data/<name>/reward"):
+        load_sources({"a": [{"prompt": "1"}], name: [{"prompt": "2"}]}, encoder)

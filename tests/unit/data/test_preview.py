@@ -10,6 +10,7 @@ import pytest
 
 from hybrid_rl import preview
 from hybrid_rl.cli import main
+from hybrid_rl.rewards import exact_match
 
 MESSY = [
     '{"prompt": "1+1", "answer": 2}',
@@ -92,6 +93,28 @@ def test_overlap_and_what_rewards_need() -> None:
     assert found.shared == (("a list", 0, "b", 0),)
     assert "length_close_to: target: missing: target" in str(found)
     assert "prompts of evaluation that are trained on: 1; the first: row 0 is training row 0" in str(found)
+
+
+def test_answers_that_no_reward_can_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*answers: Any, **keys: Any) -> str:
+        rows = [{"prompt": str(place), "answer": answer} for place, answer in enumerate(answers)]
+        return " ".join(str(preview(rows, **keys)).split())
+
+    assert shown(None, None).count("there, but null in 2 of 2 rows") == 2  # exact_match and math_reward
+    assert "a run would take this data, but its rewards would end it or teach nothing: see above" in shown(None, "1")
+    assert "a run would take this data, but" not in shown(*("1" * 19), None)  # 5 % may have no reward
+    assert "a run would take this data, but" not in shown(*("1" * 3), None, max_reward_failure_share=0.3)
+    targets = shown({"target": ["a", "b"]}, ["a"], "a", reward_funcs=exact_match)
+    assert "exact_match: answer: there, but dict, list in 2 of 3 rows, which it cannot compare" in targets
+    assert "a run would take this data, but" in targets
+
+    def own(completions: Any, answer: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    assert "own: answer: there, but null in 1 of 2 rows" in shown(None, "1", reward_funcs=own)
+    assert "a run would take this data, but" not in shown(None, {"a": 1}, reward_funcs=own)
+    found = preview([{"prompt": "1", "answer": None}]).to_dict()["rewards"][0]
+    assert found["unusable"] == {"null": 1}
 
 
 def test_the_command(messy: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -62,10 +62,14 @@ def test_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     notebook = run("quickstart", tmp_path, monkeypatch)
     check_interrupt(notebook)
     made = [path for path in (tmp_path / "runs").iterdir() if (path / "metrics.jsonl").exists()]
-    assert len(made) == 3  # the run, and one for each algorithm; the first Trainer of the cell never took a step
+    assert (
+        len(made) == 4
+    )  # the run, one for each algorithm, and the adapter; the first Trainer of the cell never took a step
     (step,) = cell_with(notebook, "result = trainer.step()").outputs[-1:]
     assert "<table" in step.data["text/html"] and len(step.data["text/html"]) < 100_000
     assert sum("image/png" in out.get("data", {}) for cell in notebook.cells for out in cell.get("outputs", [])) == 3
+    adapted = texts(cell_with(notebook, "LoraConfig"))
+    assert "adapter r=8, " in adapted and "['adapter_config.json', 'adapter_model.safetensors']" in adapted
     assert "Generation('3+3=' -> " in texts(cell_with(notebook, "trainer.generate"))
 
 

@@ -219,6 +219,14 @@ inline uint32_t __float_as_uint(float value) {
   return bits;
 }
 
+inline float __fadd_rn(float one, float other) {
+  return one + other;
+}
+
+inline float __fmul_rn(float one, float other) {
+  return one * other;
+}
+
 inline uint32_t min(uint32_t one, uint32_t other) {
   return one < other ? one : other;
 }

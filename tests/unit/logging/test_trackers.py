@@ -302,6 +302,30 @@ def test_upload_refuses(tmp_path: Path) -> None:
         upload(tmp_path, "mlflow")
 
 
+def test_upload_of_a_damaged_folder(service: Service, tmp_path: Path) -> None:
+    JsonLines(tmp_path / "metrics.jsonl").write([{"step": 0, "reward": 0.5}])
+    damaged = {"[1]": "list", "[": "cannot be read", "tracker_arguments: [2]": r"tracker_arguments: \[2\]"}
+    for content, what in damaged.items():
+        (tmp_path / "config.yaml").write_text(content)
+        with pytest.raises(ConfigError, match=f"config.yaml.*{what}.*restore it, or delete it"):
+            upload(tmp_path, "mlflow")
+    (tmp_path / "config.yaml").write_text("log_completions: many")
+    for state in ('{"mlflow": "s"}', '{"mlflow": {"step": "s"}}', "[]"):
+        (tmp_path / "trackers.json").write_text(state)
+        assert upload(tmp_path, "mlflow") == 1
+
+
+def test_what_a_tracker_never_got(service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    service.fault = interrupted
+    run = Run(tmp_path / "run")
+    run.step(0)
+    run.trackers.close()
+    assert "mlflow has received nothing of this run (KeyboardInterrupt). Nothing is lost" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------- checks, tables
 
 
@@ -351,6 +375,26 @@ def test_wandb_without_a_login_is_refused_before_the_run(monkeypatch: pytest.Mon
         check_trackers(["wandb"], {"wandb": {"config": {}}})
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_trackers(["wandb"])
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("broken\nbuild"), SystemExit(4), ImportError("no lib")])
+def test_a_tracker_whose_import_fails(fault: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "trackio.py").write_text("raise Fault\n")
+    monkeypatch.setattr("builtins.Fault", fault, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    with pytest.raises(ConfigError, match=f"report_to=trackio: importing it fails with {type(fault).__name__}: .*"):
+        check_trackers(["trackio"], {"trackio": {"project": "p"}})
+
+
+def test_a_login_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def login(*, prompt: bool = True) -> bool:
+        raise ValueError("API key must have 40 characters")
+
+    install(monkeypatch, "wandb", login=login)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(ConfigError, match="ValueError: API key must have 40 characters; run `wandb login`"):
+        check_trackers(["wandb"])
 
 
 class Recorder(SimpleNamespace):

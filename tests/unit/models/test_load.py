@@ -74,7 +74,14 @@ def test_a_missing_tensor_is_named_and_not_left_random(folder):
 
 def test_a_tensor_of_another_shape_is_refused(folder):
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(33)}))
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError, match="its weights have other shapes than config.json says; put config.json back"):
+        load_model(str(folder), dtype="float32")
+
+
+def test_a_model_that_continues_no_text_is_named_by_its_type(folder):
+    (folder / "config.json").write_text('{"model_type": "t5"}')
+    told = r"cannot load model '.*': config.json says 't5', of which transformers has no causal language model; .{,90}$"
+    with pytest.raises(ModelError, match=told):
         load_model(str(folder), dtype="float32")
 
 

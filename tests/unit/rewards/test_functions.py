@@ -1,6 +1,7 @@
 """Arguments and names of reward functions, and the checks before work starts."""
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from hybrid_rl.rewards import (
     RewardInput,
     RewardList,
     RewardModelEntry,
+    code_reward,
     exact_match,
     format_completion,
+    math_reward,
     with_model_entries,
 )
 from hybrid_rl.rewards.functions import unique_names
@@ -173,3 +176,17 @@ def test_entries_that_cannot_be_called_are_refused():
 def test_exact_match():
     assert exact_match(completions=[" 4\n", "5", "6"], answer=["4", 4, None]) == [1.0, 0.0, None]
     assert exact_match(completions=[format_completion(CHAT, "4 ")], answer=[4]) == [1.0]
+    for several in ({"target": ["a", "b"]}, ["a", "b"], ("a",), torch.tensor([1, 2])):
+        with pytest.raises(TypeError, match=f"exact_match: the answer .* is of type {type(several).__name__}, "):
+            exact_match(completions=["a"], answer=[several])
+    assert exact_match(completions=["4"], answer=[torch.tensor(4).numpy()]) == [1.0]
+
+
+def test_a_factory_that_was_not_called():
+    def made(threshold: float = 0.5) -> Callable[..., list[float]]:
+        raise AssertionError
+
+    for factory in (math_reward, made, code_reward):
+        name = factory.__name__
+        with pytest.raises(ConfigError, match=rf"{name!r} makes a reward function and is none itself; .*{name}\(\)"):
+            resolve(factory)

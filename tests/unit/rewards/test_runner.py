@@ -489,3 +489,17 @@ def test_repeated_keys_are_refused():
         for refuse in (lambda twice: runner.submit(twice, None), lambda twice: runner.join(twice, [])):
             with pytest.raises(DataError, match="repeated keys: 10; give each its own"):
                 refuse(samples("1") * 2)
+
+
+def test_a_function_that_changes_the_default_dtype_is_told_and_undone(caplog):
+    def careless(completions):
+        torch.set_default_dtype(torch.float64)
+        return [torch.ones(()).item() for _ in completions]
+
+    try:
+        result = run([careless], samples("a", "b"))
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    np.testing.assert_array_equal(result.rewards, [1, 1])
+    assert "the reward function careless has set torch's default dtype to torch.float64" in caplog.text

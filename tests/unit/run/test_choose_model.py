@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hybrid_rl.config import load_config
-from hybrid_rl.run.prepare import choose_model
+from hybrid_rl.run.choice import choose_model
 from tests.tiny import build_model, build_tokenizer
 
 

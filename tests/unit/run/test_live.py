@@ -138,9 +138,10 @@ def test_other_settings_act_in_the_next_step(make_trainer) -> None:
         ({"beta": 0.1}, "beta=0.1 would change kl.kl_in none -> loss too"),
         ({"critic_learning_rate": 0.1}, "there is no critic"),
         ({"reward_weights": [1, 2]}, "2 reward weights for 1 reward function"),
+        ({"reward_funcs": "nope/nope"}, "has the reward model 'nope', which is loaded when a Trainer is made"),
         ({"reward_funcs": lambda solution: [0.0]}, "requires the parameter 'solution', but the dataset has no such"),
         ({"reward_funcs": []}, "there is no reward"),
-        ({"reward_funcs": [torch.nn.Linear(1, 1)]}, "a reward model, which is loaded when a Trainer is made"),
+        ({"reward_funcs": [torch.nn.Linear(1, 1)]}, "the reward model 'Linear', which is loaded when"),
         ({"callbacks": [3]}, "write a subclass of hybrid_rl.Callback"),
         ({"lr": 0.1}, "a Trainer has no such attribute; set learning_rate"),
         ({"temprature": 0.1}, "did you mean trainer.temperature?"),
@@ -317,3 +318,16 @@ def test_a_longer_run_is_resumed_with_the_length_that_is_given(make_trainer) -> 
     trainer.max_steps = 3
     again = make_trainer(max_steps=2, resume=str(trainer.save()))
     assert (again.max_steps, again.config.max_steps) == (2, 2)
+
+
+def test_a_resumed_run_with_other_reward_functions_is_told(make_trainer, caplog) -> None:
+    def other(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer(max_steps=2, reward_funcs=[spread, other])
+    trainer.step()
+    folder = str(trainer.save())
+    make_trainer(folder, max_steps=2, reward_funcs=[spread, other], resume=folder)
+    assert "reward functions" not in caplog.text
+    make_trainer(folder, max_steps=2, reward_funcs=other, resume=folder)
+    assert "the resumed run had the reward functions spread, other, and this one has other" in caplog.text

@@ -225,8 +225,10 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
 
 def test_causes_of_a_gap_are_told_in_the_order_of_what_is_known() -> None:
     prove: Any = ColocatedSide.proof
-    side = SimpleNamespace(_config=SimpleNamespace(adopt_weights=False))
-    adopting = SimpleNamespace(_config=SimpleNamespace(adopt_weights=True))
+    side, adopting = (
+        SimpleNamespace(_config=SimpleNamespace(adopt_weights=adopts), _sends_adapters=False)
+        for adopts in (False, True)
+    )
     assert prove(side, {}) is None and prove(adopting, {}) == "its weights are the trainer's own memory"
     compared = prove(side, {"timing/verify": 0.1, "handoff/unproven_bytes": 0.0})
     assert compared.endswith("byte by byte in this handoff, and are equal")

@@ -1,0 +1,94 @@
+"""What the adapters of a module add to its weights, by the weights' names in the module without adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybrid_rl.compat.peft import is_swapped
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.lora.plain import ADAPTER, wrappers
+from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.weights.low_rank import LowRank
+
+
+@torch.no_grad()
+def low_rank_changes(module: nn.Module, dtype: torch.dtype) -> dict[str, LowRank]:
+    """Return the change of each adapted tensor by its name inside `plain`, whole on every rank; collective if the
+    module is sharded.
+
+    dtype: in which the module computes. Factors are rounded to it first: the engine gets what the trainer computes
+    with.
+    """
+    paths = {id(child): path for path, child in module.named_modules()}
+    return {
+        f"{paths[id(wrapper)]}.{name}": change
+        for _, _, wrapper in wrappers(module)
+        if not hasattr(wrapper, "modules_to_save")
+        for name, change in _changes(wrapper, dtype)
+    }
+
+
+def _changes(wrapper: Any, dtype: torch.dtype) -> Iterator[tuple[str, LowRank]]:
+    """Yield the changes of a wrapped layer: of its weight, or of each parameter that has a wrapper of its own."""
+    while hasattr(wrapper, "lora_A"):
+        a, b = (_whole(side[ADAPTER].weight, dtype) for side in (wrapper.lora_A, wrapper.lora_B))
+        scale = float(wrapper.scaling[ADAPTER])
+        name = getattr(wrapper, "parameter_name", None)
+        if name is None:
+            change = LowRank(a, b, scale, is_transposed=bool(wrapper.fan_in_fan_out), dtype=dtype)
+            if ADAPTER in wrapper.lora_magnitude_vector:
+                if change.is_transposed:
+                    raise ModelError(f"use_dora cannot be handed over for {wrapper.get_base_layer()}; leave it out")
+                magnitude = wrapper.lora_magnitude_vector[ADAPTER].weight
+                change = replace(change, row_factor=_row_factor(wrapper.get_base_layer().weight, change, magnitude))
+            yield "weight", change
+            return
+        if wrapper.num_experts > 1:
+            a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+            b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        # peft calls the middle dim of experts their input unless it has found them to be stored the other way round.
+        is_transposed = wrapper.num_experts > 1 and not is_swapped(wrapper)
+        yield name, LowRank(a, b, scale, is_transposed=is_transposed, dtype=dtype)
+        wrapper = wrapper.base_layer
+
+
+def _row_factor(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
+    """Return the factors of DoRA (arXiv:2402.09353), magnitude / |W + s B A| of each row, float32 [out].
+
+    A row's norm is computed in float32 by the rank that holds the row; then norm and factor are rounded to the dtype
+    that the trainer computes in.
+    """
+    part = change.merged(local_tensor(weight), local_box(weight))
+    norm = torch.linalg.vector_norm(part, dim=1)
+    if isinstance(weight, DTensor):
+        shape: Any = weight.shape[:1]
+        norm = DTensor.from_local(
+            norm, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=(1,)
+        ).full_tensor()
+    return (_whole(magnitude, change.dtype).to(change.dtype) / norm.to(change.dtype)).float()
+
+
+def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    found = parameter.detach().to(dtype)
+    return (found.full_tensor() if isinstance(found, DTensor) else found).float()
+
+
+def adapter_ranks(module: nn.Module) -> dict[str, int]:
+    """Return the rank of the adapter of each adapted tensor, by its name inside `plain`; nothing is communicated."""
+    paths = {id(child): path for path, child in module.named_modules()}
+    found: dict[str, int] = {}
+    for _, _, outermost in wrappers(module):
+        wrapper: Any = outermost
+        while hasattr(wrapper, "lora_A"):
+            name = getattr(wrapper, "parameter_name", None)
+            found[f"{paths[id(outermost)]}.{name or 'weight'}"] = int(wrapper.r[ADAPTER])
+            if name is None:
+                break
+            wrapper = wrapper.base_layer
+    return found

@@ -1,0 +1,65 @@
+"""Layers that adapters are asked for, looked up in the module. peft ignores names that it does not find."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from hybrid_rl.errors import ConfigError
+
+NUM_SHOWN = 12  # names in an error
+
+
+def check_names(module: nn.Module, settings: Any) -> None:
+    """Raise ConfigError for a name in a peft LoraConfig that stands for nothing in a module without adapters."""
+    modules = [name for name, _ in module.named_modules() if name]
+    parameters = [name for name, _ in module.named_parameters()]
+    fused = [name for name, parameter in module.named_parameters() if parameter.dim() > 2]
+    single = [name for name, child in module.named_modules() if "." not in name.removeprefix("model.") and name]
+    linear = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    if settings.target_modules != "all-linear":
+        _check("target_modules", settings.target_modules, modules, linear)
+    _check("exclude_modules", settings.exclude_modules, modules, linear)
+    _check("modules_to_save", settings.modules_to_save, modules, single)
+    _check("target_parameters", settings.target_parameters, parameters, fused)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in getattr(settings, key).items():
+            if not isinstance(value, int if key == "rank_pattern" else int | float) or value <= 0:
+                raise ConfigError(f"lora.{key}: {pattern}={value!r} must be a number above 0")
+            _check(key, rf"(.*\.)?({pattern})", [*modules, *parameters], linear, shown=pattern)
+
+
+def _check(
+    key: str, wanted: Iterable[str] | str | None, names: Sequence[str], others: Sequence[str], shown: str = ""
+) -> None:
+    """Look names up. names: those that may be meant; others: those that an error shows, by their last words."""
+    if isinstance(wanted, str):
+        try:
+            is_found = any(re.fullmatch(wanted, name) for name in names)
+        except re.error as error:
+            raise ConfigError(f"lora.{key}={shown or wanted!r} is no regular expression: {error}") from error
+        if not is_found:
+            form = (
+                ""
+                if shown
+                else f". A text is a regular expression of whole names ({others[0]}); give ends of names as a list, "
+                f"[{wanted}]"
+            )
+            raise ConfigError(f"lora.{key}={shown or wanted!r} matches nothing in this model{form}; {_known(others)}")
+        return
+    missing = [end for end in sorted(wanted or []) if not any(f".{name}".endswith(f".{end}") for name in names)]
+    if missing:
+        raise ConfigError(
+            f"lora.{key}: {', '.join(missing)} is not the end of any name in this model; {_known(others)}"
+        )
+
+
+def _known(names: Sequence[str]) -> str:
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    ends = [end for end in ends if not end.isdecimal()]
+    if not ends:
+        return "it has no experts that are fused"
+    return f"there are {', '.join(ends[:NUM_SHOWN])}{', ...' * (len(ends) > NUM_SHOWN)}"

@@ -1,0 +1,59 @@
+"""The size of adapters, counted on a copy of the module without weights."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.models.lora.inject import inject, is_adapter_name
+from hybrid_rl.models.lora.names import check_names
+from hybrid_rl.models.lora.plain import is_adapted
+
+
+@dataclass(frozen=True)
+class AdapterSize:
+    """How much of a model is trained. rank: lora.r; num_trained: parameters of the adapters, and of modules that are
+    trained whole; num_base: those of the model without adapters."""
+
+    rank: int
+    num_trained: int
+    num_base: int
+
+    @property
+    def share(self) -> float:
+        """Trained parameters relative to those of the model."""
+        return self.num_trained / self.num_base
+
+    def __str__(self) -> str:
+        return f"adapter r={self.rank}, {100 * self.share:.2g} % trained ({self.num_trained:,} parameters)"
+
+
+def adapter_size(module: PreTrainedModel, settings: Any) -> AdapterSize:
+    """Count the parameters that are trained if a module gets these adapters, or those that it has already.
+
+    module: with weights or on meta; it does not change. settings: a peft LoraConfig. Raises ConfigError if it names
+    something that the module does not have, or that cannot have an adapter.
+    """
+    adapted: nn.Module = module
+    if not is_adapted(module):
+        check_names(module, settings)
+        adapted = copy_on_meta(module)
+        with warnings.catch_warnings(action="ignore"):  # they come when the adapters are made
+            inject(adapted, settings)
+    sizes = {name: parameter.numel() for name, parameter in adapted.named_parameters()}
+    trained = sum(size for name, size in sizes.items() if is_adapter_name(name))
+    return AdapterSize(settings.r, trained, sum(sizes.values()) - trained)
+
+
+def copy_on_meta(module: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a module whose parameters are on meta."""
+    held: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    return copy.deepcopy(module, held)

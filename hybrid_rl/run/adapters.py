@@ -1,0 +1,128 @@
+"""Adapters that a user passes: a LoraConfig, a PeftModel, a module that has adapters already, or a folder of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hybrid_rl.checkpoint.base_model import base_of
+from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config.algorithm import reference_is_policy
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.load import has_tokenizer
+from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, read_settings, settings_of
+from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
+from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
+from hybrid_rl.models.lora.settings import keys_of, peft_config_of
+from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
+from hybrid_rl.models.recipe import ModelRecipe
+
+logger = logging.getLogger("hybrid_rl")
+
+
+def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the model without peft's outer class, and the overrides with the keys of the adapters, which the run
+    folder records. Raises ConfigError if they are given twice, or cannot be trained."""
+    inner, brings = _of_peft_model(model)
+    if brings and peft_config is not None:
+        raise ConfigError("the model is a PeftModel with adapters of its own; leave peft_config out")
+    if peft_config is None:
+        return inner, dict(overrides)
+    keys = keys_of(peft_config)
+    section = overrides.get("lora")
+    others = {*overrides, *(section if isinstance(section, Mapping) else ())}
+    double = sorted(keys.keys() & {name.removeprefix("lora.") for name in others})
+    if double:
+        raise ConfigError(f"{', '.join(double)}: given by peft_config and as a key; give only one of them")
+    return inner, {**overrides, **{f"lora.{name}": value for name, value in keys.items()}}
+
+
+def checked_adapters(module: PreTrainedModel, config: TrainerConfig) -> AdapterSize | None:
+    """Return the size of the adapters that a run trains, None if it trains all weights. Raises ConfigError if they
+    cannot be had."""
+    if config.lora.is_on:
+        return adapter_size(module, peft_config_of(vars(config.lora)))
+    return None
+
+
+def _of_peft_model(model: Any) -> tuple[Any, bool]:
+    """Return the module inside a PeftModel, anything else as it is; and whether it was one."""
+    adapters = getattr(model, "peft_config", None)
+    if not isinstance(adapters, Mapping):
+        return model, False
+    if list(adapters) != [ADAPTER]:
+        raise ConfigError(
+            f"the PeftModel has the adapters {sorted(adapters)}; only one named {ADAPTER!r} can be trained"
+        )
+    if not hasattr(model, "get_base_model"):
+        return model, False
+    keys_of(adapters[ADAPTER])  # or a method that is not supported would be left out with peft's outer class
+    return model.get_base_model(), True
+
+
+def own_settings(model: Any) -> Any:
+    """Return the peft config of the adapters that a model brings, a module or a folder; None if it brings none."""
+    if isinstance(model, PreTrainedModel):
+        return settings_of(model) if is_adapted(model) else None
+    is_path = isinstance(model, str | os.PathLike)
+    return read_settings(model) if is_path and is_adapter_folder(model) else None
+
+
+def record_adapters(
+    config: TrainerConfig, given: frozenset[str], model: Any
+) -> tuple[TrainerConfig, frozenset[str], Any]:
+    """Return the config and the given keys with those of the adapters that the model brings, and their peft config,
+    None if it brings none. Keys of adapters that are given stay: they must describe the same (`check_adapters`). Raises
+    ConfigError if they cannot be trained."""
+    found = own_settings(config.model.path if model is None else model)
+    if found is None or config.lora.is_on:
+        return config, given, found
+    keys = {f"lora.{name}": value for name, value in keys_of(found).items()}
+    return load_config(config, keys)[0], given | keys.keys(), found
+
+
+def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: TrainerConfig) -> None:
+    """Raise ConfigError if keys describe other adapters than those that a model brings. brings: their peft config."""
+    asked = form_of_settings(model, peft_config_of(vars(config.lora)))
+    there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
+    if found := difference(asked, there):
+        raise ConfigError(
+            f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "
+            "on training those that it has; to begin with new ones, load the model without them"
+        )
+
+
+def with_adapter(module: PreTrainedModel, folder: Path, config: TrainerConfig) -> PreTrainedModel:
+    """Put the adapter of a folder into its base model, and return that. Raises ModelError if it does not fit."""
+    inject(module, peft_config_of(vars(config.lora)))
+    load_adapter(module, AdapterSource(str(folder)))
+    return module
+
+
+def adapter_of(path: str) -> tuple[str, Path | None]:
+    """Return the model that a path means, and the adapter that goes into it: of an adapter folder its base model, of
+    anything else itself, without one. Raises ModelError if there is no such base."""
+    if not is_adapter_folder(path):
+        return path, None
+    return base_of(Path(path)), Path(path)
+
+
+def tokenizer_place(path: str) -> str:
+    """Return where the tokenizer of a model is: of an adapter folder without one, its base model. Raises ModelError if
+    there is no such base."""
+    return path if not is_adapter_folder(path) or has_tokenizer(Path(path)) else adapter_of(path)[0]
+
+
+def tell_of_reference(config: TrainerConfig) -> None:
+    """Say that a run which begins with an adapter is compared with the model below it, if it is compared at all."""
+    if reference_is_policy(config):
+        logger.warning(
+            "the reference of this run is the base model, without the adapter that it begins with; to stay close to "
+            "the model with that adapter, merge the adapter first (trainer.save(merged=True)) and train a new one"
+        )

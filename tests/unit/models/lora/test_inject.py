@@ -1,0 +1,124 @@
+"""Adapters put into a module: what they start with, what the module is without them, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.config.lora_keys import LoraKeys
+from hybrid_rl.controller import RankContext
+from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name
+from hybrid_rl.models.lora.plain import is_adapted, plain
+from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.sharding.build import build_model
+from hybrid_rl.weights.sources import ObjectSource
+from tests.unit.models.families import build
+from tests.unit.training.lora_case import config_of, give_values
+
+TOKENS, LENGTHS, TARGETS = torch.arange(2, 14), [7, 5], torch.tensor([1, 4, 6, 8, 11])
+ALL = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DoRA, some whole": ("qwen2", {**ALL, "use_dora": True, "modules_to_save": ["lm_head", "model.norm"]}),
+    "DoRA of transposed layers": ("gpt2", {**ALL, "use_dora": True}),
+    "experts": ("qwen3-moe", ALL),
+}
+
+
+def logprobs(module: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return CausalLM(module).packed_logprobs(TOKENS, LENGTHS, TARGETS, 1.0)[0]
+
+
+def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fresh_adapters_change_nothing_and_are_the_same_however_the_module_came(form: str) -> None:
+    """From a live module, and built from a recipe on meta."""
+    family, keys = FORMS[form]
+    base = build(family)
+    recipe = ModelRecipe.of_module(base, ObjectSource.of(base, lambda data: data))
+    expected = logprobs(base)
+    here = RankContext(device=torch.device("cpu"))
+    config = config_of(keys, dtype="float32")
+    built = [build_model(model, config, here, is_trained=True).module for model in (base, recipe)]
+    assert built[0] is base
+    first, second = map(snapshot, built)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    for module in built:
+        assert {name for name, p in module.named_parameters() if p.requires_grad} == {
+            name for name, _ in module.named_parameters() if is_adapter_name(name)
+        }
+        torch.testing.assert_close(logprobs(module), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inside_plain_a_module_is_what_it_was(form: str) -> None:
+    """And with what is trained whole, unless that is left out too."""
+    family, keys = FORMS[form]
+    module = build(family)
+    before, expected = snapshot(module), logprobs(module)
+    model = CausalLM(module)
+    inject(module, peft_config_of(keys))
+    give_values(module)
+    adapted = logprobs(module)
+    assert (adapted - expected).abs().max() > 1e-2
+    names = list(module.state_dict())
+    with plain(module, trained=False), torch.no_grad():
+        now = snapshot(module)
+        assert list(now) == list(before) and all(torch.equal(now[name], before[name]) for name in before)
+        assert not is_adapted(module)
+        assert torch.equal(model.packed_logprobs(TOKENS, LENGTHS, TARGETS, 1.0)[0], expected)
+    with plain(module):
+        changed = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
+    whole = keys.get("modules_to_save", [])
+    assert {name.removesuffix(".weight") for name in changed} == set(whole)
+    assert list(module.state_dict()) == names and torch.equal(logprobs(module), adapted)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a layer that is not there": ("qwen2", {"target_modules": ["c_attn"]}, "lora: Target modules .*c_attn.* not found"),
+    "the head": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}, "names lm_head, the head: adapters are not"),
+    "an embedding": ("llama", {"target_modules": ["embed_tokens"]}, "names model.embed_tokens, which is a Embedding"),
+    "one of two that are tied": ("gemma2", {"modules_to_save": ["lm_head"]}, "names lm_head, but this model's head is"),
+    "the other": ("gemma2", {"modules_to_save": ["embed_tokens"]}, "names model.embed_tokens, but this model's head"),
+    "DoRA of experts": ("qwen3-moe", {"target_modules": "all-linear", "use_dora": True}, "use_dora"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_leaves_the_module_as_it_was(case: str) -> None:
+    family, keys, message = REFUSED[case]
+    module = build(family)
+    next(iter(module.parameters())).requires_grad_(False)
+    before, trainable = snapshot(module), [p.requires_grad for p in module.parameters()]
+    with pytest.raises(ConfigError, match=message):
+        inject(module, peft_config_of(vars(LoraKeys(r=4)) | keys))
+    now = snapshot(module)
+    assert list(now) == list(before) and not hasattr(module, "peft_config")
+    assert [p.requires_grad for p in module.parameters()] == trainable
+    inject(module, peft_config_of({"r": 2, "target_modules": ["q_proj"]}))
+    with pytest.raises(ModelError, match="has adapters already"):
+        inject(module, peft_config_of({"r": 2, "target_modules": ["q_proj"]}))
+
+
+def test_a_seed_draws_each_tensor_alone() -> None:
+    """Two layers of one shape differ, and a layer more does not change the others."""
+    drawn = []
+    for layers in (["q_proj"], ["q_proj", "o_proj"]):
+        module = build("llama")
+        inject(module, peft_config_of({"r": 4, "target_modules": layers}))
+        init_adapters(module, seed=3)
+        drawn.append({name: p for name, p in module.named_parameters() if ".lora_A." in name})
+    few, many = drawn
+    assert few.keys() < many.keys() and all(torch.equal(few[name], many[name]) for name in few)
+    values = [*few.values()]
+    assert not torch.equal(values[0], values[1])
+    bound = 32**-0.5  # of nn.Linear with 32 inputs
+    assert all(bound / 2 < p.abs().max().item() <= bound for p in values)
