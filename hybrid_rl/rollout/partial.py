@@ -144,7 +144,7 @@ class PartialRollout(ScoredRollout):
                 self._score(group, call)
 
     def _score(self, group: OpenGroup, call: RolloutCall) -> None:
-        if self._rewards is None or not call.is_scored or group.scoring is not None:
+        if self._rewards is None or not call.is_scored or group.is_scored:
             return
         texts = (self._decode(sample.completion_ids) for sample in group.samples)
         inputs = [reward_input(s, group.row, text, group.group) for s, text in zip(group.samples, texts, strict=True)]

@@ -5,12 +5,13 @@ import json
 import os
 import signal
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import CheckpointError, ConfigError, DataError
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from hybrid_rl.logging.report import read_jsonl
 from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
@@ -41,6 +42,10 @@ def make(tmp_path, monkeypatch):
     yield make
     for trainer in made:
         trainer.close()
+
+
+def count(completion_ids, **_):
+    return [len(ids) for ids in completion_ids]
 
 
 def weights_of(trainer):
@@ -159,6 +164,32 @@ def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
         held.write_text(json.dumps(damage))
         with pytest.raises(CheckpointError, match=match):
             make("others", resume=str(saved), oversample=2)
+
+
+def test_groups_that_are_whole_get_the_rewards_that_are_set_while_they_are_held(make):
+    """Of what was whole a step ago the old functions have made rewards already; a limit that is set holds for what
+    begins then."""
+    trainer = make(oversample=1, **{"rollout.async_level": 1})
+    trainer.step()
+    trainer.set(reward_funcs=[spread, count], reward_weights=[1.0, 1.0], max_completion_length=5)
+    lengths = []
+    for _ in range(3):
+        batch = trainer.step().batch
+        lengths += batch["completion_length"].tolist()
+        for values, length in zip(batch["function_rewards"], batch["completion_length"].tolist(), strict=True):
+            assert len(values) == 2 and values[1] == length
+    assert max(lengths[:4]) > 5 and max(lengths[-4:]) <= 5
+
+
+def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
+    trainer = make(oversample=1, **{"rollout.async_level": 1})
+    trainer.step()
+    rollout = trainer.policy._backend._worker._rollout
+    broken = Future()
+    broken.set_exception(RewardError("gone"))
+    for group in rollout.held(1):
+        group.scoring = broken
+    assert not trainer.step().batch["rewards"].isnan().any()
 
 
 def test_rows_that_a_checkpoint_would_change_are_refused_before_anything_is_generated(make):
