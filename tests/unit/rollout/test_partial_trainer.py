@@ -181,6 +181,23 @@ def test_groups_that_are_whole_get_the_rewards_that_are_set_while_they_are_held(
     assert max(lengths[:4]) > 5 and max(lengths[-4:]) <= 5
 
 
+def test_what_is_held_outlives_the_weights_of_the_best_step(make):
+    """Every prompt is trained on once, although the run goes on from the weights of an earlier step."""
+    rows = [row | {"number": number} for number, row in enumerate(sums(40))]
+    trainer = make(rows=rows, oversample=2, save_steps=1, max_steps=3)
+    used = [number for _ in range(3) for number in numbers_of(trainer.step().batch)]
+    trainer.policy.load(trainer.run_folder / "checkpoint-1")  # as load_best_model_at_end does
+    trainer.policy.update_weights_again(3)
+    trainer.max_steps = 5
+    used += [number for _ in range(2) for number in numbers_of(trainer.step().batch)]
+    held = [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(5).values()]
+    assert len(held) == 2 and len({*used, *held}) == len(used) + 2 == 12
+
+
+def numbers_of(batch):
+    return [row["number"] for row in batch["row"][:: KEYS["num_generations"]]]
+
+
 def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
     trainer = make(oversample=1, **{"rollout.async_level": 1})
     trainer.step()
