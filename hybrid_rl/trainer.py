@@ -388,7 +388,7 @@ class Trainer(Saving):
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
         self._best.load_state_dict(state.get("best", {}))
         if "collector" in state:
-            held = self.policy.held_prompts(self.global_step)
+            held = self.policy.held_prompts(self.global_step, checkpoint.resolve())
             self.collector.load_state_dict(state["collector"], held, self.global_step)
 
     def _log_samples(self, step: int, batch: AnyBatch) -> None:

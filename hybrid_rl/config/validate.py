@@ -87,7 +87,6 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
     others = {
         "max_refills above 0, which draws prompts again until a step has enough": config.algorithm.max_refills > 0,
         "demonstrations, which nothing generates": learns_from_demonstrations(config),
-        "mode=train, which generates nothing": config.mode == "train",
     }
     if found := [what for what, is_so in others.items() if is_so]:
         raise ConfigError(f"{name} cannot be combined with {found[0]}; leave one of them out")

@@ -139,7 +139,8 @@ class Collector:
         plan = self._plan
         assert plan is not None, "this collector was made without a plan of training steps"
         if plan.rollouts_path is not None:
-            plan.sampler.take(plan.num_prompts)  # so that position and epoch are those of the recorded run
+            num_begun = plan.num_prompts + (plan.num_extra if state.global_step == 1 else 0)
+            plan.sampler.take(num_begun)  # so that position and epoch are those of the recorded run
             collected = replay(plan, state.global_step, self._names, version)
             if not plan.max_refills:  # as below
                 collected.metrics.update(self._success(collected.batch))
@@ -361,7 +362,7 @@ class _Tally:
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:
     """Return the saved rollout of a training step in the place of a new one, as if the policy of this version had made
-    it. names: of the reward functions.
+    it, or if groups are held, with the versions that made it. names: of the reward functions.
 
     Its samples are trained on at the temperature that they were made at, whatever the configuration says now.
 
@@ -400,7 +401,9 @@ def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Col
             f"{what} was made without a greedy baseline, which the algorithm needs; make the rollouts with the "
             "algorithm that they are for"
         )
-    batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
+    batch = saved
+    if plan.hold is None:  # tokens of held groups are as old as they were
+        batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
     metrics = length_metrics(batch) | reward_metrics(batch, names)
     return Collected(batch, timings, metrics | (baseline_metrics(batch) if plan.greedy_baseline else {}))
 

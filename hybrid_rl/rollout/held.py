@@ -40,6 +40,12 @@ class OpenGroup:
         return len(self.finished) == len(self.requests)
 
     @property
+    def is_scored(self) -> bool:
+        """Whether it has its rewards, or will have them. What has failed is asked for again."""
+        found = self.scoring
+        return found is not None and not (found.done() and (found.cancelled() or found.exception() is not None))
+
+    @property
     def samples(self) -> list[FinishedSample]:
         """The samples of a whole group, by trajectory."""
         return [self.finished[trajectory] for trajectory in self.requests]

@@ -55,9 +55,6 @@ class PartialRollout(ScoredRollout):
         rule, step, timings = call.hold, call.state.global_step, Timings()
         groups = [group.copied() for group in self.held(step - 1)]
         num_begun = sum(group.num_tokens for group in groups)
-        for group in groups:
-            if group.is_whole:  # it was read from a checkpoint, or the functions are others now
-                self._score(group, call)
         groups += [self._begin(task, call) for task in tasks]
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
@@ -97,6 +94,9 @@ class PartialRollout(ScoredRollout):
 
         def begin() -> Standing:
             nonlocal handle
+            for group in groups:
+                if group.is_whole:  # it was read from a checkpoint, or the functions are others now
+                    self._score(group, call)
             handle = self._client.submit(self._ordered(requests), call.version)
             return standing()
 
@@ -144,7 +144,7 @@ class PartialRollout(ScoredRollout):
                 self._score(group, call)
 
     def _score(self, group: OpenGroup, call: RolloutCall) -> None:
-        if self._rewards is None or not call.is_scored or group.scoring is not None:
+        if self._rewards is None or not call.is_scored or group.is_scored:
             return
         texts = (self._decode(sample.completion_ids) for sample in group.samples)
         inputs = [reward_input(s, group.row, text, group.group) for s, text in zip(group.samples, texts, strict=True)]

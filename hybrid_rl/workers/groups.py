@@ -161,9 +161,10 @@ class PolicyGroup(RankGroup):
         """Write a checkpoint. state: of the driver. Raises CheckpointError."""
         self._ranks.call(HybridWorker.save, folder, state)
 
-    def held_prompts(self, step: int) -> dict[int, HeldPrompt]:
-        """Read the prompts of the groups that all ranks hold after a training step, by group."""
-        return dict(pair for of_rank in self._ranks.call(HybridWorker.held_prompts, step) for pair in of_rank)
+    def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
+        """Return the prompts of the groups that all ranks hold after a training step, by group. folder: of a checkpoint
+        of that step; go on with what it holds. Raises CheckpointError for damaged files."""
+        return dict(pair for of_rank in self._ranks.call(HybridWorker.held_prompts, step, folder) for pair in of_rank)
 
     def save_merged(self, folder: Path) -> None:
         """Write the policy as a model without adapters. Raises CheckpointError."""

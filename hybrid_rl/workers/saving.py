@@ -104,13 +104,13 @@ class SavingWorker(WorkerBase):
                 self._compare_base(read_state(folder).get(BASE), f"the adapter of {folder}")
             self._actor.load(folder)
             self._roles.load_models(folder)
-        if isinstance(self._rollout, PartialRollout):
-            step = read_state(folder, ("global_step",))["global_step"]
-            self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
 
     @dispatch(collect="all")
-    def held_prompts(self, step: int) -> list[tuple[int, HeldPrompt]]:
-        """Return id and prompt of the groups that are held after a training step."""
+    def held_prompts(self, step: int, folder: Path | None = None) -> list[tuple[int, HeldPrompt]]:
+        """Return id and prompt of the groups that are held after a training step. folder: of a checkpoint of that step;
+        go on with what it holds."""
         if not isinstance(self._rollout, PartialRollout):
             return []
+        if folder is not None:
+            self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
         return [(group.group, group.prompt) for group in self._rollout.held(step)]

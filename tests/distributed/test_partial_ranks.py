@@ -2,9 +2,12 @@
 
 import contextlib
 import math
+import os
 import random
 import shutil
 import signal
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
+from tests.distributed.conftest import wait_until
 from tests.distributed.ranks import forking
 from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
@@ -27,6 +31,7 @@ KEYS = {
     "prompts_per_step": 4,
     "num_generations": 2,
     "max_completion_length": 40,
+    "stop_token_ids": [6, 7],  # so that completions end by chance, after some 14 tokens
     "learning_rate": 2e-2,
     "max_steps": 4,
     "save_steps": 1,
@@ -38,7 +43,11 @@ KEYS = {
 
 
 def long(completion_ids, trainer_state, **_):
-    """Depends on the step that it is told."""
+    """Depends on the step that it is told. If a file says so, it is slow in the third one."""
+    mark = Path(os.environ.get("MARK", "none"))
+    if trainer_state.global_step == 3 and mark.exists():
+        mark.unlink()
+        time.sleep(4)
     return [len(ids) + trainer_state.global_step / 64 for ids in completion_ids]
 
 
@@ -65,8 +74,8 @@ def loaded(batch):
 
 
 def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path, monkeypatch):
-    """Versions are those of the weights. Resumed on two ranks the run is the whole one; on one rank every prompt is
-    still there once."""
+    """Versions are those of the weights. Resumed on two ranks, with a Ctrl-C, the run is the whole one; on one rank
+    every prompt is still there once."""
     draw_nothing(monkeypatch)
     ages = Counter[int]()
     with make(tmp_path / "whole", num_ranks=2) as whole:
@@ -81,7 +90,13 @@ def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path, mon
     assert len(list(checkpoint.glob("held-*.json"))) == 2
     before = [row for batch in steps[:2] for row in rows_of(batch)]
     for num_ranks in (2, 1):
-        with make(tmp_path / f"on-{num_ranks}", num_ranks=num_ranks, resume=str(checkpoint)) as resumed:
+        mark = tmp_path / "mark"
+        keys: dict[str, Any] = {"num_ranks": num_ranks, "resume": str(checkpoint)}
+        if num_ranks == 2:
+            keys["env_vars"] = {"MARK": str(mark)}
+        with make(tmp_path / f"on-{num_ranks}", **keys) as resumed:
+            if num_ranks == 2:
+                interrupt(resumed, mark)
             again = [loaded(resumed.step().batch) for _ in range(2)]
             held = resumed.policy.held_prompts(4).values()
         after = [row for batch in again for row in rows_of(batch)]
@@ -91,6 +106,22 @@ def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path, mon
             for mine, theirs in zip(again, steps[2:], strict=True):
                 for name in ("completion_ids", "policy_version", "rollout_logprobs"):
                     assert torch.equal(mine[name].values, theirs[name].values)
+
+
+def interrupt(trainer: Trainer, mark: Path) -> None:
+    """Press Ctrl-C in a step as soon as a group is whole: while others are generated, or rewards awaited."""
+    mark.touch()
+
+    def press() -> None:
+        wait_until(lambda: not mark.exists(), "the slow reward is never called")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step()
+    thread.join()
+    assert trainer.global_step == 2
 
 
 def train(folder: Path, keys: dict[str, Any]) -> None:

@@ -24,10 +24,11 @@ KEYS = {
     "prompts_per_step": 2,
     "num_generations": 2,
     "max_completion_length": 40,
+    "stop_token_ids": [6, 7],  # so that completions end by chance, after some 14 tokens
     "learning_rate": 2e-2,
     "max_steps": 5,
     "rollout.partial": True,
-    "oversample": 1,
+    "oversample": 2,
 }
 
 

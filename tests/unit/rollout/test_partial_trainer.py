@@ -5,12 +5,14 @@ import json
 import os
 import signal
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import CheckpointError, ConfigError, DataError
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError, RewardError
+from hybrid_rl.logging.report import read_jsonl
 from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 from tests.tiny import build_model, build_tokenizer, spread, sums
@@ -19,6 +21,7 @@ KEYS = {
     "prompts_per_step": 2,
     "num_generations": 2,
     "max_completion_length": 40,
+    "stop_token_ids": [6, 7],  # so that completions end by chance, after some 14 tokens
     "learning_rate": 2e-2,
     "max_steps": 5,
     "rollout.partial": True,
@@ -27,7 +30,7 @@ KEYS = {
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """A Trainer whose completions end by chance, after some 40 tokens: most are held once."""
+    """A Trainer whose completions end by chance, after some 14 tokens of 40."""
     draw_nothing(monkeypatch)
     made = []
 
@@ -41,11 +44,15 @@ def make(tmp_path, monkeypatch):
         trainer.close()
 
 
+def count(completion_ids, **_):
+    return [len(ids) for ids in completion_ids]
+
+
 def weights_of(trainer):
     return {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("keys", [{"oversample": 1}, {"rollout.partial": False, "rollout.async_level": 1}])
+@pytest.mark.parametrize("keys", [{"oversample": 2}, {"rollout.partial": False, "rollout.async_level": 1}])
 def test_every_token_has_the_version_of_the_weights_that_made_it(make, keys):
     """Replayed through the weights of each version, by the model's own forward pass."""
     trainer = make(**keys)
@@ -112,6 +119,21 @@ def test_a_resumed_run_tells_rewards_when_a_group_became_whole_and_ends_with_the
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
 
 
+def test_a_replayed_run_learns_what_the_recorded_one_learned(make):
+    recorded = make("recorded", save_rollouts=True, oversample=1)
+    recorded.fit()
+    replayed = make("replayed", mode="train", rollouts_path=str(recorded.run_folder / "rollouts"), oversample=1)
+    replayed.fit()
+    lines = [read_jsonl(trainer.run_folder / "metrics.jsonl")[1:] for trainer in (recorded, replayed)]
+    assert len(lines[1]) == KEYS["max_steps"]
+    for theirs, mine in zip(*lines, strict=True):
+        for name in ("loss", "grad_norm", "staleness/mean_age", "reward", "epoch"):
+            assert mine[name] == theirs[name], name
+    assert max(line["staleness/mean_age"] for line in lines[0]) > 0
+    theirs = weights_of(recorded)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(replayed).items())
+
+
 def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
     trainer = make(oversample=2, save_steps=1)
     trainer.step()
@@ -142,6 +164,49 @@ def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
         held.write_text(json.dumps(damage))
         with pytest.raises(CheckpointError, match=match):
             make("others", resume=str(saved), oversample=2)
+
+
+def test_groups_that_are_whole_get_the_rewards_that_are_set_while_they_are_held(make):
+    """Of what was whole a step ago the old functions have made rewards already; a limit that is set holds for what
+    begins then."""
+    trainer = make(oversample=1, **{"rollout.async_level": 1})
+    trainer.step()
+    trainer.set(reward_funcs=[spread, count], reward_weights=[1.0, 1.0], max_completion_length=5)
+    lengths = []
+    for _ in range(3):
+        batch = trainer.step().batch
+        lengths += batch["completion_length"].tolist()
+        for values, length in zip(batch["function_rewards"], batch["completion_length"].tolist(), strict=True):
+            assert len(values) == 2 and values[1] == length
+    assert max(lengths[:4]) > 5 and max(lengths[-4:]) <= 5
+
+
+def test_what_is_held_outlives_the_weights_of_the_best_step(make):
+    """Every prompt is trained on once, although the run goes on from the weights of an earlier step."""
+    rows = [row | {"number": number} for number, row in enumerate(sums(40))]
+    trainer = make(rows=rows, oversample=2, save_steps=1, max_steps=3)
+    used = [number for _ in range(3) for number in numbers_of(trainer.step().batch)]
+    trainer.policy.load(trainer.run_folder / "checkpoint-1")  # as load_best_model_at_end does
+    trainer.policy.update_weights_again(3)
+    trainer.max_steps = 5
+    used += [number for _ in range(2) for number in numbers_of(trainer.step().batch)]
+    held = [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(5).values()]
+    assert len(held) == 2 and len({*used, *held}) == len(used) + 2 == 12
+
+
+def numbers_of(batch):
+    return [row["number"] for row in batch["row"][:: KEYS["num_generations"]]]
+
+
+def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
+    trainer = make(oversample=1, **{"rollout.async_level": 1})
+    trainer.step()
+    rollout = trainer.policy._backend._worker._rollout
+    broken = Future()
+    broken.set_exception(RewardError("gone"))
+    for group in rollout.held(1):
+        group.scoring = broken
+    assert not trainer.step().batch["rewards"].isnan().any()
 
 
 def test_rows_that_a_checkpoint_would_change_are_refused_before_anything_is_generated(make):
