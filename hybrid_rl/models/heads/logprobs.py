@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,16 +41,22 @@ def head_backward(
     gradient_of: Callable[[slice], tuple[Tensor, Tensor | None]],
     temperature: float,
     options: HeadOptions,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of hidden [M, H], weight [V, H] and bias [V] or None, in their dtypes, by chunks of rows.
+    wants: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of hidden [M, H], weight [V, H] and bias [V], in their dtypes, by chunks of rows; None for
+    those that are not wanted: a frozen head has none, and its gradient would be as large as itself.
 
     gradient_of: gives for some of the M rows the gradient of logits / temperature, float32 (float64 for float64 input)
-    [rows, V], and those logits, which are needed if they are soft-capped.
+    [rows, V], and those logits, which are needed if they are soft-capped. wants: of the three, as in needs_input_grad.
     """
-    grad_hidden = torch.empty_like(hidden)
+    wants_hidden, wants_weight, wants_bias = wants[:3]
+    grad_hidden = torch.empty_like(hidden) if wants_hidden else None
     # The head's gradient is summed over chunks: in fp32, whatever the parameters are.
-    grad_weight = torch.zeros_like(weight, dtype=precise(weight))
-    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=precise(weight))
+    grad_weight = torch.zeros_like(weight, dtype=precise(weight)) if wants_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=precise(weight)) if bias is not None and wants_bias else None
+    multiply, gradient = (
+        (wide_product, wide_weight_gradient) if _is_wide(weight, options) else (product, weight_gradient)
+    )
     for rows in chunks(hidden.shape[0], weight.shape[0]):
         grad, logits = gradient_of(rows)
         grad = grad / temperature
@@ -58,15 +64,19 @@ def head_backward(
             assert logits is not None
             grad = grad * (1 - (logits / options.softcap) ** 2)
         grad = grad * options.scale
-        if _is_wide(weight, options):
-            grad_hidden[rows], of_weight = wide_product(grad, weight.t()), wide_weight_gradient(grad, hidden[rows])
-        else:
+        if not _is_wide(weight, options):
             grad = grad.to(weight.dtype)
-            grad_hidden[rows], of_weight = product(grad, weight.t()), weight_gradient(grad, hidden[rows])
-        grad_weight += of_weight
+        if grad_hidden is not None:
+            grad_hidden[rows] = multiply(grad, weight.t())
+        if grad_weight is not None:
+            grad_weight += gradient(grad, hidden[rows])
         if grad_bias is not None:
             grad_bias += grad.sum(0)
-    return grad_hidden, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(weight.dtype)
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None else grad_bias.to(weight.dtype),
+    )
 
 
 def precise(tensor: Tensor) -> torch.dtype:
@@ -170,7 +180,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad -= p * (log_p + entropy) * grad_entropy[rows, None]
             return grad, logits
 
-        return *head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options), None, None, None
+        found = head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options, ctx.needs_input_grad)
+        return *found, None, None, None
 
 
 def finite_(log_p: Tensor) -> Tensor:

@@ -115,3 +115,21 @@ def test_labels_of_another_length_are_refused():
     tensors, labels = inputs()
     with pytest.raises(ValueError, match=r"labels must be \[7\], not \(6,\)"):
         token_logprobs(*tensors, labels[1:], 1.0, HeadOptions())
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_frozen_head_has_no_gradient_and_changes_none(is_wide, monkeypatch):
+    """Its gradient would be as large as the head; what flows on is the same to the bit."""
+    dtype = torch.bfloat16 if is_wide else torch.float32
+    options, (tensors, labels) = HeadOptions(in_float32=is_wide), inputs(dtype)
+    found = []
+    for is_frozen in (False, True):
+        hidden, weight, bias = (t.detach().clone().requires_grad_() for t in tensors)
+        if is_frozen:
+            weight.requires_grad_(False), bias.requires_grad_(False)
+            for name in ("weight_gradient", "wide_weight_gradient"):
+                monkeypatch.setattr(fused, name, None)
+        logprobs, entropy = token_logprobs(hidden, weight, bias, labels, 0.7, options)
+        (logprobs.sum() + 2 * entropy.sum()).backward()
+        found.append(hidden.grad)
+    assert torch.equal(*found) and weight.grad is None and bias.grad is None
