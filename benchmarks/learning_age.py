@@ -191,7 +191,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--processes", type=report.positive, default=2, help="seeds that run at a time")
     parser.add_argument("--variants", nargs="+", choices=[*VARIANTS], default=[*DEFAULT])
     parser.add_argument("--steps", type=report.positive, default=60, help="training steps of a variant")
-    parser.add_argument("--eval-every", type=report.positive, default=10, help="steps between evaluations")
+    parser.add_argument("--eval-every", type=report.positive, default=5, help="steps between evaluations")
     parser.add_argument("--prompts", type=report.positive, default=32, help="prompts of a step")
     parser.add_argument("--generations", type=report.positive, default=8, help="samples of a prompt")
     parser.add_argument("--goal", type=float, default=0.75, help="accuracy to reach")
