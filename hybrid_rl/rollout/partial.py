@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from hybrid_rl.batch import Batch
@@ -56,10 +57,12 @@ class PartialRollout(ScoredRollout):
         groups = [group.copied() for group in self.held(step - 1)]
         num_begun = sum(group.num_tokens for group in groups)
         groups += [self._begin(task, call) for task in tasks]
+        self._client.take_use()
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
                 self._generate(groups, rule, call)
+            use = self._client.take_use()
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             told = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
             all_keys = [key for of_rank, _ in told for key in of_rank]
@@ -68,8 +71,8 @@ class PartialRollout(ScoredRollout):
             left = [group for group in groups if group.group not in taken]
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
-        report.metrics.merge(_metrics(left, num_begun))
-        return batch, report
+        report.metrics.merge(_metrics(left, mine, num_begun))
+        return batch, replace(report, use=use)
 
     def held(self, step: int) -> list[OpenGroup]:
         """Return the groups that are held after a training step."""
@@ -189,11 +192,13 @@ class PartialRollout(ScoredRollout):
         return [found for found, _, _ in outcomes]
 
 
-def _metrics(held: Sequence[OpenGroup], num_begun: int) -> MetricSums:
+def _metrics(held: Sequence[OpenGroup], delivered: Sequence[OpenGroup], num_begun: int) -> MetricSums:
     """Return what this rank holds, and how many tokens it went on from. How old the tokens of a step are is counted by
     the update (staleness/...)."""
     found = MetricSums()
     found.total("buffer/held_groups", len(held))
-    found.total("buffer/held_tokens", sum(group.num_tokens for group in held))
+    num_held, num_delivered = (sum(group.num_tokens for group in groups) for groups in (held, delivered))
+    found.total("buffer/held_tokens", num_held)
+    found.mean("buffer/held_share", num_held, num_held + num_delivered)
     found.total("buffer/continued_tokens", num_begun)
     return found
