@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import FinishedSample
 from hybrid_rl.engines.client import Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
@@ -20,7 +20,7 @@ from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing
+from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order
 from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
 
 Gather = Callable[[Any], list[Any]]
@@ -69,6 +69,7 @@ class PartialRollout(ScoredRollout):
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
         report.metrics.merge(_metrics(left, num_begun))
+        report.num_missing = sum(group.num_missing for group in left)
         return batch, report
 
     def held(self, step: int) -> list[OpenGroup]:
@@ -81,14 +82,14 @@ class PartialRollout(ScoredRollout):
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> OpenGroup:
         requests = {request.id: request for request in self._requests(task, call)}
-        return OpenGroup(task.row, call.group(task), call.state.global_step, requests)
+        return OpenGroup(task.row, call.group(task), call.state.global_step, requests, expected=task.expected)
 
     # ------------------------------------------------------------------------------------------------ generation
 
     def _generate(self, groups: Sequence[OpenGroup], rule: HoldRule, call: RolloutCall) -> None:
         """Run what is unfinished until enough groups are whole on all ranks, and break the rest off."""
         of = {request: group for group in groups for request in group.requests}
-        requests = [request for group in groups for request in group.remaining()]
+        requests = in_order(groups)
         progress.count(len(requests), "samples")
         handle: Handle | None = None
 
@@ -97,7 +98,7 @@ class PartialRollout(ScoredRollout):
             for group in groups:
                 if group.is_whole:  # it was read from a checkpoint, or the functions are others now
                     self._score(group, call)
-            handle = self._client.submit(self._ordered(requests), call.version)
+            handle = self._client.submit(requests, call.version)
             return standing()
 
         def go_on() -> Standing:
@@ -128,10 +129,6 @@ class PartialRollout(ScoredRollout):
                 raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
             found = self._agreed(go_on)
         self._agreed(break_off)
-
-    def _ordered(self, requests: Sequence[RolloutRequest]) -> Sequence[RolloutRequest]:
-        """Return requests in the order in which they should start: what is begun already goes first."""
-        return sorted(requests, key=lambda request: not request.begun.token_ids)
 
     def _take(self, events: Sequence[FinishedSample], of: Mapping[int, OpenGroup], call: RolloutCall) -> None:
         """Take samples that have finished, and have their groups scored once they are whole."""

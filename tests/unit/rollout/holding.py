@@ -335,7 +335,11 @@ class Run:
         self._start(num_ranks or self.num_ranks)
         for rank, rollout in enumerate(self.ranks):
             rollout.hold(self.step, load_held(self.folder, rank, self.num_ranks))
-        held = {group.group: group.prompt for rollout in self.ranks for group in rollout.held(self.step)}
+        held = {
+            group.group: group.prompt(rank)
+            for rank, rollout in enumerate(self.ranks)
+            for group in rollout.held(self.step)
+        }
         self.collector.load_state_dict(state, held, self.step)
 
     def _checked(self, batch: Batch) -> Step:

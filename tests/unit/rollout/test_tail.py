@@ -1,0 +1,267 @@
+"""The tail of a rollout: lengths predicted, the longest completions first, prompts dealt to ranks by tokens. Neither
+order nor dealing changes a sample."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.controller.dispatch import Dispatch
+from hybrid_rl.controller.exchange import cut
+from hybrid_rl.data.mixture import DATASET_COLUMN
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.dealing import TaskList
+from hybrid_rl.rollout.held import OpenGroup, in_order
+from hybrid_rl.rollout.lengths import LengthRecord, expected_length, group_lengths
+from hybrid_rl.rollout.scored import ScoredRollout
+from tests.unit.rollout import holding
+from tests.unit.rollout.holding import STOP, KnownEngine, Script
+
+CALL = RolloutCall(2, SamplingParams(40, stop_token_ids=(STOP,)), 0, TrainerState(1, 10, 0.0), "train/1", 0)
+
+
+def row(index, **columns):
+    return PromptRow(index, str(index), (index + 1,), columns)
+
+
+def tasks_of(expected, call=CALL, loads=None):
+    """Prompts with these expected lengths."""
+    return TaskList([RolloutTask(place, row(place), one) for place, one in enumerate(expected)], call, loads or {})
+
+
+def places(tasks):
+    return [task.place for task in tasks]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "known", "expected"),
+    [
+        (0, (), 40),  # nothing is known: all that it may have
+        (0, (4, 9), 7),  # 6.5
+        (5, (4, 9, 12), 11),  # the mean of those above 5 is 10.5
+        (12, (4, 9, 12), 24),  # longer than all: as much again
+        (30, (4,), 40),  # but not above the limit
+    ],
+)
+def test_expected_lengths_by_hand(num_tokens, known, expected):
+    assert expected_length(num_tokens, known, 40) == expected
+
+
+def test_lengths_of_groups_are_means_over_trajectories():
+    """Group 5: trajectories of 2 + 3 and of 4 tokens, mean 4.5; group 2: one of 7. Halves are rounded up."""
+    ids = {"trajectory": torch.tensor([0, 0, 1, 2]), "turn": torch.tensor([0, 1, 0, 0])}
+    columns = {"group": torch.tensor([5, 5, 5, 2]), "policy_length": torch.tensor([2, 3, 4, 7])}
+    assert group_lengths(Batch({**ids, **columns})) == [7, 5]
+
+
+def test_a_record_knows_last_time_and_otherwise_the_mean():
+    record = LengthRecord()
+    record.begin(1)
+    assert record.expected(row(3)) is None
+    record.observe([row(3), row(4, **{DATASET_COLUMN: "b"})], [10, 21])
+    assert record.expected(row(3)) is None  # within a step predictions stay as they are
+    record.begin(2)
+    assert record.expected(row(3)) == 10
+    assert record.expected(row(4, **{DATASET_COLUMN: "b"})) == 21
+    assert record.expected(row(4)) == 16  # of another dataset: not known, so the mean, 15.5
+    record.observe([row(3)], [30])
+    record.begin(3)
+    assert record.expected(row(3)) == 30
+
+
+def test_a_step_taken_back_leaves_the_record_as_it_was():
+    record = LengthRecord()
+    record.begin(1)
+    record.observe([row(1)], [10])
+    before = record.state_dict(1)
+    record.begin(2)
+    record.observe([row(1), row(2)], [50, 60])
+    assert record.state_dict(1) == before == {"1": 10}  # a checkpoint after the interrupt
+    assert record.state_dict(2) == {"1": 50, "2": 60}
+    record.begin(2)
+    assert record.expected(row(1)) == record.expected(row(2)) == 10
+    other = LengthRecord()
+    other.load_state_dict(before)
+    other.begin(2)
+    assert other.expected(row(1)) == 10
+
+
+def test_the_longest_are_listed_first_and_dealt_to_the_rank_with_least_by_hand():
+    """Two samples each of 5, 9, unknown (40), 9 and 4 tokens are 10, 18, 80, 18 and 8. Rank 1 holds 60 already. 80 goes
+    to rank 0 (80, 60), 18 to rank 1 (78), 18 to rank 1 (96), 10 to rank 0 (90), 8 to rank 0 (98)."""
+    tasks = tasks_of([5, 9, None, 9, 4], loads={1: 60})
+    assert places(tasks) == [2, 1, 3, 0, 4]
+    assert [places(part) for part in tasks.dealt(2)] == [[2, 0, 4], [1, 3]]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_without_knowledge_prompts_are_dealt_one_by_one(num_parts):
+    tasks = tasks_of([None] * 7)
+    assert [places(part) for part in tasks.dealt(num_parts)] == [list(range(7))[i::num_parts] for i in range(num_parts)]
+
+
+def test_dealing_gives_every_prompt_once_and_keeps_to_the_bound_of_the_greedy_rule():
+    """Against 200 random lists: every prompt once, and no rank has more than the mean and one prompt; with counts
+    instead of tokens the fullest rank has far more."""
+    rng, by_tokens, by_counts = random.Random(5), 0.0, 0.0
+    for _ in range(200):
+        expected = [min(1000, int(20 * rng.paretovariate(0.9))) for _ in range(rng.randint(8, 40))]
+        num_parts = rng.randint(2, 8)
+        parts = tasks_of(expected).dealt(num_parts)
+        assert sorted(place for part in parts for place in places(part)) == list(range(len(expected)))
+        sums = [sum(expected[place] for place in places(part)) for part in parts]
+        mean = sum(expected) / num_parts
+        assert max(sums) <= mean + max(expected)
+        least = max(mean, max(expected))  # no dealing is better than that
+        by_tokens += max(sums) / least / 200
+        by_counts += max(sum(expected[part::num_parts]) for part in range(num_parts)) / least / 200
+    assert by_tokens < 1.05
+    assert by_counts > 1.3
+
+
+def test_a_call_is_cut_as_its_list_says():
+    """Lists without a wish of their own are still dealt one by one."""
+    tasks = tasks_of([1, 30, 1])
+    parts = cut("rollout", Dispatch(split="items"), (tasks, [1, 2, 3], CALL), 2, lambda *_: [])
+    assert [(places(mine), others, call) for mine, others, call in parts.arguments] == [
+        ([1], [1, 3], CALL),
+        ([0, 2], [2], CALL),
+    ]
+
+
+def test_held_groups_start_with_what_is_begun_and_then_with_what_takes_longest():
+    """By hand. Group 0: one sample of 6 tokens has finished, two have not begun: 6 each. Group 1, 20 tokens last time:
+    one sample has 3 tokens (17 to go), one has 25 (longer than all: 15 more to the limit of 40), one has none (20).
+    Group 2: nothing is known: 40."""
+
+    def group(number, num_samples, expected=None):
+        ids = range(10 * number, 10 * number + num_samples)
+        requests = {one: RolloutRequest(one, (4,), CALL.params, group=number) for one in ids}
+        return OpenGroup(row(number), number, 1, requests, expected=expected)
+
+    def end(id_, num_tokens, reason):
+        return FinishedSample(id_, [7] * num_tokens, [-1.0] * num_tokens, [0] * num_tokens, reason)
+
+    groups = [group(0, 3), group(1, 3, 20), group(2, 2)]
+    groups[0].take(end(0, 6, "stop"))
+    groups[1].take(end(10, 25, "abort"))
+    groups[1].take(end(11, 3, "abort"))
+    assert [request.id for request in in_order(groups)] == [11, 10, 20, 21, 12, 1, 2]
+    assert [one.num_missing for one in groups] == [12, 17 + 15 + 20, 80]
+    assert [one.prompt(3).num_missing for one in groups] == [12, 52, 80]
+    again = [OpenGroup.of_json(one.to_json()) for one in groups]
+    assert [one.num_missing for one in again] == [12, 52, 80]
+    assert in_order(again)[1].begun == Beginning((7,) * 25, (-1.0,) * 25, (0,) * 25)
+
+
+def rolled_out(tasks, num_slots, num_ranks=1):
+    """The samples of these prompts by trajectory, and the engine steps of each rank."""
+    call, samples, steps = CALL, {}, []
+    for part in tasks.dealt(num_ranks):
+        engine, count = KnownEngine(num_slots, 100, Script(), 0), 0
+        step = engine.step
+
+        def counted_step(step=step):
+            nonlocal count
+            count += 1
+            return step()
+
+        engine.step = counted_step
+        rollout = ScoredRollout(EngineClient(engine), None, lambda ids: str(len(ids)), seed=3)
+        batch, _ = rollout.run(part, call)
+        tokens, logprobs = batch["completion_ids"], batch["rollout_logprobs"]
+        for place, trajectory in enumerate(batch["trajectory"].tolist()):
+            samples[trajectory] = (tokens[place].tolist(), logprobs[place].tolist(), batch["group"][place].item())
+        steps.append(count)
+    return samples, steps
+
+
+def test_order_and_dealing_change_no_sample_and_save_engine_steps(monkeypatch):
+    """By hand: 6 prompts of two samples, of 2, 2, 2, 2, 2 and 20 tokens, 4 places. In order of the prompts the long one
+    starts after 4 engine steps and ends at step 24; if it starts first, all end at step 20. Two ranks of 2 places: by
+    counts one of them has prompts of 2, 2 and 20 tokens, which takes 24 steps; by tokens it has that of 20 only."""
+    by_prompt = [2, 2, 2, 2, 2, 20]
+    seeds = {}
+
+    def length_of(seed):
+        return by_prompt[seeds[seed]]
+
+    monkeypatch.setattr(holding, "length_of", length_of)
+    unknown, known = tasks_of([None] * 6), tasks_of(by_prompt)
+    rollout = ScoredRollout(EngineClient(KnownEngine(4, 100, Script(), 0)), None, str, seed=3)
+    seeds.update((request.params.seed, task.place) for task in known for request in rollout._requests(task, CALL))
+    late, (late_steps,) = rolled_out(unknown, 4)
+    early, (early_steps,) = rolled_out(known, 4)
+    assert (late_steps, early_steps) == (24, 20)
+    assert late == early and len(late) == 12
+    dealt, steps = rolled_out(known, 2, num_ranks=2)
+    assert dealt == late
+    assert steps == [20, 10]  # 2 of 20; 10 of 2 at two places
+    assert max(rolled_out(unknown, 2, num_ranks=2)[1]) == 24
+
+
+def test_a_resumed_run_predicts_and_deals_as_the_whole_one(tmp_path: Path, monkeypatch):
+    """Partial rollouts over 3 epochs of 6 prompts on 3 ranks: every step of a run killed after each step is that of
+    the whole one, and both differ from a run that forgets lengths and loads when it is resumed."""
+    setting = holding.Setting(
+        2,
+        2,
+        0,
+        3,
+        2,
+        "fifo",
+        check_steps=2,
+        num_ranks=3,
+        slots=2,
+        max_num_waiting=4,
+    )
+
+    class Epochs(holding.Prompts):
+        def take(self, num_prompts):
+            return [row(one.index % 6) for one in super().take(num_prompts)]
+
+    dealt = []
+    monkeypatch.setattr(holding, "Prompts", Epochs)
+    monkeypatch.setattr(holding.Run, "_checked", lambda run, batch: _tokens(batch))
+    known = TaskList.dealt
+
+    def noted(tasks, num_parts):
+        parts = known(tasks, num_parts)
+        dealt.append(([places(part) for part in parts], tasks._loads))
+        return parts
+
+    monkeypatch.setattr(TaskList, "dealt", noted)
+
+    def run(name, kills, forgets=False):
+        dealt.clear()
+        found = holding.Run(setting, tmp_path / name)
+        holding.listen(monkeypatch, lambda: found.script)
+        loads: dict[int, int] = {}
+        for _ in range(9):
+            found.one_step()
+            assert dealt[-1][1] == loads
+            loads = {rank: sum(one.num_missing for one in r.held(found.step)) for rank, r in enumerate(found.ranks)}
+            assert sum(loads.values()) > 0
+            if kills:
+                found.save()
+                if forgets:
+                    step, position, state, num_steps = found._saved
+                    found._saved = step, position, {**state, "lengths": {}}, num_steps
+                found.kill()
+        return found.steps, list(dealt)
+
+    whole = run("whole", kills=False)
+    assert run("killed", kills=True) == whole
+    assert run("forgotten", kills=True, forgets=True)[1] != whole[1]
+
+
+def _tokens(batch):
+    columns = (batch["trajectory"].tolist(), batch["group"].tolist())
+    rows = ([row.tolist() for row in batch[name]] for name in ("completion_ids", "policy_version"))
+    return list(zip(*columns, *rows, strict=True))
