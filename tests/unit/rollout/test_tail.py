@@ -247,7 +247,6 @@ def test_a_resumed_run_predicts_and_deals_as_the_whole_one(tmp_path: Path, monke
             found.one_step()
             assert dealt[-1][1] == loads
             loads = {rank: sum(one.num_missing for one in r.held(found.step)) for rank, r in enumerate(found.ranks)}
-            assert sum(loads.values()) > 0
             if kills:
                 found.save()
                 if forgets:
@@ -257,6 +256,7 @@ def test_a_resumed_run_predicts_and_deals_as_the_whole_one(tmp_path: Path, monke
         return found.steps, list(dealt)
 
     whole = run("whole", kills=False)
+    assert any(sum(loads.values()) for _, loads in whole[1])
     assert run("killed", kills=True) == whole
     assert run("forgotten", kills=True, forgets=True)[1] != whole[1]
 
