@@ -49,6 +49,8 @@ MEANINGS: dict[str, str] = {
     "staleness/share_age_*": "share of tokens of this age",
     "buffer/held_groups": "groups that are held after the step, to go on in the next",
     "buffer/held_tokens": "their tokens so far",
+    "buffer/dropped_groups": "groups that were begun and dropped, because the step had enough",
+    "buffer/dropped_tokens": "their tokens, which nothing is learned from",
     "buffer/continued_tokens": "tokens of held completions that the step went on from",
     "completions/mean_length": "tokens per completion",
     "completions/min_length": "tokens of the shortest completion",

@@ -74,7 +74,8 @@ class StepPlan:
         `baseline_rewards` (ReMax, arXiv:2310.10505).
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
     demonstrates: whether the completions are the data set's own.
-    hold: which groups a step takes, and which it holds; num_extra: prompts that are under way beyond num_prompts.
+    hold: which groups a step takes, and which it holds or drops; num_extra: prompts that are under way beyond
+        num_prompts.
     """
 
     sampler: PromptSampler
@@ -87,6 +88,11 @@ class StepPlan:
     demonstrates: bool = False
     hold: HoldRule | None = None
     num_extra: int = 0
+
+    def num_begun(self, step: int) -> int:
+        """Return how many prompts a training step takes: with groups that are held the first takes more."""
+        drops = self.hold is not None and self.hold.drops
+        return self.num_prompts + (self.num_extra if step == 1 or drops else 0)
 
     @property
     def kept(self) -> dict[str, float]:
@@ -141,7 +147,7 @@ class Collector:
         plan = self._plan
         assert plan is not None, "this collector was made without a plan of training steps"
         if plan.rollouts_path is not None:
-            num_begun = plan.num_prompts + (plan.num_extra if state.global_step == 1 else 0)
+            num_begun = plan.num_begun(state.global_step)
             plan.sampler.take(num_begun)  # so that position and epoch are those of the recorded run
             collected = replay(plan, state.global_step, self._names, version)
             if not plan.max_refills:  # as below
@@ -162,7 +168,7 @@ class Collector:
             held = self._open.held(state.global_step - 1)
             num_missing = plan.num_prompts + plan.num_extra - len(held)
             rows = plan.sampler.take(num_missing) if num_missing > 0 else []  # more are held if the plan was larger
-            if plan.hold is not None:
+            if plan.hold is not None and not plan.hold.drops:
                 for row in rows:
                     check_row(row)
             loads = self._open.loads(state.global_step - 1)
@@ -174,7 +180,7 @@ class Collector:
                 return tally.collected(batch, {})
             if plan.hold is not None:
                 begun = held | {call.group(task): task.row for task in tasks}
-                rows = self._open.deliver(batch, begun, state.global_step)
+                rows = self._open.deliver(batch, begun, state.global_step, drops=plan.hold.drops)
                 self._open.load(state.global_step, {part: report.num_missing for part, report in enumerate(answer[1])})
             self._observe(plan.sampler, rows, batch)
         if plan.greedy_baseline:

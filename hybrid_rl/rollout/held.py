@@ -101,6 +101,11 @@ class OpenGroup:
             self.finished[sample.id] = sample
             self.begun.pop(sample.id, None)
 
+    def drop(self) -> None:
+        """Forget rewards that nobody waits for. Calls that run already run to their end."""
+        if self.scoring is not None:
+            self.scoring.cancel()
+
     def copied(self) -> OpenGroup:
         """Return a copy that can go on while this one stays as it is: a step may be taken back."""
         return dataclasses.replace(self, finished={**self.finished}, begun={**self.begun})
@@ -191,7 +196,8 @@ class HoldRule:
 
     num_groups: of the batch, over all ranks. max_staleness: how many policy versions a token may lag behind the weights
     that train on it. ahead: groups that must be whole besides, for the next step. order: whether of whole groups the
-    oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole.
+    oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole. drops: what
+    is not delivered is dropped, so that nothing is held; then max_staleness is 0 and ahead is 0.
 
     A group is due at the version of its oldest token plus max_staleness. As a step delivers num_groups, at most n *
     num_groups of what is held may be due within the n next steps: groups beyond that are finished and delivered now,
@@ -203,6 +209,7 @@ class HoldRule:
     ahead: int = 0
     order: str = "fifo"
     check_steps: int = 8
+    drops: bool = False
 
     def deadline(self, oldest_version: int | None, version: int) -> int:
         """Return the last version that may train on a group. version: the present one, which made the oldest token if

@@ -31,11 +31,13 @@ class OpenPrompts:
         """Return the prompts that are held after a training step, by group."""
         return self._open.get(step, {})
 
-    def deliver(self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int) -> list[PromptRow]:
-        """Return the prompts of the groups of a batch, in its order, and note that the others are held. begun: all
-        prompts by group."""
+    def deliver(
+        self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int, *, drops: bool = False
+    ) -> list[PromptRow]:
+        """Return the prompts of the groups of a batch, in its order, and note that the others are held, or dropped.
+        begun: all prompts by group."""
         groups = batch["group"].unique_consecutive().tolist()
-        left = {group: row for group, row in begun.items() if group not in {*groups}}
+        left = {} if drops else {group: row for group, row in begun.items() if group not in {*groups}}
         self._open = {at: held for at, held in self._open.items() if at >= step - 1} | {step: left}
         return [begun[group] for group in groups]
 
@@ -72,11 +74,11 @@ class OpenPrompts:
         Raises CheckpointError if groups are missing, ConfigError if they cannot go on in this run.
         """
         expected = state.get("held", [])
-        if expected and rule is None:
+        if expected and (rule is None or rule.drops):
             raise ConfigError(
                 f"the checkpoint holds {counted(len(expected), 'group')} of samples that were begun and not trained "
                 "on, which this run would lose: resume with rollout.partial=true or rollout.async_level=1, as it was "
-                "written"
+                "written, and without unfinished=drop"
             )
         if sorted(held) != expected:
             raise CheckpointError(

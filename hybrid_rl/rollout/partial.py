@@ -66,9 +66,14 @@ class PartialRollout(ScoredRollout):
             taken = rule.chosen(all_keys, [standing for _, standing in told], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
+            metrics = _metrics(left, num_begun, drops=rule.drops)
+            if rule.drops:
+                for group in left:
+                    group.drop()
+                left = []
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
-        report.metrics.merge(_metrics(left, num_begun))
+        report.metrics.merge(metrics)
         report.num_missing = sum(group.num_missing for group in left)
         return batch, report
 
@@ -186,11 +191,12 @@ class PartialRollout(ScoredRollout):
         return [found for found, _, _ in outcomes]
 
 
-def _metrics(held: Sequence[OpenGroup], num_begun: int) -> MetricSums:
-    """Return what this rank holds, and how many tokens it went on from. How old the tokens of a step are is counted by
-    the update (staleness/...)."""
-    found = MetricSums()
-    found.total("buffer/held_groups", len(held))
-    found.total("buffer/held_tokens", sum(group.num_tokens for group in held))
-    found.total("buffer/continued_tokens", num_begun)
+def _metrics(left: Sequence[OpenGroup], num_begun: int, *, drops: bool) -> MetricSums:
+    """Return what this rank does not deliver, which it holds or drops, and how many tokens it went on from. How old the
+    tokens of a step are is counted by the update (staleness/...)."""
+    found, what = MetricSums(), "dropped" if drops else "held"
+    found.total(f"buffer/{what}_groups", len(left))
+    found.total(f"buffer/{what}_tokens", sum(group.num_tokens for group in left))
+    if not drops:
+        found.total("buffer/continued_tokens", num_begun)
     return found

@@ -1,5 +1,5 @@
-"""The tail of a rollout: lengths predicted, the longest completions first, prompts dealt to ranks by tokens. Neither
-order nor dealing changes a sample."""
+"""The tail of a rollout: lengths predicted, the longest completions first, prompts dealt to ranks by tokens, what is
+unfinished dropped. Neither order nor dealing changes a sample."""
 
 import random
 from collections import Counter
@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
+from hybrid_rl.config import num_training_steps, resolve
+from hybrid_rl.config.load import load_config
 from hybrid_rl.controller.dispatch import Dispatch
 from hybrid_rl.controller.exchange import cut
 from hybrid_rl.data.mixture import DATASET_COLUMN
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.dealing import TaskList
@@ -267,3 +270,70 @@ def _tokens(batch):
     columns = (batch["trajectory"].tolist(), batch["group"].tolist())
     rows = ([row.tolist() for row in batch[name]] for name in ("completion_ids", "policy_version"))
     return list(zip(*columns, *rows, strict=True))
+
+
+def test_what_is_dropped_is_counted_and_nothing_is_held(tmp_path, monkeypatch):
+    """By hand: 4 prompts of one sample, of 9, 2, 2 and 5 tokens, begin together; a step needs 2 of them and looks every
+    2 engine steps. After 2 engine steps prompts 1 and 2 are whole: 0 and 3 are dropped with 2 tokens each. In the
+    next step, of 3, 30, 4 and 3 tokens, three are whole after 4: the first two of them are taken, and the third is
+    dropped with its 3 tokens, beside 4 of the long one."""
+    lengths = [9, 2, 2, 5, 3, 30, 4, 3]
+    seeds = {}
+    monkeypatch.setattr(holding, "length_of", lambda seed: lengths[seeds[seed]])
+    begun = holding.PartialRollout._begin
+
+    def begin(rollout, task, call):
+        found = begun(rollout, task, call)
+        seeds.update((request.params.seed, task.row.index) for request in found.requests.values())
+        return found
+
+    monkeypatch.setattr(holding.PartialRollout, "_begin", begin)
+    setting = holding.Setting(2, 1, 0, 2, 0, "fifo", 2, num_ranks=1, slots=8, max_num_waiting=9, drops=True)
+    run = holding.Run(setting, tmp_path)
+    holding.listen(monkeypatch, lambda: run.script)
+    collect, metrics = run.collector.collect, []
+
+    def noted(*args):
+        found = collect(*args)
+        metrics.append({name: found.metrics[name] for name in found.metrics if name.startswith("buffer/")})
+        return found
+
+    monkeypatch.setattr(run.collector, "collect", noted)
+    run.one_step()
+    run.one_step()
+    assert [sorted(prompt for prompt, _ in step.samples) for step in run.steps] == [[1, 2], [4, 6]]
+    assert metrics == [
+        {"buffer/dropped_groups": 2.0, "buffer/dropped_tokens": 4.0},
+        {"buffer/dropped_groups": 2.0, "buffer/dropped_tokens": 7.0},
+    ]
+    run.check_prompts()
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"rollout.partial": False, "rollout.async_level": 1}, "unfinished=drop would do nothing without rollout.part"),
+        ({"rollout.async_level": 1}, "holds no groups, but async_level=1 trains on groups that are held"),
+        ({"max_staleness": 2}, "max_staleness=2 would do nothing with unfinished=drop"),
+        ({"buffer_order": "freshest"}, "buffer_order=freshest would do nothing with unfinished=drop"),
+        ({"max_refills": 2}, "partial=true cannot be combined with max_refills"),
+    ],
+)
+def test_keys_that_cannot_be_joined_with_dropping_are_refused(keys, match):
+    with pytest.raises(ConfigError, match=match):
+        resolve(*load_config({**KEYS, **keys})[:2])
+
+
+KEYS = {"prompts_per_step": 4, "learning_rate": 1e-3, "rollout.partial": True, "unfinished": "drop"}
+
+
+def test_dropping_takes_more_prompts_and_needs_no_correction():
+    """By hand: 4 prompts a step and 2 (half) besides are 6 of 61 prompts: 10 steps; that are held, 15."""
+    config = resolve(*load_config(KEYS)[:2])
+    assert config.buffer.oversample == 2 and config.correction.correction_mode == "none"
+    assert num_training_steps(config, 61) == 10
+    held = resolve(*load_config({**KEYS, "unfinished": "hold"})[:2])
+    assert held.correction.correction_mode == "tis"
+    assert num_training_steps(held, 61) == 15
+    with pytest.raises(ConfigError, match=r"5 prompts .* prompts_per_step=4 and oversample=2; set max_steps"):
+        num_training_steps(config, 5)
