@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import TRUNCATIONS, AnyBatch, SampleKey, Trajectories
+from hybrid_rl.batch import AnyBatch, SampleKey, Trajectories
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
@@ -24,7 +24,9 @@ from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.held import HeldPrompt, HoldRule, check_row
+from hybrid_rl.rollout.lengths import LengthRecord, group_lengths, length_metrics
 from hybrid_rl.rollout.observed import dataset_metrics, success_rates
 from hybrid_rl.rollout.open_prompts import OpenPrompts
 from hybrid_rl.rollout.refill import GroupRewards, Refill
@@ -72,7 +74,8 @@ class StepPlan:
         `baseline_rewards` (ReMax, arXiv:2310.10505).
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
     demonstrates: whether the completions are the data set's own.
-    hold: which groups a step takes, and which it holds; num_extra: prompts that are under way beyond num_prompts.
+    hold: which groups a step takes, and which it holds or drops; num_extra: prompts that are under way beyond
+        num_prompts.
     """
 
     sampler: PromptSampler
@@ -85,6 +88,11 @@ class StepPlan:
     demonstrates: bool = False
     hold: HoldRule | None = None
     num_extra: int = 0
+
+    def num_begun(self, step: int) -> int:
+        """Return how many prompts a training step takes: with groups that are held the first takes more."""
+        drops = self.hold is not None and self.hold.drops
+        return self.num_prompts + (self.num_extra if step == 1 or drops else 0)
 
     @property
     def kept(self) -> dict[str, float]:
@@ -117,7 +125,7 @@ class Collector:
         self._max_failure_share = max_failure_share
         self._next_id = 0
         self._told: set[object] = set()
-        self._open = OpenPrompts()
+        self._open, self._lengths = OpenPrompts(), LengthRecord()
 
     def after(self, other: Collector) -> Collector:
         """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one.
@@ -125,7 +133,7 @@ class Collector:
         Raises ConfigError if groups are held that do not fit the plan of this one.
         """
         self._next_id, self._told = other._next_id, other._told
-        self._open = other._open
+        self._open, self._lengths = other._open, other._lengths
         if self._plan is not None and other._plan is not None:
             self._open.check(other._plan.kept, self._plan.kept)
         return self
@@ -139,12 +147,13 @@ class Collector:
         plan = self._plan
         assert plan is not None, "this collector was made without a plan of training steps"
         if plan.rollouts_path is not None:
-            num_begun = plan.num_prompts + (plan.num_extra if state.global_step == 1 else 0)
+            num_begun = plan.num_begun(state.global_step)
             plan.sampler.take(num_begun)  # so that position and epoch are those of the recorded run
             collected = replay(plan, state.global_step, self._names, version)
             if not plan.max_refills:  # as below
                 collected.metrics.update(self._success(collected.batch))
             return collected
+        self._lengths.begin(state.global_step)
         if plan.hold is not None:
             self._next_id = self._open.begin(state.global_step, self._next_id)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
@@ -159,18 +168,20 @@ class Collector:
             held = self._open.held(state.global_step - 1)
             num_missing = plan.num_prompts + plan.num_extra - len(held)
             rows = plan.sampler.take(num_missing) if num_missing > 0 else []  # more are held if the plan was larger
-            if plan.hold is not None:
+            if plan.hold is not None and not plan.hold.drops:
                 for row in rows:
                     check_row(row)
-            tasks, call = self._tasks(rows, replace(call, hold=plan.hold))
+            loads = self._open.loads(state.global_step - 1)
+            tasks, call = self._tasks(rows, replace(call, hold=plan.hold), self._lengths, loads)
             make = self._workers.demonstrations if plan.demonstrates else self._workers.rollout
-            batch = self._counted(make(tasks, call), call, tally)
+            answer = make(tasks, call)
+            batch = self._counted(answer, call, tally)
             if plan.demonstrates:
                 return tally.collected(batch, {})
             if plan.hold is not None:
-                rows = self._open.deliver(
-                    batch, held | {call.group(task): task.row for task in tasks}, state.global_step
-                )
+                begun = held | {call.group(task): task.row for task in tasks}
+                rows = self._open.deliver(batch, begun, state.global_step, drops=plan.hold.drops)
+                self._open.load(state.global_step, {part: report.num_missing for part, report in enumerate(answer[1])})
             self._observe(plan.sampler, rows, batch)
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
@@ -184,7 +195,7 @@ class Collector:
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return what a resumed run needs after a training step."""
-        return self._open.state_dict(step, self._next_id)
+        return self._open.state_dict(step, self._next_id) | {"lengths": self._lengths.state_dict(step)}
 
     def load_state_dict(self, state: Mapping[str, Any], held: Mapping[int, HeldPrompt], step: int) -> None:
         """Continue after a training step, with the prompts of the groups that are held then.
@@ -194,6 +205,7 @@ class Collector:
         rule, kept = (None, {}) if self._plan is None else (self._plan.hold, self._plan.kept)
         self._open.load_state_dict(state, held, step, rule, kept)
         self._next_id = state["next_id"]
+        self._lengths.load_state_dict(state.get("lengths", {}))
 
     def _warn_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
         """Warn, once for each name, of means that records leave out because JSON has no such numbers."""
@@ -223,21 +235,29 @@ class Collector:
         """Return samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
         tally = _Tally(self._max_failure_share, self._next_id)
-        batch = self._roll_out(rows, call, tally)
+        batch = self._roll_out(rows, call, tally, LengthRecord())  # rows of other data have the same numbers
         if not is_scored:
             return tally.collected(batch, {})
         return tally.collected(batch, reward_metrics(batch, self._names) | self._success(batch))
 
-    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
+    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally, lengths: LengthRecord) -> AnyBatch:
         """Return samples for these prompts in their order."""
-        tasks, call = self._tasks(rows, call)
+        tasks, call = self._tasks(rows, call, lengths)
         return self._counted(self._workers.rollout(tasks, call), call, tally)
 
-    def _tasks(self, rows: Sequence[PromptRow], call: RolloutCall) -> tuple[list[RolloutTask], RolloutCall]:
-        """Return a task for each prompt, and the call with ids that no other call has."""
+    def _tasks(
+        self,
+        rows: Sequence[PromptRow],
+        call: RolloutCall,
+        lengths: LengthRecord,
+        loads: Mapping[int, int] | None = None,
+    ) -> tuple[TaskList, RolloutCall]:
+        """Return a task for each prompt, and the call with ids that no other call has. lengths: of earlier completions
+        of these prompts; loads: tokens that ranks have to generate besides."""
         call = replace(call, first_id=self._next_id)
         self._next_id += len(rows) * call.num_generations
-        return [RolloutTask(place, row) for place, row in enumerate(rows)], call
+        tasks = [RolloutTask(place, row, lengths.expected(row)) for place, row in enumerate(rows)]
+        return TaskList(tasks, call, loads or {}), call
 
     def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: _Tally) -> AnyBatch:
         """Return the samples that a call made, in the order of its prompts, and count them."""
@@ -272,7 +292,7 @@ class Collector:
         purpose = call.purpose
         while refill.num_missing:
             rows = sampler.take(refill.num_wanted)
-            made = self._roll_out(rows, replace(call, purpose=purpose), tally)
+            made = self._roll_out(rows, replace(call, purpose=purpose), tally, self._lengths)
             self._observe(sampler, rows, made)
             places, samples = refill.keep(made)
             kept_rows += [rows[place] for place in places]
@@ -284,7 +304,9 @@ class Collector:
         return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
 
     def _observe(self, sampler: PromptSampler, rows: Sequence[PromptRow], batch: AnyBatch) -> None:
-        """Tell the sampler how often these prompts were solved, by the first of the user's reward functions."""
+        """Note how long the completions of these prompts are, and tell the sampler how often they were solved, by the
+        first of the user's reward functions."""
+        self._lengths.observe(rows, group_lengths(batch))
         if self._rule is not None:
             sampler.observe(rows, success_rates(batch, self._rule))
 
@@ -292,7 +314,7 @@ class Collector:
         """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
         call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}", hold=None)
-        made = self._roll_out(rows, call, tally)
+        made = self._roll_out(rows, call, tally, self._lengths)
         rewards = made["rewards"][Trajectories.of(made).first]
         _, group = batch["group"].unique(return_inverse=True)
         return batch.with_columns(baseline_rewards=rewards[group])
@@ -450,23 +472,3 @@ def _in_order(batch: AnyBatch) -> AnyBatch:
     """Sort samples by trajectory and turn: prompt by prompt, whichever rank made them."""
     order = key_order(batch)
     return batch if torch.equal(order, torch.arange(batch.num_samples)) else batch.select(order)
-
-
-def length_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Return metrics of the completions' lengths and ends, every trajectory counted once. Only tokens that the policy
-    made count, as in TRL; clipped are those that a limit of tokens, tool calls or time cut off."""
-    found = Trajectories.of(batch)
-    lengths = torch.zeros(found.num_trajectories, dtype=torch.float64).index_add(
-        0, found.index, batch["policy_length" if "policy_length" in batch else "completion_length"].double()
-    )
-    reasons = [batch["finish_reason"][sample] for sample in found.last.tolist()]
-    ended = torch.tensor([reason == "stop" for reason in reasons], dtype=torch.bool)
-    metrics = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": sum(reason in TRUNCATIONS for reason in reasons) / len(reasons),
-    }
-    if ended.any():
-        metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
-    return metrics

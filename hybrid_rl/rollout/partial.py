@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import FinishedSample
 from hybrid_rl.engines.client import Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
@@ -21,7 +21,7 @@ from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing
+from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order
 from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
 
 Gather = Callable[[Any], list[Any]]
@@ -69,10 +69,15 @@ class PartialRollout(ScoredRollout):
             taken = rule.chosen(all_keys, [standing for _, standing in told], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
+            metrics = _metrics(left, mine, num_begun, drops=rule.drops)
+            if rule.drops:
+                for group in left:
+                    group.drop()
+                left = []
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
-        report.metrics.merge(_metrics(left, mine, num_begun))
-        return batch, replace(report, use=use)
+        report.metrics.merge(metrics)
+        return batch, replace(report, use=use, num_missing=sum(group.num_missing for group in left))
 
     def held(self, step: int) -> list[OpenGroup]:
         """Return the groups that are held after a training step."""
@@ -84,14 +89,14 @@ class PartialRollout(ScoredRollout):
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> OpenGroup:
         requests = {request.id: request for request in self._requests(task, call)}
-        return OpenGroup(task.row, call.group(task), call.state.global_step, requests)
+        return OpenGroup(task.row, call.group(task), call.state.global_step, requests, expected=task.expected)
 
     # ------------------------------------------------------------------------------------------------ generation
 
     def _generate(self, groups: Sequence[OpenGroup], rule: HoldRule, call: RolloutCall) -> None:
         """Run what is unfinished until enough groups are whole on all ranks, and break the rest off."""
         of = {request: group for group in groups for request in group.requests}
-        requests = [request for group in groups for request in group.remaining()]
+        requests = in_order(groups)
         progress.count(len(requests), "samples")
         handle: Handle | None = None
 
@@ -100,7 +105,7 @@ class PartialRollout(ScoredRollout):
             for group in groups:
                 if group.is_whole:  # it was read from a checkpoint, or the functions are others now
                     self._score(group, call)
-            handle = self._client.submit(self._ordered(requests), call.version)
+            handle = self._client.submit(requests, call.version)
             return standing()
 
         def go_on() -> Standing:
@@ -131,10 +136,6 @@ class PartialRollout(ScoredRollout):
                 raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
             found = self._agreed(go_on)
         self._agreed(break_off)
-
-    def _ordered(self, requests: Sequence[RolloutRequest]) -> Sequence[RolloutRequest]:
-        """Return requests in the order in which they should start: what is begun already goes first."""
-        return sorted(requests, key=lambda request: not request.begun.token_ids)
 
     def _take(self, events: Sequence[FinishedSample], of: Mapping[int, OpenGroup], call: RolloutCall) -> None:
         """Take samples that have finished, and have their groups scored once they are whole."""
@@ -192,13 +193,14 @@ class PartialRollout(ScoredRollout):
         return [found for found, _, _ in outcomes]
 
 
-def _metrics(held: Sequence[OpenGroup], delivered: Sequence[OpenGroup], num_begun: int) -> MetricSums:
-    """Return what this rank holds, and how many tokens it went on from. How old the tokens of a step are is counted by
-    the update (staleness/...)."""
-    found = MetricSums()
-    found.total("buffer/held_groups", len(held))
-    num_held, num_delivered = (sum(group.num_tokens for group in groups) for groups in (held, delivered))
-    found.total("buffer/held_tokens", num_held)
-    found.mean("buffer/held_share", num_held, num_held + num_delivered)
-    found.total("buffer/continued_tokens", num_begun)
+def _metrics(left: Sequence[OpenGroup], delivered: Sequence[OpenGroup], num_begun: int, *, drops: bool) -> MetricSums:
+    """Return what this rank does not deliver, which it holds or drops, and how many tokens it went on from. How old the
+    tokens of a step are is counted by the update (staleness/...)."""
+    found, what = MetricSums(), "dropped" if drops else "held"
+    num_left, num_delivered = (sum(group.num_tokens for group in groups) for groups in (left, delivered))
+    found.total(f"buffer/{what}_groups", len(left))
+    found.total(f"buffer/{what}_tokens", num_left)
+    if not drops:
+        found.mean("buffer/held_share", num_left, num_left + num_delivered)
+        found.total("buffer/continued_tokens", num_begun)
     return found

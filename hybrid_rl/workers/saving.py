@@ -113,4 +113,4 @@ class SavingWorker(WorkerBase):
             return []
         if folder is not None:
             self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
-        return [(group.group, group.prompt) for group in self._rollout.held(step)]
+        return [(group.group, group.prompt(self._context.data_rank)) for group in self._rollout.held(step)]

@@ -210,10 +210,13 @@ class Setting:
     slots: int
     max_num_waiting: int
     is_shared: bool = False
+    drops: bool = False
 
     @property
     def rule(self) -> HoldRule:
-        return HoldRule(self.num_prompts, self.max_staleness, self.ahead, self.order, self.check_steps)
+        return HoldRule(
+            self.num_prompts, self.max_staleness, self.ahead, self.order, self.check_steps, drops=self.drops
+        )
 
 
 @dataclass
@@ -335,7 +338,11 @@ class Run:
         self._start(num_ranks or self.num_ranks)
         for rank, rollout in enumerate(self.ranks):
             rollout.hold(self.step, load_held(self.folder, rank, self.num_ranks))
-        held = {group.group: group.prompt for rollout in self.ranks for group in rollout.held(self.step)}
+        held = {
+            group.group: group.prompt(rank)
+            for rank, rollout in enumerate(self.ranks)
+            for group in rollout.held(self.step)
+        }
         self.collector.load_state_dict(state, held, self.step)
 
     def _checked(self, batch: Batch) -> Step:
@@ -364,6 +371,11 @@ class Run:
         """Nothing is lost and nothing used twice: what was trained on and what is held is what was begun."""
         used = [prompt for step in self.steps for prompt in {prompt for prompt, _ in step.samples}]
         held = [group.row.index for rollout in self.ranks for group in rollout.held(self.step)]
+        if self.setting.drops:
+            size = self.setting.num_prompts + self.setting.oversample
+            assert len({*used}) == len(used) and not held and self.prompts.position == size * len(self.steps)
+            assert all(prompt // size == step for step, one in enumerate(self.steps) for prompt, _ in one.samples)
+            return
         assert sorted(used + held) == list(range(self.prompts.position))
         assert len(held) == self.setting.ahead + self.setting.oversample
 

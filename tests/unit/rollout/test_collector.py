@@ -14,14 +14,9 @@ from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState
-from hybrid_rl.rollout.collector import (
-    Collector,
-    StepPlan,
-    _Tally,
-    length_metrics,
-    reward_metrics,
-)
+from hybrid_rl.rollout.collector import Collector, StepPlan, _Tally, reward_metrics
 from hybrid_rl.rollout.generations import generations_of
+from hybrid_rl.rollout.lengths import length_metrics
 from hybrid_rl.rollout.scored import ScoredRollout
 from tests.turns import cut_in_turns
 from tests.unit.engines.engines import decode as letters
@@ -93,7 +88,7 @@ def test_the_noise_of_a_training_step_depends_on_the_step():
     seeds = []
     for step in (1, 2, 1):
         collector.collect(9, TrainerState(step, 10, 0.0))
-        seeds.append([request.params.seed for request in client.calls[-1][0]])
+        seeds.append(sorted(request.params.seed for request in client.calls[-1][0]))
     assert seeds[0] == seeds[2]
     assert not set(seeds[0]) & set(seeds[1])
 
