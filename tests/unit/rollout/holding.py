@@ -28,7 +28,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import RewardResult
 from hybrid_rl.rollout import partial, scored
 from hybrid_rl.rollout.collector import Collector, StepPlan
-from hybrid_rl.rollout.held import HoldRule, load_held, save_held
+from hybrid_rl.rollout.held import HoldRule, save_held
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.workers.hybrid import HybridWorker
 
@@ -334,7 +334,7 @@ class Run:
         self.script.engine_steps, self.script.looks = {}, {}
         self._start(num_ranks or self.num_ranks)
         for rank, rollout in enumerate(self.ranks):
-            rollout.hold(self.step, load_held(self.folder, rank, self.num_ranks))
+            rollout.load(self.step, self.folder, rank, self.num_ranks)
         held = {group.group: group.prompt for rollout in self.ranks for group in rollout.held(self.step)}
         self.collector.load_state_dict(state, held, self.step)
 
