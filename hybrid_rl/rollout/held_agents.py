@@ -53,6 +53,11 @@ class AgentGroup:
         return self.call.group(self.task)
 
     @property
+    def row(self) -> PromptRow:
+        """Its prompt."""
+        return self.task.row
+
+    @property
     def born(self) -> int:
         """The training step that began it first."""
         return self.call.state.global_step
@@ -73,7 +78,7 @@ class AgentGroup:
     def prompt(self) -> HeldPrompt:
         """What the driver knows of it."""
         call = self.call
-        return HeldPrompt(self.task.row, call.num_generations, call.params.temperature, self.oldest_version)
+        return HeldPrompt(self.row, call.num_generations, call.params.temperature, self.oldest_version)
 
     def look(self) -> None:
         """Note whether it is whole. Raises what ended its coroutines."""
@@ -89,7 +94,7 @@ class AgentGroup:
     def to_json(self) -> dict[str, Any]:
         """Return what it takes to begin it again, in what JSON can hold exactly."""
         call = {name: value for name, value in dataclasses.asdict(self.call).items() if name != "hold"}
-        return {"place": self.task.place, "row": dataclasses.asdict(self.task.row), "call": call}
+        return {"place": self.task.place, "row": dataclasses.asdict(self.row), "call": call}
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> AgentGroup:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ logger = logging.getLogger("hybrid_rl")
 
 # Agents that have been answered are waited for before the engine goes on, so that instant tools make the same rollout
 # every time. What takes longer is not worth waiting for: so long in a rollout, and this share of its time besides.
-PATIENCE_SECONDS, PATIENCE_SHARE = 0.25, 0.02
+# A machine that is overloaded makes looks longer, and patience with them.
+PATIENCE_SECONDS, PATIENCE_SHARE, LOOK_SECONDS = 0.25, 0.02, 0.002
 # Turns of the event loop from an answer to what follows from it, if nothing is waited for: that of a free place in
 # `Room` to the first question of a new trajectory is the longest.
 SETTLING_TURNS = 8
@@ -126,18 +127,23 @@ class HeldTurns(EngineTurns):
         """Wait until every trajectory that has begun or was answered asks again or has ended; in vain only for a short
         time of each rollout. Those that take longer are not waited for again."""
         while self._loop is not None and self._version is not None:
-            patience = PATIENCE_SECONDS + PATIENCE_SHARE * (time.monotonic() - self._since) - self._impatience
-            start = time.monotonic()
+            share = PATIENCE_SHARE * (time.monotonic() - self._since)
+            most = int((PATIENCE_SECONDS + share - self._impatience) / LOOK_SECONDS)
             with self._quiet:
-                is_quiet = self._quiet.wait_for(lambda: not self._thinking, max(0.0, patience))
-                if not is_quiet:
-                    self._thinking.clear()
-            try:
-                self._loop.start(_turns()).result(max(0.0, patience) if is_quiet else 0.0)
-            except TimeoutError:  # a call blocks the event loop
-                is_quiet = False
+                num_looks = 0
+                while self._thinking and num_looks < most:
+                    num_looks += not self._quiet.wait(LOOK_SECONDS)
+                is_quiet = not self._thinking
+                self._thinking.clear()
+            if is_quiet:
+                # Where an answer leads without waiting for anything, such as to the beginning of the next trajectory.
+                ran = self._loop.start(_turns())
+                while not ran.done() and num_looks < most + 1:
+                    num_looks += 1
+                    wait([ran], LOOK_SECONDS)
+                is_quiet = ran.done()
             if not is_quiet:
-                self._impatience += time.monotonic() - start
+                self._impatience += num_looks * LOOK_SECONDS
                 return
             with self._quiet:
                 if not self._thinking:
