@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hybrid_rl.agents.client import Limits
@@ -31,27 +33,33 @@ class Numbers:
 
 
 class Environments:
-    """Counts what is rented. seconds: of the tool between two turns, by prompt and turn."""
+    """Counts what is rented until it is scored, and who is under way. seconds: of the tool between two turns, by
+    prompt and turn."""
 
     def __init__(self, seconds: Callable[[int, int], float] = lambda prompt, turn: 0.0) -> None:
         self.seconds = seconds
-        self.num_rented = self.most_rented = self.num_begun = 0
+        self.num_rented = self.num_open = self.most_open = 0
+        self._lock = threading.Lock()  # ranks are threads
 
     async def agent(self, episode: Any) -> None:
         """One to four turns with a tool between two of them."""
         prompt = int(episode.row.get("answer", 900))
-        self.num_begun += 1
-        self.num_rented += 1
-        self.most_rented = max(self.most_rented, self.num_rented)
-        episode.trajectory.on_scored.append(self._give_back)
+        self._count(rented=1, begun=1)
+        episode.trajectory.on_scored.append(partial(self._count, rented=-1))
         ids = [prompt]
-        for turn in range(1 + prompt % 4):
-            made = await episode.client.generate(ids)
-            await asyncio.sleep(self.seconds(prompt, turn))
-            ids = [*ids, *made.token_ids, TOOL]
+        try:
+            for turn in range(1 + prompt % 4):
+                made = await episode.client.generate(ids)
+                await asyncio.sleep(self.seconds(prompt, turn))
+                ids = [*ids, *made.token_ids, TOOL]
+        finally:
+            self._count(begun=-1)
 
-    def _give_back(self) -> None:
-        self.num_rented -= 1
+    def _count(self, rented: int = 0, begun: int = 0) -> None:
+        with self._lock:
+            self.num_rented += rented
+            self.num_open += begun
+            self.most_open = max(self.most_open, self.num_open)
 
 
 class AgentRun(Run):
@@ -59,6 +67,8 @@ class AgentRun(Run):
 
     def __init__(self, *arguments: Any, environments: Environments, keys: Mapping[str, Any] | None = None) -> None:
         self.environments, self.keys = environments, keys or {}
+        # Answers with tokens of several versions, and answers by other weights than the one before.
+        self.num_broken_turns = self.num_others = 0
         super().__init__(*arguments)
 
     def _rank(self, client: EngineClient, gather: Callable[[Any], list[Any]]) -> Any:
@@ -82,14 +92,16 @@ class AgentRun(Run):
         for place, rows in enumerate(zip(*(batch[name] for name in names), strict=True)):
             ids, logprobs, versions, mask, (prompt,) = (row.tolist() for row in rows)
             generation = numbers[prompt] = numbers.get(prompt, -1) + 1
-            at, made = 0, [version for version in versions if version >= 0]
+            at, before, made = 0, -1, [version for version in versions if version >= 0]
             for token, logprob, version, is_policy in zip(ids, logprobs, versions, mask, strict=True):
                 if not is_policy:
                     assert (token, logprob, version) == (TOOL, 0.0, -1)
                     at = 0
                     continue
                 assert token in (STOP, token_of(prompt, at)) and logprob == logprob_of(version, at)
-                at += 1
+                self.num_broken_turns += at > 0 and version != before
+                self.num_others += at == 0 and before not in (-1, version)
+                at, before = at + 1, version
             assert made == sorted(made) and max(made) <= self.step
             assert self.step - min(made) <= setting.max_staleness, (self.step, made)
             found.samples[prompt, generation] = (tuple(ids), tuple(made), float(batch["rewards"][place]))
