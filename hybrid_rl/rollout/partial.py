@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.engines.base import FinishedSample
-from hybrid_rl.engines.client import Handle
+from hybrid_rl.engines.client import EngineClient, Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order
+from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order, load_held
 from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
 
 Gather = Callable[[Any], list[Any]]
@@ -86,6 +87,10 @@ class PartialRollout(ScoredRollout):
     def hold(self, step: int, groups: Sequence[OpenGroup]) -> None:
         """Hold these groups after a training step instead of what was held then."""
         self._held = {step: list(groups)}
+
+    def load(self, step: int, folder: Path, rank: int, num_ranks: int) -> None:
+        """Hold after a training step what the checkpoint in this folder holds (`load_held`)."""
+        self.hold(step, load_held(folder, rank, num_ranks, OpenGroup.of_json))
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> OpenGroup:
         requests = {request.id: request for request in self._requests(task, call)}
@@ -169,28 +174,33 @@ class PartialRollout(ScoredRollout):
         futures = [group.scoring for group in groups if group.scoring is not None]
         return self._rewarded(columns, inputs, futures, timings, call)
 
-    # -------------------------------------------------------------------------------------------------- other ranks
-
     def _agreed(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
-        KeyboardInterrupt as such."""
-        result, failure = None, None
-        try:
-            result = action()
-        except BaseException as error:
-            if self._client.is_shared:  # the others may wait for this rank's next step; their engine tells them
-                raise
-            failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        outcomes = self._gather((result, told, isinstance(failure, KeyboardInterrupt)))
-        if failure is not None:
-            raise failure
-        if any(is_interrupt for _, _, is_interrupt in outcomes):
-            raise KeyboardInterrupt
-        for rank, (_, theirs, _) in enumerate(outcomes):
-            if theirs is not None:
-                raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
-        return [found for found, _, _ in outcomes]
+        return agreed(action, self._gather, self._client)
+
+
+def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient) -> list[Any]:
+    """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
+    KeyboardInterrupt as such. client: of the rank's engine.
+
+    Raises PeerFailedError if another rank failed.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except BaseException as error:
+        if client.is_shared:  # the others may wait for this rank's next step; their engine tells them
+            raise
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = gather((result, told, isinstance(failure, KeyboardInterrupt)))
+    if failure is not None:
+        raise failure
+    if any(is_interrupt for _, _, is_interrupt in outcomes):
+        raise KeyboardInterrupt
+    for rank, (_, theirs, _) in enumerate(outcomes):
+        if theirs is not None:
+            raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
+    return [found for found, _, _ in outcomes]
 
 
 def _metrics(left: Sequence[OpenGroup], delivered: Sequence[OpenGroup], num_begun: int, *, drops: bool) -> MetricSums:

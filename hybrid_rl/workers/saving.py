@@ -14,7 +14,8 @@ from hybrid_rl.checkpoint.writing import write_checkpoint, write_model
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory.cycle import Cycle
 from hybrid_rl.models.lora.plain import is_adapted
-from hybrid_rl.rollout.held import HeldPrompt, load_held, save_held
+from hybrid_rl.rollout.held import HeldPrompt, save_held
+from hybrid_rl.rollout.held_agents import HeldAgentRollout
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.workers.base import WorkerBase
@@ -44,7 +45,7 @@ class SavingWorker(WorkerBase):
             self._actor.save_model(target, base)
             self._roles.save_models(target, base)
             self._write_tokenizer(target)
-            if isinstance(self._rollout, PartialRollout):
+            if isinstance(self._rollout, PartialRollout | HeldAgentRollout):
                 save_held(target, self._context.rank, self._rollout.held(state["global_step"]))
 
         with self.phase(self._cycle.save):
@@ -109,8 +110,8 @@ class SavingWorker(WorkerBase):
     def held_prompts(self, step: int, folder: Path | None = None) -> list[tuple[int, HeldPrompt]]:
         """Return id and prompt of the groups that are held after a training step. folder: of a checkpoint of that step;
         go on with what it holds."""
-        if not isinstance(self._rollout, PartialRollout):
+        if not isinstance(self._rollout, PartialRollout | HeldAgentRollout):
             return []
         if folder is not None:
-            self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
+            self._rollout.load(step, folder, self._context.data_rank, self._context.num_data_ranks)
         return [(group.group, group.prompt(self._context.data_rank)) for group in self._rollout.held(step)]
