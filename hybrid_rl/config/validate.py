@@ -13,6 +13,7 @@ from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, n
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
+from hybrid_rl.config.rollout_ranks import with_rollout_ranks
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import CheckpointError, ConfigError
@@ -39,7 +40,7 @@ def resolve(
     Raises ConfigError for sizes that cannot work together, GPUs that are missing, and keys that would have no effect;
     CheckpointError if `resume` names no checkpoint.
     """
-    config = settled(config, given, hardware, module_device)
+    config = with_rollout_ranks(settled(config, given, hardware, module_device), given)
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, _number_of(config))

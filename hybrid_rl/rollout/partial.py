@@ -59,7 +59,7 @@ class PartialRollout(ScoredRollout):
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
-                self._generate(groups, rule, call)
+                self._generate(groups, rule, call, call.version, _raise_interrupt)
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             told = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
             all_keys = [key for of_rank, _ in told for key in of_rank]
@@ -70,6 +70,31 @@ class PartialRollout(ScoredRollout):
             batch, report = self._delivered(mine, timings, call)
         report.metrics.merge(_metrics(left, num_begun))
         return batch, report
+
+    def go_ahead(
+        self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
+    ) -> tuple[bool, MetricSums]:
+        """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch; then all
+        of it is held. Collective over all ranks.
+
+        learner: the version of the weights that will train on that batch. is_outdated: whether newer weights than those
+        of the call wait for this rank; if they do for all, or if an interrupt was requested, everything is broken off
+        as it is. Returns whether it is to be called again with newer weights, and metrics.
+        """
+        rule, step = call.hold, call.state.global_step
+        assert rule is not None, "nothing else has a next step"
+        groups = [group.copied() for group in self.held(step)]
+        num_begun = sum(group.num_tokens for group in groups)
+        groups += [self._begin(task, call) for task in tasks]
+
+        def ends(found: Sequence[Standing]) -> bool:
+            return any(one.is_interrupted for one in found) or all(one.is_outdated for one in found)
+
+        with self._client.session():
+            found = self._generate(groups, rule, call, learner, ends, is_outdated)
+        self._held[step] = groups
+        is_broken_off = not rule.is_over(found, learner) and not any(one.is_interrupted for one in found)
+        return is_broken_off, _metrics(groups, num_begun)
 
     def held(self, step: int) -> list[OpenGroup]:
         """Return the groups that are held after a training step."""
@@ -85,8 +110,18 @@ class PartialRollout(ScoredRollout):
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    def _generate(self, groups: Sequence[OpenGroup], rule: HoldRule, call: RolloutCall) -> None:
-        """Run what is unfinished until enough groups are whole on all ranks, and break the rest off."""
+    def _generate(
+        self,
+        groups: Sequence[OpenGroup],
+        rule: HoldRule,
+        call: RolloutCall,
+        learner: int,
+        ends: Callable[[Sequence[Standing]], bool],
+        is_outdated: Callable[[], bool] = lambda: False,
+    ) -> list[Standing]:
+        """Run what is unfinished until enough groups are whole on all ranks, or `ends` says so of how far all ranks
+        are; break the rest off. learner: the version of the weights that will train on them. Returns how far all ranks
+        were at the end."""
         of = {request: group for group in groups for request in group.requests}
         requests = [request for group in groups for request in group.remaining()]
         progress.count(len(requests), "samples")
@@ -110,7 +145,7 @@ class PartialRollout(ScoredRollout):
             return standing()
 
         def standing() -> Standing:
-            return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
+            return rule.standing(groups, learner, is_interrupted=interrupt_requested(), is_outdated=is_outdated())
 
         def break_off() -> None:
             assert handle is not None
@@ -123,11 +158,10 @@ class PartialRollout(ScoredRollout):
                 is_first = False
 
         found = self._agreed(begin)
-        while not rule.is_over(found, call.version):
-            if any(of_rank.is_interrupted for of_rank in found):
-                raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
+        while not rule.is_over(found, learner) and not ends(found):
             found = self._agreed(go_on)
         self._agreed(break_off)
+        return found
 
     def _ordered(self, requests: Sequence[RolloutRequest]) -> Sequence[RolloutRequest]:
         """Return requests in the order in which they should start: what is begun already goes first."""
@@ -187,6 +221,13 @@ class PartialRollout(ScoredRollout):
             if theirs is not None:
                 raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
         return [found for found, _, _ in outcomes]
+
+
+def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
+    """Raise KeyboardInterrupt if a rank was interrupted: on all at once, as those that share an engine step together."""
+    if any(of_rank.is_interrupted for of_rank in everywhere):
+        raise KeyboardInterrupt
+    return False
 
 
 def _metrics(held: Sequence[OpenGroup], num_begun: int) -> MetricSums:

@@ -21,6 +21,7 @@ from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
+from hybrid_rl.controller.session import shared_memory, temporary_folder
 from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource
@@ -37,6 +38,7 @@ from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.weights.sources import ObjectSource
+from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, SplitGroup, rollout_setup
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import preflight
@@ -137,8 +139,14 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         reference = ReferenceGroup(ray.start("reference", make_worker, controller.reference_ranks, splitter))
         closing.callback(reference.close)
     policy = PolicyGroup(ranks, reference, has_scores=setup.has_scores)
+    generating = None
+    if controller.rollout_ranks and setup.is_trained:
+        root = closing.enter_context(temporary_folder("hrl-weights-", shared_memory()))
+        made = partial(RolloutWorker, rollout_setup(setup))
+        generating = RolloutGroup(ray.start("rollout", made, controller.rollout_ranks, splitter))
+        policy = SplitGroup(ranks, reference, has_scores=setup.has_scores, generating=generating, root=root)
     closing.callback(policy.close)
-    for group in (policy, reference):
+    for group in (policy, reference, generating):
         if group is not None and group.num_ranks > 1:
             preflight(group)
     return policy
