@@ -409,7 +409,8 @@ class TrainerConfig(LoggingKeys, Shown):
     num_ranks: int | Literal["auto"] = key(
         1,
         "processes that train and generate together, one per GPU, or on CPUs; more than 1 run on Ray; auto = all GPUs "
-        "of this machine, or of the cluster at controller.address, less reference_ranks and rollout_ranks; 1 if there is none",
+        "of this machine, or of the cluster at controller.address, less reference_ranks and rollout_ranks; 1 if there "
+        "is none",
         minimum=1,
     )
     mode: Literal["full", "rollout", "train"] = key(

@@ -26,8 +26,8 @@ CONNECT_SECONDS = 10.0
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Make a folder that is removed when the block ends, or, if the process was killed, by the next call. parent: where;
-    None = in the system's folder for such files."""
+    """Make a folder that is removed when the block ends, or, if the process was killed, by the next call. parent:
+    where; None = in the system's folder for such files."""
     parent = parent or Path(tempfile.gettempdir())
     if len(str(parent)) > MAX_PARENT_LENGTH:
         parent = Path("/tmp")

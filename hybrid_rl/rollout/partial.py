@@ -74,8 +74,8 @@ class PartialRollout(ScoredRollout):
     def go_ahead(
         self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
     ) -> tuple[bool, MetricSums]:
-        """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch; then all
-        of it is held. Collective over all ranks.
+        """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch; then
+        everything is held. Collective over all ranks.
 
         learner: the version of the weights that will train on that batch. is_outdated: whether newer weights than those
         of the call wait for this rank; if they do for all, or if an interrupt was requested, everything is broken off
@@ -224,7 +224,7 @@ class PartialRollout(ScoredRollout):
 
 
 def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
-    """Raise KeyboardInterrupt if a rank was interrupted: on all at once, as those that share an engine step together."""
+    """Raise KeyboardInterrupt if a rank was interrupted; on all at once, since those of one engine step together."""
     if any(of_rank.is_interrupted for of_rank in everywhere):
         raise KeyboardInterrupt
     return False

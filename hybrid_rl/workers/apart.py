@@ -61,9 +61,9 @@ def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
 
 
 @torch.no_grad()
-def fill(module: torch.nn.Module, source: Source) -> None:
-    """Copy the weights of a source into a module with the same names, plain or sharded. Raises HandoffError for other
-    names."""
+def fill(module: torch.nn.Module, source: Source) -> int:
+    """Copy the weights of a source into a module with the same names, plain or sharded. Returns the bytes written.
+    Raises HandoffError for other names."""
     weights = named_weights(module)
     there = {sharded.spec.name for sharded in source.layout().tensors}
     if other := sorted(there ^ set(weights)):
@@ -73,6 +73,7 @@ def fill(module: torch.nn.Module, source: Source) -> None:
         )
     for name, tensor in weights.items():
         local_tensor(tensor).copy_(source.full(name)[local_box(tensor)])
+    return sum(local_tensor(tensor).nbytes for tensor in weights.values())
 
 
 class RolloutWorker(HybridWorker):
@@ -96,11 +97,12 @@ class RolloutWorker(HybridWorker):
         with self.lease(frozenset({ACTOR})):
             source = DiskSource(root, version, device=device, **readers)
             try:
-                fill(self._actor.model.module, source)
+                num_bytes = fill(self._actor.model.module, source)
             finally:
                 source.close()
         seconds, metrics = now() - start, self.update_weights(version)
-        self._taken = metrics | {"timing/handoff": metrics["timing/handoff"] + seconds}
+        metrics["timing/handoff"] += seconds
+        self._taken = metrics | {"handoff/bytes": float(num_bytes)}
 
     @dispatch(split="items", collect="all")
     def go_ahead(self, tasks: list[RolloutTask], call: RolloutCall, root: Path) -> tuple[MetricSums, float]:
