@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
+from hybrid_rl.config.algorithm import ranks_apart
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
@@ -95,7 +96,9 @@ def starting(display: ProgressDisplay, config: TrainerConfig, folder: Path) -> c
     """Show inside the block that a run starts, and with what it is busy. folder: of the run."""
     if isinstance(config.controller, RayControllerConfig):
         hint = f"each imports PyTorch and transformers and loads its part of the model; {folder / 'logs'}"
-        return display.starting(f"starting {config.num_ranks} ranks", hint, is_long=True)
+        assert config.num_ranks != "auto"
+        number = counted(config.num_ranks + sum(ranks_apart(config).values()), "rank")
+        return display.starting(f"starting {number}", hint, is_long=True)
     return display.starting("starting", is_long=config.rollout.library is not None)
 
 
