@@ -94,7 +94,8 @@ def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | No
     if not _holds(given) or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()
-    return None if loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs else "tis"
+    is_weighed = loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs
+    return None if is_weighed or Needs.DEMONSTRATIONS in advantage.needs else "tis"  # demonstrations are refused
 
 
 def _critic(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:

@@ -9,7 +9,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
+from hybrid_rl.config.algorithm import (
+    inert_keys,
+    learns_from_demonstrations,
+    needs_reference,
+    resolve_algorithm,
+    rollout_ranks,
+)
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
@@ -85,6 +91,7 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
     if not isinstance(buffer, HeldConfig):
         return buffer
     name = "rollout.partial=true" if config.rollout.partial else f"rollout.async_level={ahead}"
+    name = f"rollout_ranks={rollout_ranks(config)}" if rollout_ranks(config) else name
     others = {
         "max_refills above 0, which draws prompts again until a step has enough": config.algorithm.max_refills > 0,
         "demonstrations, which nothing generates": learns_from_demonstrations(config),

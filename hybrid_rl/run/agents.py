@@ -74,7 +74,7 @@ def check_agents(
     if isinstance(config.buffer, HeldConfig):
         raise ConfigError(
             f"{' and '.join(names)} make trajectories, which cannot be held between steps yet: leave out "
-            "rollout.partial and rollout.async_level"
+            "rollout.partial, rollout.async_level and rollout_ranks"
         )
     if config.data.overlong_prompts == "truncate":
         raise ConfigError(

@@ -45,11 +45,11 @@ from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
 STOP = "stop"  # a file beside the versions: the run ends, and nobody waits for what is being generated
 
 
-def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
-    """Return the arguments of the ranks that only generate: the policy without what only training needs."""
-    config = replace(
-        setup.config,
-        num_ranks=rollout_ranks(setup.config),
+def rollout_config(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration of the ranks that only generate: the policy without what only training needs."""
+    return replace(
+        config,
+        num_ranks=rollout_ranks(config),
         advantage=GRPO(),
         policy_loss=Clip(),
         kl=NoKL(),
@@ -57,6 +57,11 @@ def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
         fsdp=FSDPConfig(),
         memory=MemoryConfig(),
     )
+
+
+def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
+    """Return the arguments of the ranks that only generate, from those of the ranks that train."""
+    config = rollout_config(setup.config)
     return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False)
 
 
@@ -126,12 +131,10 @@ class RolloutWorker(HybridWorker):
             self._take(root, learner)
 
     @dispatch(collect="leader")
-    def score_with(self, rewards: RewardSetup) -> None:
-        """Score with other reward functions from now on."""
-        runner, old = rewards.runner(self._config), self._rewards
-        self._rollout.score_with(runner)
-        self._rewards = runner
-        old.close()
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps; there is no optimizer here."""
+        self._score_with(rewards, config)
+        self._config = rollout_config(config)
 
 
 class RolloutGroup(PolicyGroup):
@@ -149,10 +152,6 @@ class RolloutGroup(PolicyGroup):
     def held_texts(self, step: int) -> list[str]:
         """Return what each rank holds after a training step, as checkpoints have it."""
         return self._ranks.call(RolloutWorker.held_texts, step)
-
-    def score_with(self, rewards: RewardSetup) -> None:
-        """Score with other reward functions from now on."""
-        self._ranks.call(RolloutWorker.score_with, rewards)
 
 
 class SplitGroup(PolicyGroup):
@@ -222,8 +221,7 @@ class SplitGroup(PolicyGroup):
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
         """Go on with a configuration that differs in what may change between steps."""
         super().reconfigure(config, num_steps, rewards)
-        if rewards is not None:
-            self._generating.score_with(rewards)
+        self._generating.reconfigure(config, num_steps, rewards)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 

@@ -145,9 +145,12 @@ class WaitsForWeights:
 
 
 def test_newer_weights_are_taken_in_the_middle_of_completions(make):
-    """By two training ranks to one that generates: every token has the version of the weights that made it."""
-    trainer = make(WaitsForWeights(), num_ranks=2, oversample=2, **{"rollout.partial": True})
-    steps = [loaded(trainer.step().batch) for _ in range(4)]
+    """By two training ranks to one that generates: every token has the version of the weights that made it, and the
+    run can be replayed, though it depends on time which weights made what."""
+    partial = {"rollout.partial": True, "oversample": 2}
+    trainer = make(WaitsForWeights(), num_ranks=2, save_rollouts=True, **partial)
+    results = [trainer.step() for _ in range(4)]
+    steps = [loaded(result.batch) for result in results]
     weights, ages = {step: weights_at(trainer, step) for step in range(4)}, Counter[int]()
     for version, batch in enumerate(steps):
         gap, _, found = gaps_by_version(build_model(), weights, batch, version)
@@ -158,6 +161,11 @@ def test_newer_weights_are_taken_in_the_middle_of_completions(make):
     assert mixed > 4 and ages[0] > 40 and max(ages) <= trainer.config.buffer.max_staleness
     used = [number for batch in steps for number in numbers(batch)]
     assert len(set(used)) == len(used)
+    assert len(trainer.generate(["3+4=", "5+6="], max_completion_length=4)) == 2
+    saved = {"mode": "train", "rollouts_path": str(trainer.run_folder / "rollouts"), "rollout_ranks": None}
+    replayed = make(folder="replay", **partial, **saved, **{"rollout.async_level": 1})
+    for result in results:
+        assert replayed.step().metrics["loss"] == pytest.approx(result.metrics["loss"], abs=1e-5)
 
 
 def sabotage(side: str):
