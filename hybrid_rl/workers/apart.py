@@ -8,7 +8,7 @@ weights come.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -154,6 +154,34 @@ class RolloutGroup(PolicyGroup):
         return self._ranks.call(RolloutWorker.held_texts, step)
 
 
+class _TrainingRanks:
+    """A backend whose errors may be consequences: a batch is lost if the rank that made it dies. cause: finds the error
+    that came first."""
+
+    def __init__(self, ranks: Backend, cause: Callable[[], BaseException | None]) -> None:
+        self._ranks, self._cause = ranks, cause
+        self.role, self.num_ranks, self.label, self.has_ended = (
+            ranks.role,
+            ranks.num_ranks,
+            ranks.label,
+            ranks.has_ended,
+        )
+
+    def call(self, method: Callable[..., object], *args: Any) -> Any:
+        """Run a dispatched method on all ranks."""
+        try:
+            return self._ranks.call(method, *args)
+        except Exception as error:
+            cause = self._cause()
+            if cause is None:
+                raise
+            raise cause from error
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._ranks.close()
+
+
 class SplitGroup(PolicyGroup):
     """Ranks that train, with the ranks that generate for them meanwhile.
 
@@ -193,6 +221,22 @@ class SplitGroup(PolicyGroup):
         self._begun = now()
         self._ahead = self._generating.submit(RolloutGroup.go_ahead, tasks[num_now:], call, self._root)
         return answer
+
+    @property
+    def _ranks(self) -> Backend:
+        return _TrainingRanks(super()._ranks, self._failure_of_generation)
+
+    def _failure_of_generation(self) -> BaseException | None:
+        """Break off what is being generated, and return the error with which it ended, if it failed."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        stop = self._root / STOP
+        stop.touch()
+        try:
+            return ahead.exception()
+        finally:
+            stop.unlink()
 
     def _settled(self) -> None:
         """Wait for what a step that was taken back had begun; it is begun again."""

@@ -103,7 +103,10 @@ def test_the_run_is_that_of_one_process_one_step_off(make):
     assert weights_folders() == before
     resumed = make(folder="again", resume=str(apart.run_folder / "checkpoint-2"))
     third = loaded(resumed.step().batch)
-    assert torch.equal(third["completion_ids"].values, steps[2]["completion_ids"].values)
+    in_turn = make(folder="turn", resume=resumed.config.resume, rollout_ranks=None, **{"rollout.async_level": 1})
+    for name in ("completion_ids", "policy_version", "rollout_logprobs"):
+        assert torch.equal(third[name].values, steps[2][name].values)
+    assert torch.equal(in_turn.step().batch["completion_ids"].values, third["completion_ids"].values)
     score, update = resumed.policy.advantages, resumed.policy.update
     for name, method in (("advantages", score), ("update", update)):
         setattr(
