@@ -2,6 +2,7 @@
 middle of completions, and with failures on either side."""
 
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -75,7 +76,7 @@ def weights_folders() -> set[Path]:
     return set(Path("/dev/shm").glob("hrl-weights-*"))
 
 
-def test_the_run_is_that_of_one_process_one_step_off(make):
+def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):
     """Samples, versions, rewards and losses; resumed, and with Ctrl-C before and after the weights change, no prompt is
     lost or used twice."""
     before = weights_folders()
@@ -101,9 +102,10 @@ def test_the_run_is_that_of_one_process_one_step_off(make):
         assert gap < 1e-5 and list(ages) == [min(version, 1)]
     apart.close()
     assert weights_folders() == before
+    kept = shutil.copytree(apart.run_folder / "checkpoint-2", tmp_path / "kept" / "checkpoint-2")
     resumed = make(folder="again", resume=str(apart.run_folder / "checkpoint-2"))
     third = loaded(resumed.step().batch)
-    in_turn = make(folder="turn", resume=resumed.config.resume, rollout_ranks=None, **{"rollout.async_level": 1})
+    in_turn = make(folder="turn", resume=str(kept), rollout_ranks=None, **{"rollout.async_level": 1})
     for name in ("completion_ids", "policy_version", "rollout_logprobs"):
         assert torch.equal(third[name].values, steps[2][name].values)
     assert torch.equal(in_turn.step().batch["completion_ids"].values, third["completion_ids"].values)
