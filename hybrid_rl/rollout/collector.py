@@ -18,7 +18,7 @@ from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.errors import AgentError, DataError, counted
 from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
@@ -178,7 +178,7 @@ class Collector:
         metrics |= reward_metrics(batch, self._names) | dataset_metrics(rows, batch) | plan.sampler.metrics()
         if not plan.max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
-        collected = tally.collected(batch, metrics)
+        collected = tally.collected(batch, metrics | tally.use())
         self._warn_of_no_numbers(collected.logged, state.global_step)
         return collected
 
@@ -309,12 +309,14 @@ class _Tally:
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
         self._logged, self._metrics = MetricSums(), MetricSums()
+        self._uses: list[SlotUse] = []
 
     def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
         which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        self._uses.append(SlotUse.of_ranks([report.use for report in reports]))
         if not call.purpose.endswith(GREEDY):
             for report in reports:
                 self._metrics.merge(report.metrics)
@@ -352,12 +354,30 @@ class _Tally:
             for report in reports:
                 self._logged.merge(report.logged)
 
+    def use(self) -> dict[str, float]:
+        """Return how full the engine was."""
+        return use_metrics(self._uses)
+
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
         """Return the batch with all timings and metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         metrics = length_metrics(batch) | self._metrics.result() | metrics
         return Collected(batch, self._timings, metrics, self._logged.result())
+
+
+def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
+    """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
+    not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
+    others."""
+    num_places = sum(use.num_steps * use.num_slots for use in uses)
+    if not num_places:
+        return {}
+    num_tokens = sum(use.num_tokens for use in uses)
+    return {
+        "engine/steps": float(sum(use.num_steps for use in uses)),
+        "engine/idle_share": 1 - num_tokens / num_places,
+    }
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:

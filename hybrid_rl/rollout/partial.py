@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SlotUse
 from hybrid_rl.engines.client import Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
@@ -36,6 +37,7 @@ class PartialRollout(ScoredRollout):
 
     def __init__(self, *arguments: Any, gather: Gather, **named: Any) -> None:
         self._held: dict[int, list[OpenGroup]] = {}  # by the step after which they are held
+        self._num_delivered = 0  # tokens of the last batch
         super().__init__(*arguments, **named)
         self._gather = gather
 
@@ -56,10 +58,12 @@ class PartialRollout(ScoredRollout):
         groups = [group.copied() for group in self.held(step - 1)]
         num_begun = sum(group.num_tokens for group in groups)
         groups += [self._begin(task, call) for task in tasks]
+        self._client.take_use()
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
                 self._generate(groups, rule, call, call.version, _raise_interrupt)
+            use = self._client.take_use()
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             told = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
             all_keys = [key for of_rank, _ in told for key in of_rank]
@@ -68,18 +72,19 @@ class PartialRollout(ScoredRollout):
             left = [group for group in groups if group.group not in taken]
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
-        report.metrics.merge(_metrics(left, num_begun))
-        return batch, report
+        self._num_delivered = sum(group.num_tokens for group in mine)
+        report.metrics.merge(_metrics(left, self._num_delivered, num_begun))
+        return batch, replace(report, use=use)
 
     def go_ahead(
         self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
-    ) -> tuple[bool, MetricSums]:
+    ) -> tuple[bool, MetricSums, SlotUse]:
         """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch; then
         everything is held. Collective over all ranks.
 
         learner: the version of the weights that will train on that batch. is_outdated: whether newer weights than those
         of the call wait for this rank; if they do for all, or if an interrupt was requested, everything is broken off
-        as it is. Returns whether it is to be called again with newer weights, and metrics.
+        as it is. Returns whether it is to be called again with newer weights, metrics, and how full the engine was.
         """
         rule, step = call.hold, call.state.global_step
         assert rule is not None, "nothing else has a next step"
@@ -90,11 +95,12 @@ class PartialRollout(ScoredRollout):
         def ends(found: Sequence[Standing]) -> bool:
             return any(one.is_interrupted for one in found) or all(one.is_outdated for one in found)
 
+        self._client.take_use()
         with self._client.session():
             found = self._generate(groups, rule, call, learner, ends, is_outdated)
         self._held[step] = groups
         is_broken_off = not rule.is_over(found, learner) and not any(one.is_interrupted for one in found)
-        return is_broken_off, _metrics(groups, num_begun)
+        return is_broken_off, _metrics(groups, self._num_delivered, num_begun), self._client.take_use()
 
     def held(self, step: int) -> list[OpenGroup]:
         """Return the groups that are held after a training step."""
@@ -230,11 +236,13 @@ def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
     return False
 
 
-def _metrics(held: Sequence[OpenGroup], num_begun: int) -> MetricSums:
-    """Return what this rank holds, and how many tokens it went on from. How old the tokens of a step are is counted by
-    the update (staleness/...)."""
+def _metrics(held: Sequence[OpenGroup], num_delivered: int, num_begun: int) -> MetricSums:
+    """Return what this rank holds, beside so many tokens that it delivered, and how many tokens it went on from. How
+    old the tokens of a step are is counted by the update (staleness/...)."""
     found = MetricSums()
     found.total("buffer/held_groups", len(held))
-    found.total("buffer/held_tokens", sum(group.num_tokens for group in held))
+    num_held = sum(group.num_tokens for group in held)
+    found.total("buffer/held_tokens", num_held)
+    found.mean("buffer/held_share", num_held, num_held + num_delivered)
     found.total("buffer/continued_tokens", num_begun)
     return found

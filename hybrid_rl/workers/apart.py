@@ -25,6 +25,7 @@ from hybrid_rl.config import FSDPConfig, TrainerConfig
 from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.schema import CriticConfig, MemoryConfig
 from hybrid_rl.controller import Backend, dispatch, result_of
+from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.errors import HandoffError, counted
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.memory.history import Span, StepMemory
@@ -33,6 +34,7 @@ from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, version_folder
 from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.rollout.collector import use_metrics
 from hybrid_rl.rollout.held import HeldPrompt
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
@@ -110,10 +112,13 @@ class RolloutWorker(HybridWorker):
         self._taken = metrics | {"handoff/bytes": float(num_bytes)}
 
     @dispatch(split="items", collect="all")
-    def go_ahead(self, tasks: list[RolloutTask], call: RolloutCall, root: Path) -> tuple[MetricSums, float]:
+    def go_ahead(
+        self, tasks: list[RolloutTask], call: RolloutCall, root: Path
+    ) -> tuple[MetricSums, list[SlotUse], float]:
         """Generate the next step's batch, beginning with this rank's prompts. If a newer version is written meanwhile
-        and completions may be held, they are broken off and go on with that one. Returns metrics and seconds."""
-        rollout, start, learner = self._rollout, now(), call.version + 1
+        and completions may be held, they are broken off and go on with that one. Returns metrics, how full the engine
+        was with the weights of each version, and seconds."""
+        rollout, start, learner, uses = self._rollout, now(), call.version + 1, list[SlotUse]()
         assert isinstance(rollout, PartialRollout), "ranks that only generate hold groups"
         breaks_off = self._config.rollout.partial
 
@@ -124,9 +129,10 @@ class RolloutWorker(HybridWorker):
 
         while True:
             with self.phase(self._cycle.generate):
-                is_broken_off, metrics = rollout.go_ahead(tasks, call, learner, is_outdated)
+                is_broken_off, metrics, use = rollout.go_ahead(tasks, call, learner, is_outdated)
+            uses.append(use)
             if not is_broken_off:
-                return metrics, now() - start
+                return metrics, uses, now() - start
             tasks, call = [], replace(call, version=learner)
             self._take(root, learner)
 
@@ -147,7 +153,9 @@ class RolloutGroup(PolicyGroup):
     def go_ahead(self, tasks: list[RolloutTask], call: RolloutCall, root: Path) -> tuple[dict[str, float], float]:
         """Generate the batch of the next step. Returns metrics, and the seconds of the slowest rank."""
         found = self._ranks.call(RolloutWorker.go_ahead, tasks, call, root)
-        return joined(metrics for metrics, _ in found), max(seconds for _, seconds in found)
+        uses = [SlotUse.of_ranks(of_version) for of_version in zip(*(uses for _, uses, _ in found), strict=True)]
+        metrics = joined(metrics for metrics, _, _ in found) | use_metrics(uses)
+        return metrics, max(seconds for _, _, seconds in found)
 
     def held_texts(self, step: int) -> list[str]:
         """Return what each rank holds after a training step, as checkpoints have it."""
