@@ -377,17 +377,8 @@ class _Tally:
                 self._logged.merge(report.logged)
 
     def use(self) -> dict[str, float]:
-        """Return the engine's steps, and the share of its slots that decoded nothing; empty if they were not counted.
-
-        Of each rollout as many slots count as were used at once; a rank that has ended waits for the others."""
-        num_places = sum(use.num_steps * use.num_slots for use in self._uses)
-        if not num_places:
-            return {}
-        num_tokens = sum(use.num_tokens for use in self._uses)
-        return {
-            "engine/steps": float(sum(use.num_steps for use in self._uses)),
-            "engine/idle_share": 1 - num_tokens / num_places,
-        }
+        """Return how full the engine was."""
+        return use_metrics(self._uses)
 
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
         """Return the batch with all timings and metrics."""
@@ -395,6 +386,20 @@ class _Tally:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         metrics = length_metrics(batch) | self._metrics.result() | metrics
         return Collected(batch, self._timings, metrics, self._logged.result())
+
+
+def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
+    """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
+    not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
+    others."""
+    num_places = sum(use.num_steps * use.num_slots for use in uses)
+    if not num_places:
+        return {}
+    num_tokens = sum(use.num_tokens for use in uses)
+    return {
+        "engine/steps": float(sum(use.num_steps for use in uses)),
+        "engine/idle_share": 1 - num_tokens / num_places,
+    }
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:

@@ -197,12 +197,14 @@ AnyGroup = TypeVar("AnyGroup", bound=Group)
 
 class Standing(NamedTuple):
     """How far the groups of a rank are. num_whole, num_unfinished: of all. due: those that are whole, and that are not,
-    by the version of the weights that must train on them at the latest; without those that this step began."""
+    by the version of the weights that must train on them at the latest; without those that this step began.
+    is_outdated: whether newer weights wait for the rank."""
 
     num_whole: int
     num_unfinished: int
     due: dict[int, tuple[int, int]]
     is_interrupted: bool = False
+    is_outdated: bool = False
 
 
 Key = tuple[int, int, int]  # of a whole group: what it is sorted by, and its id
@@ -234,8 +236,8 @@ class HoldRule:
         there is none."""
         return (version if oldest_version is None else oldest_version) + self.max_staleness
 
-    def standing(self, groups: Iterable[Group], version: int, *, is_interrupted: bool = False) -> Standing:
-        """Return how far a rank's groups are. version: of the weights of this step."""
+    def standing(self, groups: Iterable[Group], version: int, **state: bool) -> Standing:
+        """Return how far a rank's groups are. version: of the weights of this step; state: the flags of Standing."""
         numbers, due = [0, 0], dict[int, tuple[int, int]]()
         for group in groups:
             numbers[group.is_whole] += 1
@@ -243,7 +245,7 @@ class HoldRule:
             if deadline < version + self.max_staleness:
                 whole, unfinished = due.get(deadline, (0, 0))
                 due[deadline] = (whole + group.is_whole, unfinished + (not group.is_whole))
-        return Standing(numbers[True], numbers[False], due, is_interrupted)
+        return Standing(numbers[True], numbers[False], due, **state)
 
     def needed(self, everywhere: Sequence[Standing], version: int) -> Iterator[tuple[int, int, int]]:
         """Yield deadlines, the earliest first, with the number of groups due by then that this step must deliver, and
@@ -320,19 +322,26 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-def save_held(folder: Path, rank: int, groups: Sequence[Group]) -> None:
-    """Write the groups that a rank holds into the folder of a checkpoint.
-
-    Raises CheckpointError for a row of a dataset that JSON cannot hold.
-    """
+def held_text(groups: Sequence[Group]) -> str:
+    """Return the groups that a rank holds as JSON. Raises CheckpointError for a row of a dataset that it cannot
+    hold."""
     try:
-        text = json.dumps([group.to_json() for group in groups])
+        return json.dumps([group.to_json() for group in groups])
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"a held group cannot be saved: {error}; leave columns that are no text, numbers, lists or dicts of these "
             "out of the dataset"
         ) from error
+
+
+def write_held(folder: Path, rank: int, text: str) -> None:
+    """Write what `held_text` has returned for a rank into the folder of a checkpoint."""
     (folder / f"{HELD_FILE}{rank:04d}.json").write_text(text, encoding="utf-8")
+
+
+def save_held(folder: Path, rank: int, groups: Sequence[Group]) -> None:
+    """Write the groups that a rank holds into the folder of a checkpoint. Raises CheckpointError as `held_text`."""
+    write_held(folder, rank, held_text(groups))
 
 
 def load_held(folder: Path, rank: int, num_ranks: int, read: Callable[[Mapping[str, Any]], AnyGroup]) -> list[AnyGroup]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.engines.base import FinishedSample
+from hybrid_rl.engines.base import FinishedSample, SlotUse
 from hybrid_rl.engines.client import EngineClient, Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
@@ -38,6 +38,7 @@ class PartialRollout(ScoredRollout):
 
     def __init__(self, *arguments: Any, gather: Gather, **named: Any) -> None:
         self._held: dict[int, list[OpenGroup]] = {}  # by the step after which they are held
+        self._num_delivered = 0  # tokens of the last batch
         super().__init__(*arguments, **named)
         self._gather = gather
 
@@ -62,7 +63,7 @@ class PartialRollout(ScoredRollout):
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
-                self._generate(groups, rule, call)
+                self._generate(groups, rule, call, call.version, _raise_interrupt)
             use = self._client.take_use()
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             told = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
@@ -70,7 +71,8 @@ class PartialRollout(ScoredRollout):
             taken = rule.chosen(all_keys, [standing for _, standing in told], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
-            metrics = _metrics(left, mine, num_begun, drops=rule.drops)
+            self._num_delivered = sum(group.num_tokens for group in mine)
+            metrics = _metrics(left, self._num_delivered, num_begun, drops=rule.drops)
             if rule.drops:
                 for group in left:
                     group.drop()
@@ -79,6 +81,32 @@ class PartialRollout(ScoredRollout):
             batch, report = self._delivered(mine, timings, call)
         report.metrics.merge(metrics)
         return batch, replace(report, use=use, num_missing=sum(group.num_missing for group in left))
+
+    def go_ahead(
+        self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
+    ) -> tuple[bool, MetricSums, SlotUse]:
+        """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch; then
+        everything is held. Collective over all ranks.
+
+        learner: the version of the weights that will train on that batch. is_outdated: whether newer weights than those
+        of the call wait for this rank; if they do for all, or if an interrupt was requested, everything is broken off
+        as it is. Returns whether it is to be called again with newer weights, metrics, and how full the engine was.
+        """
+        rule, step = call.hold, call.state.global_step
+        assert rule is not None, "nothing else has a next step"
+        groups = [group.copied() for group in self.held(step)]
+        num_begun = sum(group.num_tokens for group in groups)
+        groups += [self._begin(task, call) for task in tasks]
+
+        def ends(found: Sequence[Standing]) -> bool:
+            return any(one.is_interrupted for one in found) or all(one.is_outdated for one in found)
+
+        self._client.take_use()
+        with self._client.session():
+            found = self._generate(groups, rule, call, learner, ends, is_outdated)
+        self._held[step] = groups
+        is_broken_off = not rule.is_over(found, learner) and not any(one.is_interrupted for one in found)
+        return is_broken_off, _metrics(groups, self._num_delivered, num_begun), self._client.take_use()
 
     def held(self, step: int) -> list[OpenGroup]:
         """Return the groups that are held after a training step."""
@@ -98,8 +126,18 @@ class PartialRollout(ScoredRollout):
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    def _generate(self, groups: Sequence[OpenGroup], rule: HoldRule, call: RolloutCall) -> None:
-        """Run what is unfinished until enough groups are whole on all ranks, and break the rest off."""
+    def _generate(
+        self,
+        groups: Sequence[OpenGroup],
+        rule: HoldRule,
+        call: RolloutCall,
+        learner: int,
+        ends: Callable[[Sequence[Standing]], bool],
+        is_outdated: Callable[[], bool] = lambda: False,
+    ) -> list[Standing]:
+        """Run what is unfinished until enough groups are whole on all ranks, or `ends` says so of how far all ranks
+        are; break the rest off. learner: the version of the weights that will train on them. Returns how far all ranks
+        were at the end."""
         of = {request: group for group in groups for request in group.requests}
         requests = in_order(groups)
         progress.count(len(requests), "samples")
@@ -123,7 +161,7 @@ class PartialRollout(ScoredRollout):
             return standing()
 
         def standing() -> Standing:
-            return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
+            return rule.standing(groups, learner, is_interrupted=interrupt_requested(), is_outdated=is_outdated())
 
         def break_off() -> None:
             assert handle is not None
@@ -136,11 +174,10 @@ class PartialRollout(ScoredRollout):
                 is_first = False
 
         found = self._agreed(begin)
-        while not rule.is_over(found, call.version):
-            if any(of_rank.is_interrupted for of_rank in found):
-                raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
+        while not rule.is_over(found, learner) and not ends(found):
             found = self._agreed(go_on)
         self._agreed(break_off)
+        return found
 
     def _take(self, events: Sequence[FinishedSample], of: Mapping[int, OpenGroup], call: RolloutCall) -> None:
         """Take samples that have finished, and have their groups scored once they are whole."""
@@ -203,11 +240,18 @@ def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient) -> l
     return [found for found, _, _ in outcomes]
 
 
-def _metrics(left: Sequence[OpenGroup], delivered: Sequence[OpenGroup], num_begun: int, *, drops: bool) -> MetricSums:
-    """Return what this rank does not deliver, which it holds or drops, and how many tokens it went on from. How old the
-    tokens of a step are is counted by the update (staleness/...)."""
+def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
+    """Raise KeyboardInterrupt if a rank was interrupted; on all at once, since those of one engine step together."""
+    if any(of_rank.is_interrupted for of_rank in everywhere):
+        raise KeyboardInterrupt
+    return False
+
+
+def _metrics(left: Sequence[OpenGroup], num_delivered: int, num_begun: int, *, drops: bool = False) -> MetricSums:
+    """Return what this rank does not deliver, which it holds or drops, beside so many tokens that it delivered, and how
+    many tokens it went on from. How old the tokens of a step are is counted by the update (staleness/...)."""
     found, what = MetricSums(), "dropped" if drops else "held"
-    num_left, num_delivered = (sum(group.num_tokens for group in groups) for groups in (left, delivered))
+    num_left = sum(group.num_tokens for group in left)
     found.total(f"buffer/{what}_groups", len(left))
     found.total(f"buffer/{what}_tokens", num_left)
     if not drops:
