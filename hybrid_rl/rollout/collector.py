@@ -6,22 +6,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import AnyBatch, SampleKey, Trajectories
+from hybrid_rl.batch import AnyBatch, Trajectories
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.engines.base import SamplingParams, SlotUse
-from hybrid_rl.errors import AgentError, DataError, counted
-from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
-from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
+from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.errors import DataError, counted
+from hybrid_rl.metrics import Timings, mean_and_std
+from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.dealing import TaskList
@@ -32,22 +32,9 @@ from hybrid_rl.rollout.open_prompts import OpenPrompts
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
+from hybrid_rl.rollout.tally import GREEDY, Collected, Tally
 
 logger = logging.getLogger("hybrid_rl")
-
-GREEDY = "/greedy"  # ends the purpose of a baseline's rollout
-
-
-@dataclass
-class Collected:
-    """A batch with the timings and metrics of its collection. timings: of the slowest rank; metrics: of the batch, and
-    under `collect/` of everything that was rolled out for it; logged: means of what reward functions gave to
-    log_metric."""
-
-    batch: AnyBatch
-    timings: Timings
-    metrics: dict[str, float] = field(default_factory=dict)
-    logged: dict[str, float] = field(default_factory=dict)
 
 
 class RolloutGroup(Protocol):
@@ -158,7 +145,7 @@ class Collector:
             self._next_id = self._open.begin(state.global_step, self._next_id)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
-        tally = _Tally(self._max_failure_share, self._next_id)
+        tally = Tally(self._max_failure_share, self._next_id)
         metrics: dict[str, float] = {}
         if plan.max_refills and not plan.demonstrates:
             refill = Refill(plan.num_prompts, plan.max_refills, self._names, self._weights)
@@ -234,13 +221,13 @@ class Collector:
     ) -> Collected:
         """Return samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
-        tally = _Tally(self._max_failure_share, self._next_id)
+        tally = Tally(self._max_failure_share, self._next_id)
         batch = self._roll_out(rows, call, tally, LengthRecord())  # rows of other data have the same numbers
         if not is_scored:
             return tally.collected(batch, {})
         return tally.collected(batch, reward_metrics(batch, self._names) | self._success(batch))
 
-    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally, lengths: LengthRecord) -> AnyBatch:
+    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: Tally, lengths: LengthRecord) -> AnyBatch:
         """Return samples for these prompts in their order."""
         tasks, call = self._tasks(rows, call, lengths)
         return self._counted(self._workers.rollout(tasks, call), call, tally)
@@ -259,7 +246,7 @@ class Collector:
         tasks = [RolloutTask(place, row, lengths.expected(row)) for place, row in enumerate(rows)]
         return TaskList(tasks, call, loads or {}), call
 
-    def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: _Tally) -> AnyBatch:
+    def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: Tally) -> AnyBatch:
         """Return the samples that a call made, in the order of its prompts, and count them."""
         batch, reports = _in_order(answer[0]), answer[1]
         tally.add(batch, reports, call)
@@ -284,7 +271,7 @@ class Collector:
                 )
 
     def _refilled(
-        self, sampler: PromptSampler, call: RolloutCall, tally: _Tally, refill: Refill
+        self, sampler: PromptSampler, call: RolloutCall, tally: Tally, refill: Refill
     ) -> tuple[list[PromptRow], AnyBatch]:
         """Return prompts whose groups have signal, and their samples."""
         kept_rows: list[PromptRow] = []
@@ -310,7 +297,7 @@ class Collector:
         if self._rule is not None:
             sampler.observe(rows, success_rates(batch, self._rule))
 
-    def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
+    def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: Tally) -> AnyBatch:
         """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
         call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}", hold=None)
@@ -318,88 +305,6 @@ class Collector:
         rewards = made["rewards"][Trajectories.of(made).first]
         _, group = batch["group"].unique(return_inverse=True)
         return batch.with_columns(baseline_rewards=rewards[group])
-
-
-class _Tally:
-    """The failures, timings and logged numbers of one collection so far. first_id: its smallest trajectory id; reports
-    count from there."""
-
-    def __init__(self, max_failure_share: float, first_id: int) -> None:
-        self._max_failure_share = max_failure_share
-        self._first_id = first_id
-        self._num_samples = self._num_failed = self._num_retried = 0
-        self._failures: list[RewardFailure] = []
-        self._timings = Timings()
-        self._logged, self._metrics = MetricSums(), MetricSums()
-        self._uses: list[SlotUse] = []
-
-    def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
-        which a reward function ends the run."""
-        for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
-            self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
-        self._uses.append(SlotUse.of_ranks([report.use for report in reports]))
-        if not call.purpose.endswith(GREEDY):
-            for report in reports:
-                self._metrics.merge(report.metrics)
-        failures = [
-            replace(failure, key=SampleKey(failure.key.trajectory - self._first_id, failure.key.turn))
-            for report in reports
-            for failure in report.failures
-        ]
-        check_not_ended(failures, call.state.global_step)
-        if not call.is_scored:
-            if failures and len(failures) == len(Trajectories.of(batch).first):
-                raise AgentError(
-                    f"{call.purpose}: every trajectory failed; rows may lack columns that the agent or its environment "
-                    f"needs\n{format_failures(failures)}"
-                )
-            if failures:
-                logger.warning("%s: %s", call.purpose, format_failures(failures))
-            return
-        self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
-        rewards = batch["rewards"][Trajectories.of(batch).first]
-        num_failed = int(rewards.isnan().sum())
-        self._failures += failures
-        self._num_failed += num_failed
-        self._num_samples += len(rewards)
-        check_failure_share(
-            self._num_failed, self._num_samples, self._failures, self._max_failure_share, call.state.global_step
-        )
-        if failures:
-            logger.warning(
-                "%s: %s no reward and %s masked\n%s",
-                *(call.purpose, "1 sample has" if num_failed == 1 else f"{num_failed} samples have"),
-                *("is" if num_failed == 1 else "are", format_failures(failures)),
-            )
-        if not call.purpose.endswith(GREEDY):  # what functions log is of the policy's own samples
-            for report in reports:
-                self._logged.merge(report.logged)
-
-    def use(self) -> dict[str, float]:
-        """Return how full the engine was."""
-        return use_metrics(self._uses)
-
-    def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
-        """Return the batch with all timings and metrics."""
-        if "rewards/num_failed" in metrics:
-            metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
-        metrics = length_metrics(batch) | self._metrics.result() | metrics
-        return Collected(batch, self._timings, metrics, self._logged.result())
-
-
-def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
-    """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
-    not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
-    others."""
-    num_places = sum(use.num_steps * use.num_slots for use in uses)
-    if not num_places:
-        return {}
-    num_tokens = sum(use.num_tokens for use in uses)
-    return {
-        "engine/steps": float(sum(use.num_steps for use in uses)),
-        "engine/idle_share": 1 - num_tokens / num_places,
-    }
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:

@@ -34,10 +34,10 @@ from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, version_folder
 from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.rollout.collector import use_metrics
 from hybrid_rl.rollout.held import HeldPrompt
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.tally import use_metrics
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
