@@ -20,8 +20,10 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -261,6 +263,26 @@ WORKS = {
 }
 
 
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of lines of JSON: how many times as fast as the synchronous step each variant is, with the GPUs
+    that generate in brackets. Numbers of GPUs with the same values share a row, with their mean of seconds."""
+    names = [name for name in rows[0] if name not in ("work", "gpus", "synchronous_seconds", "generating")]
+    head = ["work", "GPUs", "synchronous, s", *names]
+    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        values = [f"{row[name]:.1f}" for name in names]
+        for place, name in enumerate(names):
+            if name in row["generating"]:
+                values[place] += f" ({row['generating'][name] / row['gpus']:.0%})"
+        found.setdefault((row["work"], *values), []).append(row)
+    lines = [head, ["---"] * len(head)]
+    for (work, *values), alike in found.items():
+        sizes = " to ".join(dict.fromkeys(f"{row['gpus']:,}" for row in (alike[0], alike[-1])))
+        seconds = statistics.fmean(row["synchronous_seconds"] for row in alike)
+        lines.append([work, sizes, f"{seconds:.0f}", *values])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     """Print a table: seconds of a synchronous step, and how many times as fast the others are."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -268,7 +290,13 @@ def main() -> None:
     parser.add_argument("--prompts-per-gpu", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--markdown", metavar="FILE", help="print the table of what --json has printed, and simulate nothing"
+    )
     options = parser.parse_args()
+    if options.markdown:
+        print(markdown([json.loads(line) for line in Path(options.markdown).read_text().splitlines()]))
+        return
     for work, its in WORKS.items():
         for gpus in options.gpus:
             setting = Setting(gpus=gpus, prompts=options.prompts_per_gpu * gpus, **its)

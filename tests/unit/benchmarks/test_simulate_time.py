@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.simulate_time import Setting, simulate
+from benchmarks.simulate_time import Setting, markdown, simulate
 from hybrid_rl import Trainer
 from hybrid_rl.engines.base import FinishReason, Generation, derive_seed
 from hybrid_rl.engines.guards import Generator
@@ -114,3 +114,13 @@ def test_the_engine_needs_as_many_passes(monkeypatch: pytest.MonkeyPatch, tmp_pa
     simulated = simulate(Written(**setting, oversample=extra, max_staleness=2, given=map(length_of, seeds)), steps, 0)
     assert counted == simulated.decode_steps
     assert simulated.seconds == simulated.decode_steps
+
+
+def test_sizes_with_the_same_values_share_a_row_of_the_table() -> None:
+    row = {"work": "sums", "synchronous_seconds": 11.8, "partial": 1.45, "separate pools": 1.21}
+    rows = [row | {"gpus": gpus, "generating": {"separate pools": gpus // 4}} for gpus in (8, 1024)]
+    assert markdown(rows).splitlines() == [
+        "| work | GPUs | synchronous, s | partial | separate pools |",
+        "| --- | --- | --- | --- | --- |",
+        "| sums | 8 to 1,024 | 12 | 1.4 | 1.2 (25%) |",
+    ]
