@@ -70,11 +70,11 @@ class OpenGroup:
         """Tokens that may be expected to be generated for it yet."""
         return sum(self.missing(request) for request in self.remaining())
 
-    def prompt(self, data_rank: int) -> HeldPrompt:
-        """Return what the driver knows of it. data_rank: which of the ranks that have samples of their own holds it."""
-        params = next(iter(self.requests.values())).params
-        oldest = self.oldest_version
-        return HeldPrompt(self.row, len(self.requests), params.temperature, oldest, data_rank, self.num_missing)
+    @property
+    def prompt(self) -> HeldPrompt:
+        """What the driver knows of it."""
+        params, oldest = next(iter(self.requests.values())).params, self.oldest_version
+        return HeldPrompt(self.row, len(self.requests), params.temperature, oldest, num_missing=self.num_missing)
 
     def remaining(self) -> Iterator[RolloutRequest]:
         """Yield requests for the rest of its samples."""

@@ -71,6 +71,10 @@ def check_agents(
             f"{' and '.join(names)} make trajectories, but {config.algorithm.name} learns from the dataset's own "
             "completions; choose another algorithm, or leave them out"
         )
+    if isinstance(config.buffer, HeldConfig) and config.buffer.unfinished == "drop":
+        raise ConfigError(
+            f"{' and '.join(names)} make trajectories, which cannot be dropped in the middle: leave out unfinished=drop"
+        )
     if isinstance(config.buffer, HeldConfig):
         raise ConfigError(
             f"{' and '.join(names)} make trajectories, which cannot be held between steps yet: leave out "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,4 +114,5 @@ class SavingWorker(WorkerBase):
             return []
         if folder is not None:
             self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
-        return [(group.group, group.prompt(self._context.data_rank)) for group in self._rollout.held(step)]
+        mine = self._context.data_rank
+        return [(group.group, replace(group.prompt, data_rank=mine)) for group in self._rollout.held(step)]

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -339,7 +339,7 @@ class Run:
         for rank, rollout in enumerate(self.ranks):
             rollout.hold(self.step, load_held(self.folder, rank, self.num_ranks))
         held = {
-            group.group: group.prompt(rank)
+            group.group: replace(group.prompt, data_rank=rank)
             for rank, rollout in enumerate(self.ranks)
             for group in rollout.held(self.step)
         }
