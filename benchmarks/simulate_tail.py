@@ -75,9 +75,7 @@ def order_table(args: argparse.Namespace) -> None:
 
 def drop_table(args: argparse.Namespace) -> None:
     """Print what dropping saves and whom it prefers, with room for all sequences at once."""
-    print(
-        "| oversample | engine steps | tokens dropped | mean length trained on | share of the longest tenth of prompts |"
-    )
+    print("| oversample | engine steps | tokens dropped | mean length in the batch | the longest tenth in the batch |")
     print("|---|---|---|---|---|")
     size, first = 64, 0.0
     for extra in (0, 4, 8, 16, 32, 64):
