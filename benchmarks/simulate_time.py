@@ -19,6 +19,7 @@ import heapq
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -88,13 +89,13 @@ class Replica:
     clock: float = 0.0
     done: int = 0  # decode steps so far
     running: list[tuple[int, int, Group]] = field(default_factory=list)
-    waiting: list[tuple[int, Group]] = field(default_factory=list)
+    waiting: deque[tuple[int, Group]] = field(default_factory=deque)
     order: int = 0
 
     def admit(self, version: int) -> None:
         """Start what waits, as far as there are slots."""
         while self.waiting and len(self.running) < self.setting.slots:
-            tokens, group = self.waiting.pop(0)
+            tokens, group = self.waiting.popleft()
             group.oldest = version if group.oldest is None else group.oldest
             heapq.heappush(self.running, (self.done + tokens, self.order, group))
             self.order += 1
@@ -124,7 +125,7 @@ class Replica:
         """Break off what runs; return the tokens that are left of each sequence, what waits last."""
         held = [(end - self.done, group) for end, _, group in sorted(self.running, key=lambda one: one[1])]
         held += self.waiting
-        self.running, self.waiting = [], []
+        self.running, self.waiting = [], deque()
         return held
 
 
@@ -177,11 +178,11 @@ def simulate(setting: Setting, steps: int = 12, skipped: int = 4) -> Result:
         held = [one for replica in replicas for one in replica.hold()]
         whole = [group for group in open_groups if not group.left]
         whole.sort(key=lambda group: (not must_end(setting, group, step), group.born))
-        taken = whole[: setting.prompts]
+        taken = set(whole[: setting.prompts])
         for group in taken:
             age = step - (step if group.oldest is None else group.oldest)
             ages[age] = ages.get(age, 0) + group.num_tokens
-        open_groups = [group for group in open_groups if group not in {*taken}]
+        open_groups = [group for group in open_groups if group not in taken]
         scored = max(group.scored_at for group in taken)
         training = sum(group.num_tokens for group in taken) * setting.train_seconds / num_training
         if pools:
@@ -230,22 +231,29 @@ def generate(setting: Setting, replicas: Sequence[Replica], groups: Sequence[Gro
 
 
 def variants(setting: Setting) -> dict[str, Setting]:
-    """Return the ways of training that are compared, for one setting. Pools have the split that is fastest."""
+    """Return the ways of training that are compared, for one setting: with the library's own defaults, and with more
+    that is held for longer. Pools have the split that is fastest; partial ones go on with what is unfinished after
+    weights have arrived in the middle of it, as AReaL's do."""
     half = max(1, setting.prompts // 2)
-    splits = sorted({max(1, round(setting.gpus * share)) for share in (0.5, 0.625, 0.75, 0.875)} - {setting.gpus})
+    splits = sorted({max(1, round(setting.gpus * share)) for share in SPLITS} - {setting.gpus})
     pools = [replace(setting, generating=split, ahead=setting.prompts, max_staleness=1) for split in splits]
+    partial_pools = [replace(pool, oversample=half, max_staleness=3) for pool in pools]
     found = {
         "synchronous": setting,
-        "partial": replace(setting, oversample=half, max_staleness=2),
+        "partial": replace(setting, oversample=half, max_staleness=1),
+        "partial, staleness 2": replace(setting, oversample=half, max_staleness=2),
         "partial, more": replace(setting, oversample=setting.prompts, max_staleness=4),
         "one step off": replace(setting, ahead=setting.prompts, max_staleness=1),
-        "both": replace(setting, ahead=setting.prompts, oversample=half, max_staleness=3),
+        "both": replace(setting, ahead=setting.prompts, oversample=half, max_staleness=2),
+        "both, more": replace(setting, ahead=setting.prompts, oversample=setting.prompts, max_staleness=4),
     }
-    if pools:
-        found["separate pools"] = min(pools, key=lambda one: simulate(one, 6, 3).mean)
+    for name, its in (("separate pools", pools), ("separate pools, partial", partial_pools)):
+        if its:
+            found[name] = min(its, key=lambda one: simulate(one, 6, 3).mean)
     return found
 
 
+SPLITS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # shares of the GPUs of separate pools that generate
 WORKS = {
     "gsm8k": {"mean": 250.0, "sigma": 0.55, "limit": 1024},
     "reasoning": {"mean": 4000.0, "sigma": 1.0, "limit": 32768},
@@ -264,11 +272,14 @@ def main() -> None:
     for work, its in WORKS.items():
         for gpus in options.gpus:
             setting = Setting(gpus=gpus, prompts=options.prompts_per_gpu * gpus, **its)
-            results = {name: simulate(one, options.steps) for name, one in variants(setting).items()}
+            settings = variants(setting)
+            results = {name: simulate(one, options.steps) for name, one in settings.items()}
             base = results["synchronous"].mean
             row = {"work": work, "gpus": gpus, "synchronous_seconds": round(base, 1)}
             row |= {name: round(base / found.mean, 2) for name, found in results.items() if name != "synchronous"}
-            print(json.dumps(row) if options.json else "  ".join(f"{name} {value}" for name, value in row.items()))
+            row["generating"] = {name: one.generating for name, one in settings.items() if one.generating}
+            text = json.dumps(row) if options.json else "  ".join(f"{name} {value}" for name, value in row.items())
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

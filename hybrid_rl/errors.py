@@ -19,10 +19,6 @@ class ConfigError(HybridRLError, ValueError):
     """A configuration key or value cannot be used."""
 
 
-class NotYetSupportedError(HybridRLError, NotImplementedError):
-    """A planned feature, documented as such, is not implemented yet."""
-
-
 class DataError(HybridRLError, ValueError):
     """A dataset, prompt or batch column is unusable."""
 

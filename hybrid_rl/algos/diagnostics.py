@@ -15,17 +15,21 @@ from hybrid_rl.algos.correction import Corrected
 from hybrid_rl.algos.kl import kl_estimate
 from hybrid_rl.algos.masked import row_sum
 
+AGES = ("0", "1", "2", "3_or_more")  # of tokens, in policy versions, in names of metrics
+
 
 def gap_diagnostics(
     trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, ages: Tensor, num_rows: int
 ) -> dict[str, float]:
-    """Compute all numbers about the gap, as in `mismatch` and `staleness`; empty if no token is in the mask.
+    """Compute all numbers about the gap, as in `mismatch`, `staleness` and `ratios_by_age`; empty if no token is in the
+    mask.
 
     trainer, engine: float [T], logprobs of the sampled tokens, before any update; mask: bool [T]; rows: int64 [T], in
     0..num_rows-1; ages: int64 [T], policy versions between token and learner, 0 if unknown.
     """
     check_columns(trainer=trainer, engine=engine, mask=mask, rows=rows, ages=ages)
-    return {**mismatch(trainer, engine, mask, rows, num_rows), **staleness(ages, mask)}
+    gap = mismatch(trainer, engine, mask, rows, num_rows)
+    return {**gap, **staleness(ages, mask), **ratios_by_age(trainer, engine, mask, ages)}
 
 
 def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> dict[str, float]:
@@ -68,10 +72,29 @@ def staleness(ages: Tensor, mask: Tensor) -> dict[str, float]:
     if not bool(mask.any()):
         return {}
     ages = ages[mask].clamp(min=0)
-    counts = torch.bincount(ages.clamp(max=3), minlength=4).tolist()
-    names = ("0", "1", "2", "3_or_more")
-    shares = {f"staleness/share_age_{name}": count / len(ages) for name, count in zip(names, counts, strict=True)}
+    counts = torch.bincount(ages.clamp(max=len(AGES) - 1), minlength=len(AGES)).tolist()
+    shares = {f"staleness/share_age_{name}": count / len(ages) for name, count in zip(AGES, counts, strict=True)}
     return {"staleness/mean_age": float(ages.double().mean()), **shares}
+
+
+def ratios_by_age(trainer: Tensor, engine: Tensor, mask: Tensor, ages: Tensor) -> dict[str, float]:
+    """Compute staleness/ratio_{p05,p50,p95}_age_{0,1,2,3_or_more}, quantiles of trainer / engine over the tokens of an
+    age, of each that there is. Arguments as in `gap_diagnostics`. Empty if no token in the mask is older than 0: then
+    `mismatch` says the same."""
+    check_columns(trainer=trainer, engine=engine, mask=mask, ages=ages)
+    ages = ages[mask].clamp(min=0, max=len(AGES) - 1)
+    if not bool((ages > 0).any()):
+        return {}
+    ratio = ratio_of(trainer[mask].double() - engine[mask].double())
+    found: dict[str, float] = {}
+    for age, name in enumerate(AGES):
+        ordered = ratio[ages == age].sort().values
+        if len(ordered):
+            found |= {
+                f"staleness/ratio_p{percent:02d}_age_{name}": _quantile(ordered, percent / 100)
+                for percent in (5, 50, 95)
+            }
+    return found
 
 
 def correction_diagnostics(found: Corrected, mask: Tensor, rows: Tensor, num_rows: int) -> dict[str, float]:

@@ -273,3 +273,15 @@ def reference_ranks(config: TrainerConfig) -> int:
     """Return the number of ranks only for the reference; 0 if it shares the policy's, or the backend has no such
     choice."""
     return getattr(config.controller, "reference_ranks", 0)
+
+
+def rollout_ranks(config: TrainerConfig) -> int:
+    """Return the number of ranks that only generate; 0 if those that train do, or the backend has no such choice."""
+    return getattr(config.controller, "rollout_ranks", 0)
+
+
+def ranks_apart(config: TrainerConfig) -> dict[str, int]:
+    """Return how many ranks there are besides those that train, by the key that asks for them."""
+    apart = {"reference_ranks": reference_ranks(config) if needs_reference(config) else 0}
+    apart["rollout_ranks"] = rollout_ranks(config)
+    return {name: number for name, number in apart.items() if number}

@@ -75,7 +75,8 @@ def _kl(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
 
 def _backend(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
     # Whether auto is more than one rank is known when the GPUs are counted.
-    return "ray" if given.get("num_ranks") == "auto" or number(given.get("num_ranks")) > 1 else None
+    is_many = number(given.get("num_ranks")) > 1 or number(given.get("rollout_ranks")) > 0
+    return "ray" if given.get("num_ranks") == "auto" or is_many else None
 
 
 def _dtype(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
@@ -84,7 +85,8 @@ def _dtype(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
 
 
 def _holds(given: Mapping[str, Any]) -> bool:
-    return str(given.get("partial")).lower() == "true" or number(given.get("async_level")) > 0
+    is_ahead = number(given.get("async_level")) > 0 or number(given.get("rollout_ranks")) > 0
+    return is_ahead or str(given.get("partial")).lower() == "true"
 
 
 def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
@@ -92,7 +94,8 @@ def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | No
     if not _holds(given) or given.get("unfinished") == "drop" or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()
-    return None if loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs else "tis"
+    is_weighed = loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs
+    return None if is_weighed or Needs.DEMONSTRATIONS in advantage.needs else "tis"  # demonstrations are refused
 
 
 def _critic(_: Mapping[str, Any], chosen: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.config.algorithm import ranks_apart
 from hybrid_rl.config.schema import ControllerConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 
@@ -59,20 +59,15 @@ def settled(
 
 
 def _with_ranks(config: TrainerConfig, given: frozenset[str], hardware: Hardware) -> TrainerConfig:
-    """Resolve num_ranks=auto: one rank per GPU, less those of a separate reference; Ray only if it is needed, or if
+    """Resolve num_ranks=auto: one rank per GPU, less those with a role of their own; Ray only if it is needed, or if
     any of its keys is set."""
     if config.num_ranks != "auto":
         return config
     num_gpus = 0 if config.model.device == "cpu" else hardware.num_gpus
-    num_ranks, controller = max(1, num_gpus - _apart(config)), config.controller
+    num_ranks, controller = max(1, num_gpus - sum(ranks_apart(config).values())), config.controller
     if num_ranks == 1 and controller == RayControllerConfig() and "controller.backend" not in given:
         controller = ControllerConfig()
     return dataclasses.replace(config, num_ranks=num_ranks, controller=controller)
-
-
-def _apart(config: TrainerConfig) -> int:
-    """Return the number of ranks that hold only the reference."""
-    return reference_ranks(config) if needs_reference(config) else 0
 
 
 def _device(config: TrainerConfig, hardware: Hardware, module_device: Device | None) -> Device:
@@ -94,11 +89,12 @@ def _device(config: TrainerConfig, hardware: Hardware, module_device: Device | N
 def _check_gpus(config: TrainerConfig, hardware: Hardware) -> None:
     """Raise ConfigError unless each rank on Ray gets a GPU."""
     assert config.num_ranks != "auto"
-    wanted = config.num_ranks + _apart(config)
+    apart = ranks_apart(config)
+    wanted = config.num_ranks + sum(apart.values())
     if config.controller.backend == "local" or config.model.device == "cpu" or wanted <= hardware.num_gpus:
         return
-    asked = f"num_ranks={config.num_ranks}"
-    asked += f" and reference_ranks={_apart(config)} need" if _apart(config) else " needs"
+    named = [f"{name}={number}" for name, number in {"num_ranks": config.num_ranks, **apart}.items()]
+    asked = f"{' and '.join(named)} {'need' if apart else 'needs'}"
     raise ConfigError(
         f"{asked} {wanted} GPUs, one per rank, but there "
         f"{'is 1' if hardware.num_gpus == 1 else f'are {hardware.num_gpus}'}; use num_ranks=auto for one rank per "

@@ -391,6 +391,12 @@ class RayControllerConfig(ControllerConfig):
     reference_ranks: int = key(
         0, "additional ranks only for the reference model; 0 = it shares the ranks of the policy", minimum=0
     )
+    rollout_ranks: int = key(
+        0,
+        "additional ranks that only generate, while those of num_ranks train on what they made before "
+        "(async_level=1); 0 = the same ranks generate and train in turn",
+        minimum=0,
+    )
     env_vars: dict[str, Any] = key({}, "environment variables of the ranks")
     start_timeout_seconds: float = key(300.0, "limit for starting the ranks", above=0)
     watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
@@ -403,7 +409,8 @@ class TrainerConfig(LoggingKeys, Shown):
     num_ranks: int | Literal["auto"] = key(
         1,
         "processes that train and generate together, one per GPU, or on CPUs; more than 1 run on Ray; auto = all GPUs "
-        "of this machine, or of the cluster at controller.address, less reference_ranks; 1 if there is none",
+        "of this machine, or of the cluster at controller.address, less reference_ranks and rollout_ranks; 1 if there "
+        "is none",
         minimum=1,
     )
     mode: Literal["full", "rollout", "train"] = key(

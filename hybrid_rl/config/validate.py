@@ -9,10 +9,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from hybrid_rl.config.algorithm import inert_keys, learns_from_demonstrations, needs_reference, resolve_algorithm
+from hybrid_rl.config.algorithm import (
+    inert_keys,
+    learns_from_demonstrations,
+    needs_reference,
+    resolve_algorithm,
+    rollout_ranks,
+)
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
+from hybrid_rl.config.rollout_ranks import with_rollout_ranks
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import CheckpointError, ConfigError
@@ -39,7 +46,7 @@ def resolve(
     Raises ConfigError for sizes that cannot work together, GPUs that are missing, and keys that would have no effect;
     CheckpointError if `resume` names no checkpoint.
     """
-    config = settled(config, given, hardware, module_device)
+    config = with_rollout_ranks(settled(config, given, hardware, module_device), given)
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, _number_of(config))
@@ -84,6 +91,7 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
     if not isinstance(buffer, HeldConfig):
         return buffer
     name = "rollout.partial=true" if config.rollout.partial else f"rollout.async_level={ahead}"
+    name = f"rollout_ranks={rollout_ranks(config)}" if rollout_ranks(config) else name
     others = {
         "max_refills above 0, which draws prompts again until a step has enough": config.algorithm.max_refills > 0,
         "demonstrations, which nothing generates": learns_from_demonstrations(config),

@@ -25,9 +25,10 @@ CONNECT_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder that is removed when the block ends, or, if the process was killed, by the next call."""
-    parent = Path(tempfile.gettempdir())
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Make a folder that is removed when the block ends, or, if the process was killed, by the next call. parent:
+    where; None = in the system's folder for such files."""
+    parent = parent or Path(tempfile.gettempdir())
     if len(str(parent)) > MAX_PARENT_LENGTH:
         parent = Path("/tmp")
     for left in parent.glob(f"{prefix}*"):
@@ -40,6 +41,12 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
             yield path
         finally:
             _end_in(pid, lambda: shutil.rmtree(path, ignore_errors=True))
+
+
+def shared_memory() -> Path | None:
+    """Return the folder of this machine whose files are memory; None if it has none that can be written to."""
+    path = Path("/dev/shm")
+    return path if os.access(path, os.W_OK | os.X_OK) else None
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -185,6 +185,29 @@ class Counters:
         found -= before.num_prefix_tokens + before.num_shared_prompt_tokens
         total = found + self.num_prompt_tokens - before.num_prompt_tokens
         return found / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """How full an engine was over some steps, by counts. num_slots: tokens of its fullest step, one for each sequence
+    that it decoded; num_tokens: those of all steps."""
+
+    num_steps: int = 0
+    num_slots: int = 0
+    num_tokens: int = 0
+
+    def after(self, num_tokens: int) -> SlotUse:
+        """Return the use after a further step, which generated so many tokens."""
+        return SlotUse(self.num_steps + 1, max(self.num_slots, num_tokens), self.num_tokens + num_tokens)
+
+    @classmethod
+    def of_ranks(cls, of_ranks: Sequence[SlotUse]) -> SlotUse:
+        """Return the use of the engines of all ranks together: who has ended waits for the last."""
+        return cls(
+            max((one.num_steps for one in of_ranks), default=0),
+            sum(one.num_slots for one in of_ranks),
+            sum(one.num_tokens for one in of_ranks),
+        )
 
 
 @dataclass(kw_only=True)

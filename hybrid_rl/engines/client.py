@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest, join_line
+from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest, SlotUse, join_line
 from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
 from hybrid_rl.engines.guards import RolloutEngine, known_pause
 from hybrid_rl.engines.step_thread import StepThread
@@ -74,6 +74,7 @@ class EngineClient:
         self._is_open = self._is_exclusive = self._begins = False
         # What the ranks that share the engine have to do yet, as far as this one knows.
         self._num_unfinished, self._num_open = 0, 0
+        self._use = SlotUse()
 
     # ------------------------------------------------------------------------------------------------- sessions
 
@@ -259,19 +260,27 @@ class EngineClient:
         stats = self.engine.stats()
         return replace(stats, num_waiting=stats.num_waiting + len(self._backlog))
 
+    def take_use(self) -> SlotUse:
+        """Return how full the engine was in the steps since the last call."""
+        with self._driver:
+            use, self._use = self._use, SlotUse()
+        return use
+
     # ---------------------------------------------------------------------------------------------------- steps
 
     def _step(self) -> None:
         """Pass a step boundary, and run a step of the engine if there is anything to do."""
         mark_progress()
         num_expected, num_before = self._boundary(generates=True), self.engine.num_generated_tokens
+        generates = bool(self.engine.num_unfinished)
         try:
-            events = self.engine.step() if self.engine.num_unfinished else []
+            events = self.engine.step() if generates else []
         except BaseException:
             if self._coordinator:
                 self._forget()
             raise
         made = self.engine.num_generated_tokens - num_before
+        self._use = self._use.after(made) if generates else self._use
         progress.add_tokens(made / self._coordinator.num_ranks if self._coordinator else made)
         for event in self._coordinator.own(events) if self._coordinator else events:
             self._handles.pop(event.id).put(event)

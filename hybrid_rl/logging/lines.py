@@ -23,11 +23,17 @@ COLUMNS = (
     ("eval reward", "eval/reward", "{:.3f}"),
     ("eval accuracy", "eval/accuracy", "{:.1%}"),
 )
+# Of steps that hold groups: with them a line shows these, too.
+HELD = (
+    ("held", "buffer/held_share", "{:.0%}"),
+    ("age", "staleness/mean_age", "{:.2f}"),
+    ("idle", "engine/idle_share", "{:.0%}"),
+)
 SUMMED_UP = tuple(column for column in COLUMNS if column[1] in ("reward", "eval/reward", "eval/accuracy"))
 # Of evaluations with several sets: the accuracy of each, or its reward if it has none.
 OF_SET = re.compile(r"eval/([^/]+)/(accuracy|reward)")
 # What a narrow terminal goes without, the first first. The step and the reward always stay.
-CUT = ("entropy", "|g|", "eval reward", "s/step", "len", "eval accuracy")
+CUT = ("idle", "age", "held", "entropy", "|g|", "eval reward", "s/step", "len", "eval accuracy")
 LARGE = 1e6  # from here on an exponent is shorter than the digits
 GAP = "  "
 BAR_CELLS = 40
@@ -52,7 +58,7 @@ def columns_of_sets(names: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
 
 def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return title and value of the main metrics, those that exist."""
-    columns = (*COLUMNS, *columns_of_sets(metrics))
+    columns = (*COLUMNS, *(HELD if HELD[0][1] in metrics else ()), *columns_of_sets(metrics))
     return [(title, number(form, metrics[name])) for title, name, form in columns if name in metrics]
 
 

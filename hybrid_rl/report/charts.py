@@ -161,6 +161,14 @@ SECTIONS = (
         (
             Chart("mean age of tokens", ("staleness/mean_age",), "Policy versions between a token and its learner."),
             Chart("share of tokens by age", ("staleness/share_age_*",)),
+            Chart(
+                "importance ratio by age, quantiles",
+                ("staleness/ratio_*",),
+                "Probability at the start of the step, divided by that of the engine when it made the token.",
+                log=True,
+                guides=ONE,
+            ),
+            Chart("share of tokens held", ("buffer/held_share",), "Of the tokens of held and delivered groups."),
         ),
     ),
     Section(
@@ -168,6 +176,12 @@ SECTIONS = (
         (
             Chart("tokens per second", ("perf/tokens_per_second", "perf/rollout_tokens_per_second")),
             Chart("seconds of a step", ("timing/step",), unit="seconds"),
+            Chart(
+                "engine: share of empty slots",
+                ("engine/idle_share",),
+                "Slots that decoded nothing while the longest completions ended.",
+            ),
+            Chart("engine: steps of a rollout", ("engine/steps",), "One token of every sequence that runs."),
             Chart("samples per second", ("perf/samples_per_second",)),
             Chart("bytes of a handoff", ("handoff/bytes", "handoff/minimum_bytes"), unit="bytes"),
         ),

@@ -18,18 +18,18 @@ from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.errors import AgentError, DataError, counted
-from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
+from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.held import HeldPrompt, HoldRule, check_row
 from hybrid_rl.rollout.lengths import LengthRecord, group_lengths, length_metrics
-from hybrid_rl.rollout.observed import dataset_metrics, success_rates
+from hybrid_rl.rollout.observed import baseline_metrics, dataset_metrics, reward_metrics, success_rates
 from hybrid_rl.rollout.open_prompts import OpenPrompts
-from hybrid_rl.rollout.refill import GroupRewards, Refill
+from hybrid_rl.rollout.refill import Refill
 from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
 
@@ -189,7 +189,7 @@ class Collector:
         metrics |= reward_metrics(batch, self._names) | dataset_metrics(rows, batch) | plan.sampler.metrics()
         if not plan.max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
-        collected = tally.collected(batch, metrics)
+        collected = tally.collected(batch, metrics | tally.use())
         self._warn_of_no_numbers(collected.logged, state.global_step)
         return collected
 
@@ -331,12 +331,14 @@ class _Tally:
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
         self._logged, self._metrics = MetricSums(), MetricSums()
+        self._uses: list[SlotUse] = []
 
     def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
         which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        self._uses.append(SlotUse.of_ranks([report.use for report in reports]))
         if not call.purpose.endswith(GREEDY):
             for report in reports:
                 self._metrics.merge(report.metrics)
@@ -374,12 +376,30 @@ class _Tally:
             for report in reports:
                 self._logged.merge(report.logged)
 
+    def use(self) -> dict[str, float]:
+        """Return how full the engine was."""
+        return use_metrics(self._uses)
+
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
         """Return the batch with all timings and metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         metrics = length_metrics(batch) | self._metrics.result() | metrics
         return Collected(batch, self._timings, metrics, self._logged.result())
+
+
+def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
+    """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
+    not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
+    others."""
+    num_places = sum(use.num_steps * use.num_slots for use in uses)
+    if not num_places:
+        return {}
+    num_tokens = sum(use.num_tokens for use in uses)
+    return {
+        "engine/steps": float(sum(use.num_steps for use in uses)),
+        "engine/idle_share": 1 - num_tokens / num_places,
+    }
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:
@@ -428,29 +448,6 @@ def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Col
         batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
     metrics = length_metrics(batch) | reward_metrics(batch, names)
     return Collected(batch, timings, metrics | (baseline_metrics(batch) if plan.greedy_baseline else {}))
-
-
-def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
-    """Return metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
-    functions."""
-    metrics: dict[str, float] = {}
-    first = Trajectories.of(batch).first
-    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))[first]
-    for name, column in zip(names, values.T, strict=True):
-        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
-    rewards = batch["rewards"][first]
-    metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
-    metrics["frac_reward_zero_std"] = float(
-        (~GroupRewards.of(rewards, batch["group"][first]).has_signal).double().mean()
-    )
-    metrics |= {"rewards/num_failed": float(rewards.isnan().sum()), "rewards/num_retried": 0.0}
-    return metrics
-
-
-def baseline_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Return metrics of the greedy baseline of a batch, every prompt counted once."""
-    first = torch.tensor([rows[0] for rows in batch.group_rows()])
-    return {"baseline/reward": mean_and_std(batch["baseline_rewards"][first])[0]}
 
 
 def _in_order(batch: AnyBatch) -> AnyBatch:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hybrid_rl.data.prompts import PromptRow, shorten
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
@@ -70,11 +70,11 @@ class OpenGroup:
         """Tokens that may be expected to be generated for it yet."""
         return sum(self.missing(request) for request in self.remaining())
 
-    @property
-    def prompt(self) -> HeldPrompt:
-        """What the driver knows of it."""
-        params, oldest = next(iter(self.requests.values())).params, self.oldest_version
-        return HeldPrompt(self.row, len(self.requests), params.temperature, oldest, num_missing=self.num_missing)
+    def prompt(self, data_rank: int) -> HeldPrompt:
+        """Return what the driver knows of it. data_rank: which of the ranks that have samples of their own holds it."""
+        params = next(iter(self.requests.values())).params
+        oldest = self.oldest_version
+        return HeldPrompt(self.row, len(self.requests), params.temperature, oldest, data_rank, self.num_missing)
 
     def remaining(self) -> Iterator[RolloutRequest]:
         """Yield requests for the rest of its samples."""
@@ -177,14 +177,34 @@ class HeldPrompt:
     num_missing: int = 0
 
 
+class Group(Protocol):
+    """A group that may be held, as the rule sees it. group: its id; born: the training step that began it;
+    oldest_version: of its tokens, None if it has none."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def born(self) -> int: ...
+    @property
+    def is_whole(self) -> bool: ...
+    @property
+    def oldest_version(self) -> int | None: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Group)
+
+
 class Standing(NamedTuple):
     """How far the groups of a rank are. num_whole, num_unfinished: of all. due: those that are whole, and that are not,
-    by the version of the weights that must train on them at the latest; without those that this step began."""
+    by the version of the weights that must train on them at the latest; without those that this step began.
+    is_outdated: whether newer weights wait for the rank."""
 
     num_whole: int
     num_unfinished: int
     due: dict[int, tuple[int, int]]
     is_interrupted: bool = False
+    is_outdated: bool = False
 
 
 Key = tuple[int, int, int]  # of a whole group: what it is sorted by, and its id
@@ -216,8 +236,8 @@ class HoldRule:
         there is none."""
         return (version if oldest_version is None else oldest_version) + self.max_staleness
 
-    def standing(self, groups: Iterable[OpenGroup], version: int, *, is_interrupted: bool = False) -> Standing:
-        """Return how far a rank's groups are. version: of the weights of this step."""
+    def standing(self, groups: Iterable[Group], version: int, **state: bool) -> Standing:
+        """Return how far a rank's groups are. version: of the weights of this step; state: the flags of Standing."""
         numbers, due = [0, 0], dict[int, tuple[int, int]]()
         for group in groups:
             numbers[group.is_whole] += 1
@@ -225,7 +245,7 @@ class HoldRule:
             if deadline < version + self.max_staleness:
                 whole, unfinished = due.get(deadline, (0, 0))
                 due[deadline] = (whole + group.is_whole, unfinished + (not group.is_whole))
-        return Standing(numbers[True], numbers[False], due, is_interrupted)
+        return Standing(numbers[True], numbers[False], due, **state)
 
     def needed(self, everywhere: Sequence[Standing], version: int) -> Iterator[tuple[int, int, int]]:
         """Yield deadlines, the earliest first, with the number of groups due by then that this step must deliver, and
@@ -244,7 +264,7 @@ class HoldRule:
         is_enough = sum(of_rank.num_whole for of_rank in everywhere) >= self.num_groups + self.ahead
         return is_enough and all(needed <= whole for _, needed, whole in self.needed(everywhere, version))
 
-    def key(self, group: OpenGroup, version: int) -> Key:
+    def key(self, group: Group, version: int) -> Key:
         """Return what a whole group is chosen by: its deadline, its place in the order, its id."""
         age = group.born if self.order == "fifo" else -group.born
         return self.deadline(group.oldest_version, version), age, group.group
@@ -302,29 +322,37 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-def save_held(folder: Path, rank: int, groups: Sequence[OpenGroup]) -> None:
-    """Write the groups that a rank holds into the folder of a checkpoint.
-
-    Raises CheckpointError for a row of a dataset that JSON cannot hold.
-    """
+def held_text(groups: Sequence[Group]) -> str:
+    """Return the groups that a rank holds as JSON. Raises CheckpointError for a row of a dataset that it cannot
+    hold."""
     try:
-        text = json.dumps([group.to_json() for group in groups])
+        return json.dumps([group.to_json() for group in groups])
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"a held group cannot be saved: {error}; leave columns that are no text, numbers, lists or dicts of these "
             "out of the dataset"
         ) from error
+
+
+def write_held(folder: Path, rank: int, text: str) -> None:
+    """Write what `held_text` has returned for a rank into the folder of a checkpoint."""
     (folder / f"{HELD_FILE}{rank:04d}.json").write_text(text, encoding="utf-8")
 
 
-def load_held(folder: Path, rank: int, num_ranks: int) -> list[OpenGroup]:
+def save_held(folder: Path, rank: int, groups: Sequence[Group]) -> None:
+    """Write the groups that a rank holds into the folder of a checkpoint. Raises CheckpointError as `held_text`."""
+    write_held(folder, rank, held_text(groups))
+
+
+def load_held(folder: Path, rank: int, num_ranks: int, read: Callable[[Mapping[str, Any]], AnyGroup]) -> list[AnyGroup]:
     """Read this rank's share of the groups that were held when a checkpoint was written: its own ones, or if there were
-    more or fewer ranks, all groups dealt out in order. Raises CheckpointError for a file that is damaged."""
+    more or fewer ranks, all groups dealt out in order. read: makes a group of what its `to_json` gave. Raises
+    CheckpointError for a file that is damaged."""
     of_ranks = []
     for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            of_ranks.append([OpenGroup.of_json(one) for one in found])
+            of_ranks.append([read(one) for one in found])
         except (OSError, ValueError, TypeError, CheckpointError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
     if len(of_ranks) == num_ranks:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.engines.base import FinishedSample
-from hybrid_rl.engines.client import Handle
+from hybrid_rl.engines.base import FinishedSample, SlotUse
+from hybrid_rl.engines.client import EngineClient, Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order
+from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order, load_held
 from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
 
 Gather = Callable[[Any], list[Any]]
@@ -36,6 +38,7 @@ class PartialRollout(ScoredRollout):
 
     def __init__(self, *arguments: Any, gather: Gather, **named: Any) -> None:
         self._held: dict[int, list[OpenGroup]] = {}  # by the step after which they are held
+        self._num_delivered = 0  # tokens of the last batch
         super().__init__(*arguments, **named)
         self._gather = gather
 
@@ -56,17 +59,20 @@ class PartialRollout(ScoredRollout):
         groups = [group.copied() for group in self.held(step - 1)]
         num_begun = sum(group.num_tokens for group in groups)
         groups += [self._begin(task, call) for task in tasks]
+        self._client.take_use()
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
-                self._generate(groups, rule, call)
+                self._generate(groups, rule, call, call.version, _raise_interrupt)
+            use = self._client.take_use()
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             told = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
             all_keys = [key for of_rank, _ in told for key in of_rank]
             taken = rule.chosen(all_keys, [standing for _, standing in told], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
-            metrics = _metrics(left, num_begun, drops=rule.drops)
+            self._num_delivered = sum(group.num_tokens for group in mine)
+            metrics = _metrics(left, self._num_delivered, num_begun, drops=rule.drops)
             if rule.drops:
                 for group in left:
                     group.drop()
@@ -74,8 +80,33 @@ class PartialRollout(ScoredRollout):
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
         report.metrics.merge(metrics)
-        report.num_missing = sum(group.num_missing for group in left)
-        return batch, report
+        return batch, replace(report, use=use, num_missing=sum(group.num_missing for group in left))
+
+    def go_ahead(
+        self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
+    ) -> tuple[bool, MetricSums, SlotUse]:
+        """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch; then
+        everything is held. Collective over all ranks.
+
+        learner: the version of the weights that will train on that batch. is_outdated: whether newer weights than those
+        of the call wait for this rank; if they do for all, or if an interrupt was requested, everything is broken off
+        as it is. Returns whether it is to be called again with newer weights, metrics, and how full the engine was.
+        """
+        rule, step = call.hold, call.state.global_step
+        assert rule is not None, "nothing else has a next step"
+        groups = [group.copied() for group in self.held(step)]
+        num_begun = sum(group.num_tokens for group in groups)
+        groups += [self._begin(task, call) for task in tasks]
+
+        def ends(found: Sequence[Standing]) -> bool:
+            return any(one.is_interrupted for one in found) or all(one.is_outdated for one in found)
+
+        self._client.take_use()
+        with self._client.session():
+            found = self._generate(groups, rule, call, learner, ends, is_outdated)
+        self._held[step] = groups
+        is_broken_off = not rule.is_over(found, learner) and not any(one.is_interrupted for one in found)
+        return is_broken_off, _metrics(groups, self._num_delivered, num_begun), self._client.take_use()
 
     def held(self, step: int) -> list[OpenGroup]:
         """Return the groups that are held after a training step."""
@@ -85,14 +116,28 @@ class PartialRollout(ScoredRollout):
         """Hold these groups after a training step instead of what was held then."""
         self._held = {step: list(groups)}
 
+    def load(self, step: int, folder: Path, rank: int, num_ranks: int) -> None:
+        """Hold after a training step what the checkpoint in this folder holds (`load_held`)."""
+        self.hold(step, load_held(folder, rank, num_ranks, OpenGroup.of_json))
+
     def _begin(self, task: RolloutTask, call: RolloutCall) -> OpenGroup:
         requests = {request.id: request for request in self._requests(task, call)}
         return OpenGroup(task.row, call.group(task), call.state.global_step, requests, expected=task.expected)
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    def _generate(self, groups: Sequence[OpenGroup], rule: HoldRule, call: RolloutCall) -> None:
-        """Run what is unfinished until enough groups are whole on all ranks, and break the rest off."""
+    def _generate(
+        self,
+        groups: Sequence[OpenGroup],
+        rule: HoldRule,
+        call: RolloutCall,
+        learner: int,
+        ends: Callable[[Sequence[Standing]], bool],
+        is_outdated: Callable[[], bool] = lambda: False,
+    ) -> list[Standing]:
+        """Run what is unfinished until enough groups are whole on all ranks, or `ends` says so of how far all ranks
+        are; break the rest off. learner: the version of the weights that will train on them. Returns how far all ranks
+        were at the end."""
         of = {request: group for group in groups for request in group.requests}
         requests = in_order(groups)
         progress.count(len(requests), "samples")
@@ -116,7 +161,7 @@ class PartialRollout(ScoredRollout):
             return standing()
 
         def standing() -> Standing:
-            return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
+            return rule.standing(groups, learner, is_interrupted=interrupt_requested(), is_outdated=is_outdated())
 
         def break_off() -> None:
             assert handle is not None
@@ -129,11 +174,10 @@ class PartialRollout(ScoredRollout):
                 is_first = False
 
         found = self._agreed(begin)
-        while not rule.is_over(found, call.version):
-            if any(of_rank.is_interrupted for of_rank in found):
-                raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
+        while not rule.is_over(found, learner) and not ends(found):
             found = self._agreed(go_on)
         self._agreed(break_off)
+        return found
 
     def _take(self, events: Sequence[FinishedSample], of: Mapping[int, OpenGroup], call: RolloutCall) -> None:
         """Take samples that have finished, and have their groups scored once they are whole."""
@@ -167,36 +211,50 @@ class PartialRollout(ScoredRollout):
         futures = [group.scoring for group in groups if group.scoring is not None]
         return self._rewarded(columns, inputs, futures, timings, call)
 
-    # -------------------------------------------------------------------------------------------------- other ranks
-
     def _agreed(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
-        KeyboardInterrupt as such."""
-        result, failure = None, None
-        try:
-            result = action()
-        except BaseException as error:
-            if self._client.is_shared:  # the others may wait for this rank's next step; their engine tells them
-                raise
-            failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        outcomes = self._gather((result, told, isinstance(failure, KeyboardInterrupt)))
-        if failure is not None:
-            raise failure
-        if any(is_interrupt for _, _, is_interrupt in outcomes):
-            raise KeyboardInterrupt
-        for rank, (_, theirs, _) in enumerate(outcomes):
-            if theirs is not None:
-                raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
-        return [found for found, _, _ in outcomes]
+        return agreed(action, self._gather, self._client)
 
 
-def _metrics(left: Sequence[OpenGroup], num_begun: int, *, drops: bool) -> MetricSums:
-    """Return what this rank does not deliver, which it holds or drops, and how many tokens it went on from. How old the
-    tokens of a step are is counted by the update (staleness/...)."""
+def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient) -> list[Any]:
+    """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
+    KeyboardInterrupt as such. client: of the rank's engine.
+
+    Raises PeerFailedError if another rank failed.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except BaseException as error:
+        if client.is_shared:  # the others may wait for this rank's next step; their engine tells them
+            raise
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = gather((result, told, isinstance(failure, KeyboardInterrupt)))
+    if failure is not None:
+        raise failure
+    if any(is_interrupt for _, _, is_interrupt in outcomes):
+        raise KeyboardInterrupt
+    for rank, (_, theirs, _) in enumerate(outcomes):
+        if theirs is not None:
+            raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
+    return [found for found, _, _ in outcomes]
+
+
+def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
+    """Raise KeyboardInterrupt if a rank was interrupted; on all at once, since those of one engine step together."""
+    if any(of_rank.is_interrupted for of_rank in everywhere):
+        raise KeyboardInterrupt
+    return False
+
+
+def _metrics(left: Sequence[OpenGroup], num_delivered: int, num_begun: int, *, drops: bool = False) -> MetricSums:
+    """Return what this rank does not deliver, which it holds or drops, beside so many tokens that it delivered, and how
+    many tokens it went on from. How old the tokens of a step are is counted by the update (staleness/...)."""
     found, what = MetricSums(), "dropped" if drops else "held"
+    num_left = sum(group.num_tokens for group in left)
     found.total(f"buffer/{what}_groups", len(left))
-    found.total(f"buffer/{what}_tokens", sum(group.num_tokens for group in left))
+    found.total(f"buffer/{what}_tokens", num_left)
     if not drops:
+        found.mean("buffer/held_share", num_left, num_left + num_delivered)
         found.total("buffer/continued_tokens", num_begun)
     return found

@@ -12,7 +12,7 @@ import torch
 
 from hybrid_rl.batch import Batch, Jagged, SampleKey
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest, derive_seed
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SlotUse, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import MetricSums, Timings
@@ -35,14 +35,16 @@ POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 @dataclass
 class RolloutReport:
     """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
-    numbers of log_metric. retried: as in `RewardResult`. metrics: of the samples themselves.
-    num_missing: tokens that may be expected to be generated yet for what the worker holds."""
+    numbers of log_metric. retried: as in `RewardResult`. metrics: of the samples themselves. use: of the engine while
+    it generated them; 0 steps = not counted. num_missing: tokens that may be expected to be generated yet for what the
+    worker holds."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure] = field(default_factory=list)
     logged: MetricSums = field(default_factory=MetricSums)
     retried: dict[str, tuple[int, str]] = field(default_factory=dict)
     metrics: MetricSums = field(default_factory=MetricSums)
+    use: SlotUse = SlotUse()
     num_missing: int = 0
 
 
@@ -96,6 +98,7 @@ class ScoredRollout:
         unscored: dict[int, list[RewardInput]] = {}  # of groups that are not whole yet
         ready: list[RewardInput] = []
         progress.count(len(requests), "samples")
+        self._client.take_use()
         with ExitStack() as stack:
             if rewards is not None and self._judges is not None:
                 stack.enter_context(self._client.session())  # the judges' round finds the prefixes of this one
@@ -113,10 +116,13 @@ class ScoredRollout:
                         if ready and (len(ready) * MAX_SUBMISSIONS >= len(requests) or len(finished) == len(requests)):
                             futures.append(rewards.submit(ready, call.state))
                             ready = []
+            use = self._client.take_use()
             samples = [finished[request.id] for request in requests]
             columns = sample_columns([tasks_of[sample.id] for sample in samples], samples, call)
             columns["completion"] = [texts[sample.id] for sample in samples]
-            return self._rewarded(columns, [inputs[sample.id] for sample in samples if inputs], futures, timings, call)
+            scored = [inputs[sample.id] for sample in samples if inputs]
+            batch, report = self._rewarded(columns, scored, futures, timings, call)
+        return batch, replace(report, use=use)
 
     def _rewarded(
         self,

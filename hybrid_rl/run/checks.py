@@ -20,6 +20,7 @@ from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
 from hybrid_rl.config.hardware import Hardware
+from hybrid_rl.config.rollout_ranks import check_rollout_rewards
 from hybrid_rl.data.prompts import PromptRoom
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.engines.base import SamplingParams
@@ -150,6 +151,8 @@ def check_rewards(
             load_settings(str(entry.model), config)
     setup = RewardSetup([*functions, *sources, *added], columns, len(added), len(sources), has_environments)
     with setup.runner(config) as runner:
+        entries = runner.entries
+        check_rollout_rewards(config, has_models=bool(entries.models), has_judges=bool(entries.judges))
         is_own_dense = any(entry.is_dense for entry in runner.entries.functions.values())
         _check_step_rewards(config, is_dense=runner.is_dense, is_own_dense=is_own_dense)
         return setup, runner.names

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import needs_reference, reference_ranks
+from hybrid_rl.config.algorithm import ranks_apart
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
@@ -174,8 +174,7 @@ def _with_gpus(remedy: Remedy, config: TrainerConfig, machine: Machine) -> str:
         return (
             remedy.words if machine.host_memory is None else remedy.words.replace(f"{HOST_MEMORY}=", "--host-memory ")
         )
-    apart = reference_ranks(config) if needs_reference(config) else 0
-    option = f"--gpus {number + apart}"
+    option = f"--gpus {number + sum(ranks_apart(config).values())}"
     return replace(remedy, note=f"{option}; {remedy.note}" if remedy.note else option).words
 
 

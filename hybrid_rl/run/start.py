@@ -16,12 +16,14 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
+from hybrid_rl.config.algorithm import ranks_apart
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.config.validate import prompts_begun
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
+from hybrid_rl.controller.session import shared_memory, temporary_folder
 from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource
@@ -38,6 +40,7 @@ from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.weights.sources import ObjectSource
+from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, SplitGroup, rollout_setup
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import preflight
@@ -94,7 +97,9 @@ def starting(display: ProgressDisplay, config: TrainerConfig, folder: Path) -> c
     """Show inside the block that a run starts, and with what it is busy. folder: of the run."""
     if isinstance(config.controller, RayControllerConfig):
         hint = f"each imports PyTorch and transformers and loads its part of the model; {folder / 'logs'}"
-        return display.starting(f"starting {config.num_ranks} ranks", hint, is_long=True)
+        assert config.num_ranks != "auto"
+        number = counted(config.num_ranks + sum(ranks_apart(config).values()), "rank")
+        return display.starting(f"starting {number}", hint, is_long=True)
     return display.starting("starting", is_long=config.rollout.library is not None)
 
 
@@ -138,8 +143,14 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         reference = ReferenceGroup(ray.start("reference", make_worker, controller.reference_ranks, splitter))
         closing.callback(reference.close)
     policy = PolicyGroup(ranks, reference, has_scores=setup.has_scores)
+    generating = None
+    if controller.rollout_ranks and setup.is_trained:
+        root = closing.enter_context(temporary_folder("hrl-weights-", shared_memory()))
+        made = partial(RolloutWorker, rollout_setup(setup))
+        generating = RolloutGroup(ray.start("rollout", made, controller.rollout_ranks, splitter))
+        policy = SplitGroup(ranks, reference, has_scores=setup.has_scores, generating=generating, root=root)
     closing.callback(policy.close)
-    for group in (policy, reference):
+    for group in (policy, reference, generating):
         if group is not None and group.num_ranks > 1:
             preflight(group)
     return policy

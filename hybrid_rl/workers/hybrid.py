@@ -129,7 +129,7 @@ class HybridWorker(SavingWorker):
         elif setup.agents is None:
             self._rollout = ScoredRollout(self._client, self._rewards, setup.decode, seed=config.seed, **judging)
         else:
-            self._rollout = agent_rollout(setup, self._client, self._rewards, **judging)
+            self._rollout = agent_rollout(setup, self._client, self._rewards, context.gather, **judging)
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
         self._reward_models.check_prompts(setup.first_prompt)
@@ -145,16 +145,19 @@ class HybridWorker(SavingWorker):
         """Go on with a configuration that differs in what may change between steps.
 
         num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
-        if rewards is not None:
-            runner, old = rewards.runner(config), self._rewards
-            self._rollout.score_with(runner)
-            self._rewards = runner
-            old.close()
+        self._score_with(rewards, config)
         self._config, self._advantages = config, AdvantageSpec.of(config)
         self._actor.reconfigure(config, num_steps[0])
         self._roles.reconfigure(config, num_steps[1])
         if isinstance(self._rollout, AgentRollout):
             self._rollout.sample_at(config.rollout.temperature)
+
+    def _score_with(self, rewards: RewardSetup | None, config: TrainerConfig) -> None:
+        if rewards is not None:
+            runner, old = rewards.runner(config), self._rewards
+            self._rollout.score_with(runner)
+            self._rewards = runner
+            old.close()
 
     # ------------------------------------------------------------------------------------------------ training
 

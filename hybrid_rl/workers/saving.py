@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,27 @@ from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, keep_
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.writing import write_checkpoint, write_model
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.memory.cycle import Cycle
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.memory.cycle import ACTOR, Cycle
+from hybrid_rl.metrics import now
 from hybrid_rl.models.lora.plain import is_adapted
-from hybrid_rl.rollout.held import HeldPrompt, load_held, save_held
+from hybrid_rl.resharding.handoff.disk import write_version
+from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.rollout.held import HeldPrompt, held_text, save_held, write_held
+from hybrid_rl.rollout.held_agents import HeldAgentRollout
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.roles import Roles
+
+
+def require_folder(root: Path) -> None:
+    """Raise ConfigError if the folder through which weights travel is not there: it is memory of one machine."""
+    if not root.is_dir():
+        raise ConfigError(
+            f"rollout_ranks hands weights over through {root}, memory of the machine where the run was started, but a "
+            "rank runs on another one; use a Ray cluster of one machine, or leave rollout_ranks out"
+        )
 
 
 class SavingWorker(WorkerBase):
@@ -35,9 +48,9 @@ class SavingWorker(WorkerBase):
     _version: int | None = None
 
     @dispatch(collect="leader")
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
+    def save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> None:
         """Write a checkpoint: weights, tokenizer, optimizer, and the driver's state. Of a run with adapters the state
-        has the base model (`keep_base`)."""
+        has the base model (`keep_base`). held: what other ranks hold (`held_texts`); None = these ranks do."""
         self._actor.optimizer.check()
         base = state.get(BASE)
 
@@ -45,7 +58,10 @@ class SavingWorker(WorkerBase):
             self._actor.save_model(target, base)
             self._roles.save_models(target, base)
             self._write_tokenizer(target)
-            if isinstance(self._rollout, PartialRollout):
+            if held is not None:
+                for rank, text in enumerate(held if self._context.rank == 0 else ()):
+                    write_held(target, rank, text)
+            elif isinstance(self._rollout, PartialRollout | HeldAgentRollout):
                 save_held(target, self._context.rank, self._rollout.held(state["global_step"]))
 
         with self.phase(self._cycle.save):
@@ -58,6 +74,22 @@ class SavingWorker(WorkerBase):
                 rank=self._context.rank,
                 gather=self._context.gather,
             )
+
+    @dispatch(collect="leader")
+    def write_weights(self, root: Path, version: int) -> float:
+        """Write the weights as this policy version for ranks that only generate. root: the folder of all versions.
+        Returns seconds. Raises HandoffError if they cannot be written."""
+        self._actor.optimizer.check()
+        require_folder(root)
+        start, weights = now(), named_weights(self._actor.model.module)
+        with self.lease(frozenset({ACTOR})):
+            write_version(root, version, weights, rank=self._context.rank, gather=self._context.gather)
+        return now() - start
+
+    @dispatch(collect="all")
+    def held_texts(self, step: int) -> str:
+        """Return the groups that are held after a training step, as checkpoints have them."""
+        return held_text(self._rollout.held(step))
 
     def _write_tokenizer(self, folder: Path) -> None:
         if self._context.rank == 0:
@@ -110,9 +142,8 @@ class SavingWorker(WorkerBase):
     def held_prompts(self, step: int, folder: Path | None = None) -> list[tuple[int, HeldPrompt]]:
         """Return id and prompt of the groups that are held after a training step. folder: of a checkpoint of that step;
         go on with what it holds."""
-        if not isinstance(self._rollout, PartialRollout):
+        if not isinstance(self._rollout, PartialRollout | HeldAgentRollout):
             return []
         if folder is not None:
-            self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
-        mine = self._context.data_rank
-        return [(group.group, replace(group.prompt, data_rank=mine)) for group in self._rollout.held(step)]
+            self._rollout.load(step, folder, self._context.data_rank, self._context.num_data_ranks)
+        return [(group.group, group.prompt(self._context.data_rank)) for group in self._rollout.held(step)]

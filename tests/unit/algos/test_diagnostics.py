@@ -15,6 +15,7 @@ from hybrid_rl.algos.diagnostics import (
     effective_sample_share,
     gap_diagnostics,
     mismatch,
+    ratios_by_age,
     staleness,
 )
 
@@ -81,6 +82,12 @@ def test_against_loops(columns: dict[str, Tensor]) -> None:
     ages = [int(columns["ages"][at]) for at in places]
     assert found["staleness/mean_age"] == approx(mean(ages))
     assert found["staleness/share_age_3_or_more"] == approx(mean(age >= 3 for age in ages))
+    for name, its in (("0", [0]), ("2", [2]), ("3_or_more", [3, 4, 5])):
+        cuts = statistics.quantiles(
+            [w for w, a in zip(ratios, ages, strict=True) if a in its], n=20, method="inclusive"
+        )
+        quantiles = [found[f"staleness/ratio_{percent}_age_{name}"] for percent in ("p05", "p50", "p95")]
+        assert quantiles == approx([cuts[0], cuts[9], cuts[18]])
 
 
 def test_both_directions_are_those_of_the_distributions() -> None:
@@ -150,6 +157,20 @@ def test_ages_by_hand() -> None:
         "staleness/share_age_2": approx(1 / 6),
         "staleness/share_age_3_or_more": approx(2 / 6),
     }
+
+
+def test_ratios_by_age_by_hand() -> None:
+    """Ratios 1 and 3 of age 1, and 0.5 of ages above 2; of what nothing is there, nothing is said."""
+    trainer = torch.tensor([1.0, 3.0, 0.5, 9.0]).double().log()
+    engine, mask = torch.zeros(4, dtype=torch.float64), torch.tensor([True, True, True, False])
+    found = ratios_by_age(trainer, engine, mask, torch.tensor([1, 1, 7, 0]))
+    assert found == {
+        "staleness/ratio_p05_age_1": approx(1.1),
+        "staleness/ratio_p50_age_1": approx(2.0),
+        "staleness/ratio_p95_age_1": approx(2.9),
+        **{f"staleness/ratio_{percent}_age_3_or_more": approx(0.5) for percent in ("p05", "p50", "p95")},
+    }
+    assert not ratios_by_age(trainer, engine, mask, torch.tensor([0, 0, -1, 4]))  # what is masked does not count
 
 
 def test_what_a_correction_does() -> None:

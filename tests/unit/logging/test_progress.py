@@ -113,6 +113,14 @@ def test_lines_fit_and_keep_step_and_reward(width: int) -> None:
     assert step_line(9, 120, METRICS, None).plain == step_line(9, 120, METRICS, 1000).plain
 
 
+def test_a_step_that_holds_groups_says_how_many_how_old_and_how_full_the_engine_was() -> None:
+    found = {"staleness/mean_age": 0.75, "engine/idle_share": 0.42}
+    held = {"reward": 0.68, "buffer/held_share": 0.251, **found}
+    assert step_line(1, 1, held, None).plain == "step 1/1  reward 0.680  held 25%  age 0.75  idle 42%"
+    assert step_line(1, 1, held, 40).plain == "step 1/1  reward 0.680  held 25%"
+    assert step_line(1, 1, {"reward": 0.68, **found}, None).plain == "step 1/1  reward 0.680"
+
+
 def test_each_set_of_an_evaluation_has_its_accuracy_or_reward() -> None:
     sets = {
         "eval/math/reward": 0.5,

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams, SlotUse
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.scored import ScoredRollout
@@ -23,6 +23,9 @@ class NumberedClient:
     def __init__(self, between: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[Sequence[RolloutRequest]] = []
         self.between = between
+
+    def take_use(self) -> SlotUse:
+        return SlotUse()
 
     def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
         self.calls.append(requests)

@@ -12,7 +12,7 @@ from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.exchange import collect, cut
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams, SlotUse
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collected, StepPlan, replay
 from hybrid_rl.rollout.scored import ScoredRollout
@@ -53,12 +53,16 @@ class ScriptedClient:
     ) -> None:
         self.script, self.batches, self.between = script, batches, between
         self.calls: list[tuple[Sequence[RolloutRequest], int]] = []
+        self.use = SlotUse()
 
     def stream(self, requests: Sequence[RolloutRequest], version: int) -> Iterator[list[FinishedSample]]:
         self.calls.append((requests, version))
         for number, indices in enumerate(self.batches or [range(len(requests))]):
             self.between(number)
             yield [self._answer(requests, index) for index in indices]
+
+    def take_use(self) -> SlotUse:
+        return self.use
 
     def _answer(self, requests: Sequence[RolloutRequest], index: int) -> FinishedSample:
         request = requests[index]

@@ -226,6 +226,40 @@ def numbers_of(batch):
     return [row["number"] for row in batch["row"][:: KEYS["num_generations"]]]
 
 
+def test_empty_slots_are_those_of_completions_that_ended_before_the_longest(make):
+    """A synchronous step takes as many engine steps as its longest completion has tokens."""
+    trainer = make(**{"rollout.partial": False})
+    for _ in range(2):
+        batch, metrics = trainer.step()
+        lengths = batch["completion_length"]
+        num_places = len(lengths) * int(lengths.max())
+        assert metrics["engine/steps"] == lengths.max()
+        assert metrics["engine/idle_share"] == pytest.approx(1 - int(lengths.sum()) / num_places)
+        assert "buffer/held_share" not in metrics
+        assert not any(name.startswith("staleness/ratio") for name in metrics)
+
+
+def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
+    trainer = make(oversample=2)
+    num_trained = num_made = 0
+    num_slots = 8  # all that is begun and unfinished
+    for step in range(1, 5):
+        batch, metrics = trainer.step()
+        held = trainer.policy._backend._worker._rollout.held(step)
+        num_held = sum(group.num_tokens for group in held)
+        num_new = int(batch["completion_length"].sum())
+        assert metrics["buffer/held_share"] == pytest.approx(num_held / (num_held + num_new))
+        num_trained, num_before = num_trained + num_new, num_made
+        num_made = num_trained + num_held
+        num_places = metrics["engine/steps"] * num_slots
+        assert metrics["engine/idle_share"] == pytest.approx(1 - (num_made - num_before) / num_places)
+        num_slots = 2 * (4 - len(held)) + sum(len([*group.remaining()]) for group in held)
+        ages = {step - 1 - version for version in batch["policy_version"].values.tolist()}
+        named = {f"staleness/ratio_{p}_age_{age}" for p in ("p05", "p50", "p95") for age in ages if max(ages) > 0}
+        assert {name for name in metrics if name.startswith("staleness/ratio")} == named
+    assert named
+
+
 def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
     trainer = make(oversample=1, **{"rollout.async_level": 1})
     trainer.step()

@@ -163,7 +163,7 @@ def test_held_groups_start_with_what_is_begun_and_then_with_what_takes_longest()
     groups[1].take(end(11, 3, "abort"))
     assert [request.id for request in in_order(groups)] == [11, 10, 20, 21, 12, 1, 2]
     assert [one.num_missing for one in groups] == [12, 17 + 15 + 20, 80]
-    assert [one.prompt.num_missing for one in groups] == [12, 52, 80]
+    assert [one.prompt(3).num_missing for one in groups] == [12, 52, 80]
     again = [OpenGroup.of_json(one.to_json()) for one in groups]
     assert [one.num_missing for one in again] == [12, 52, 80]
     assert in_order(again)[1].begun == Beginning((7,) * 25, (-1.0,) * 25, (0,) * 25)

@@ -1,0 +1,52 @@
+"""Checks of ranks that only generate, beside those that train."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from hybrid_rl.algos import Needs
+from hybrid_rl.config.algorithm import rollout_ranks
+from hybrid_rl.config.schema import TrainerConfig
+from hybrid_rl.errors import ConfigError
+
+
+def with_rollout_ranks(config: TrainerConfig, given: Collection[str]) -> TrainerConfig:
+    """Return the config with async_level=1 if it has ranks that only generate. given: the paths that the user set.
+
+    Raises ConfigError for what does not go with such ranks.
+    """
+    number = rollout_ranks(config)
+    if not number:
+        return config
+    if "rollout.async_level" in given and config.rollout.async_level == 0:
+        raise ConfigError(
+            f"rollout_ranks={number} generates while the other ranks train, so that every step trains on samples of "
+            "older weights, but async_level=0; leave async_level out, or set it to 1"
+        )
+    others = {
+        f"mode={config.mode}: ranks that only generate are for runs that generate and train": config.mode != "full",
+        f"rollout.engine={config.rollout.engine}: so far weights are handed over to rollout.engine=inplace": (
+            config.rollout.engine != "inplace"
+        ),
+        "lora.r: so far only whole models are handed over to other ranks": config.lora.is_on,
+        f"advantage={config.advantage.estimator}: its greedy samples would have to wait for the next step's": (
+            Needs.BASELINE_REWARDS in config.advantage.needs
+        ),
+    }
+    for what, is_so in others.items():
+        if is_so:
+            raise ConfigError(f"rollout_ranks={number} cannot be combined with {what}; leave one of them out")
+    return replace(config, rollout=replace(config.rollout, async_level=1))
+
+
+def check_rollout_rewards(config: TrainerConfig, *, has_models: bool, has_judges: bool) -> None:
+    """Raise ConfigError for rewards that need a model on ranks that only generate. has_models: reward models are among
+    the reward functions; has_judges: judges that the policy's engine runs."""
+    number = rollout_ranks(config)
+    if number and (has_models or has_judges):
+        what = "reward models" if has_models else "judges on the policy's engine"
+        raise ConfigError(
+            f"rollout_ranks={number} cannot be combined with {what}, which would keep those ranks from generating; "
+            "serve the model elsewhere and call it from a reward function, or leave rollout_ranks out"
+        )

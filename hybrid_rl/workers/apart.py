@@ -1,0 +1,324 @@
+"""Ranks that only generate, beside ranks that train: each side works while the other one does.
+
+Weights travel through a folder in shared memory, into which the training ranks write every version and from which the
+others read and verify it. A batch is generated while the step before it trains, so all is one step off, and neither
+side is more than a batch ahead. AReaL (arXiv:2505.24298, section 4.1) breaks generation off in the same way when new
+weights come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hybrid_rl.algos import GRPO, Clip
+from hybrid_rl.algos.kl import NoKL
+from hybrid_rl.batch import AnyBatch
+from hybrid_rl.config import FSDPConfig, TrainerConfig
+from hybrid_rl.config.algorithm import rollout_ranks
+from hybrid_rl.config.schema import CriticConfig, MemoryConfig
+from hybrid_rl.controller import Backend, dispatch, result_of
+from hybrid_rl.engines.base import SlotUse
+from hybrid_rl.errors import HandoffError, counted
+from hybrid_rl.memory.cycle import ACTOR
+from hybrid_rl.memory.history import Span, StepMemory
+from hybrid_rl.metrics import MetricSums, joined, largest, now
+from hybrid_rl.process.interrupts import request_interrupt
+from hybrid_rl.resharding.handoff.base import Source
+from hybrid_rl.resharding.handoff.disk import DiskSource, version_folder
+from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.rollout.collector import use_metrics
+from hybrid_rl.rollout.held import HeldPrompt
+from hybrid_rl.rollout.partial import PartialRollout
+from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
+from hybrid_rl.workers.hybrid import HybridWorker
+from hybrid_rl.workers.saving import require_folder
+from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
+
+STOP = "stop"  # a file beside the versions: the run ends, and nobody waits for what is being generated
+
+
+def rollout_config(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration of the ranks that only generate: the policy without what only training needs."""
+    return replace(
+        config,
+        num_ranks=rollout_ranks(config),
+        advantage=GRPO(),
+        policy_loss=Clip(),
+        kl=NoKL(),
+        critic=CriticConfig(),
+        fsdp=FSDPConfig(),
+        memory=MemoryConfig(),
+    )
+
+
+def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
+    """Return the arguments of the ranks that only generate, from those of the ranks that train."""
+    config = rollout_config(setup.config)
+    return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False)
+
+
+@torch.no_grad()
+def fill(module: torch.nn.Module, source: Source) -> int:
+    """Copy the weights of a source into a module with the same names, plain or sharded. Returns the bytes written.
+    Raises HandoffError for other names."""
+    weights = named_weights(module)
+    there = {sharded.spec.name for sharded in source.layout().tensors}
+    if other := sorted(there ^ set(weights)):
+        raise HandoffError(
+            f"the ranks that train and those that generate differ in {counted(len(other), 'weight')}, e.g. {other[0]}: "
+            "the module was changed since it was loaded; make a new Trainer"
+        )
+    for name, tensor in weights.items():
+        local_tensor(tensor).copy_(source.full(name)[local_box(tensor)])
+    return sum(local_tensor(tensor).nbytes for tensor in weights.values())
+
+
+class RolloutWorker(HybridWorker):
+    """A rank that only generates. Its copy of the policy takes the weights that training ranks have written."""
+
+    _taken: Mapping[str, float] = MappingProxyType({})  # metrics of the last handoff
+
+    @dispatch(collect="all")
+    def take_weights(self, root: Path, version: int) -> dict[str, float]:
+        """Take a version of the weights from the folder of all versions, unless it is there already, and give it to the
+        engine. Returns metrics. Raises HandoffError for files that differ from what was written."""
+        if self._version != version:
+            self._take(root, version)
+        return dict(self._taken)
+
+    def _take(self, root: Path, version: int) -> None:
+        require_folder(root)
+        self._version, start = None, now()
+        rank, gather, device = self._context.rank, self._context.gather, self._context.device
+        readers: Any = {"reader": rank, "num_readers": self._context.num_ranks, "gather": gather}
+        with self.lease(frozenset({ACTOR})):
+            source = DiskSource(root, version, device=device, **readers)
+            try:
+                num_bytes = fill(self._actor.model.module, source)
+            finally:
+                source.close()
+        seconds, metrics = now() - start, self.update_weights(version)
+        metrics["timing/handoff"] += seconds
+        self._taken = metrics | {"handoff/bytes": float(num_bytes)}
+
+    @dispatch(split="items", collect="all")
+    def go_ahead(
+        self, tasks: list[RolloutTask], call: RolloutCall, root: Path
+    ) -> tuple[MetricSums, list[SlotUse], float]:
+        """Generate the next step's batch, beginning with this rank's prompts. If a newer version is written meanwhile
+        and completions may be held, they are broken off and go on with that one. Returns metrics, how full the engine
+        was with the weights of each version, and seconds."""
+        rollout, start, learner, uses = self._rollout, now(), call.version + 1, list[SlotUse]()
+        assert isinstance(rollout, PartialRollout), "ranks that only generate hold groups"
+        breaks_off = self._config.rollout.partial
+
+        def is_outdated() -> bool:
+            if (root / STOP).exists():
+                request_interrupt()  # it ends with this call
+            return breaks_off and call.version < learner and version_folder(root, learner).is_dir()
+
+        while True:
+            with self.phase(self._cycle.generate):
+                is_broken_off, metrics, use = rollout.go_ahead(tasks, call, learner, is_outdated)
+            uses.append(use)
+            if not is_broken_off:
+                return metrics, uses, now() - start
+            tasks, call = [], replace(call, version=learner)
+            self._take(root, learner)
+
+    @dispatch(collect="leader")
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps; there is no optimizer here."""
+        self._score_with(rewards, config)
+        self._config = rollout_config(config)
+
+
+class RolloutGroup(PolicyGroup):
+    """Ranks that only generate (`RolloutWorker`)."""
+
+    def take_weights(self, root: Path, version: int) -> list[dict[str, float]]:
+        """Have all ranks take a version of the weights. Returns metrics of each."""
+        return self._ranks.call(RolloutWorker.take_weights, root, version)
+
+    def go_ahead(self, tasks: list[RolloutTask], call: RolloutCall, root: Path) -> tuple[dict[str, float], float]:
+        """Generate the batch of the next step. Returns metrics, and the seconds of the slowest rank."""
+        found = self._ranks.call(RolloutWorker.go_ahead, tasks, call, root)
+        uses = [SlotUse.of_ranks(of_version) for of_version in zip(*(uses for _, uses, _ in found), strict=True)]
+        metrics = joined(metrics for metrics, _, _ in found) | use_metrics(uses)
+        return metrics, max(seconds for _, _, seconds in found)
+
+    def held_texts(self, step: int) -> list[str]:
+        """Return what each rank holds after a training step, as checkpoints have it."""
+        return self._ranks.call(RolloutWorker.held_texts, step)
+
+
+class _TrainingRanks:
+    """A backend whose errors may be consequences: a batch is lost if the rank that made it dies. cause: finds the error
+    that came first."""
+
+    def __init__(self, ranks: Backend, cause: Callable[[], BaseException | None]) -> None:
+        self._ranks, self._cause = ranks, cause
+        self.role, self.num_ranks, self.label, self.has_ended = (
+            ranks.role,
+            ranks.num_ranks,
+            ranks.label,
+            ranks.has_ended,
+        )
+
+    def call(self, method: Callable[..., object], *args: Any) -> Any:
+        """Run a dispatched method on all ranks."""
+        try:
+            return self._ranks.call(method, *args)
+        except Exception as error:
+            cause = self._cause()
+            if cause is None:
+                raise
+            raise cause from error
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._ranks.close()
+
+
+class SplitGroup(PolicyGroup):
+    """Ranks that train, with the ranks that generate for them meanwhile.
+
+    generating: these ranks; root: the folder through which they get the weights.
+
+    In a step the generating ranks deliver the batch, which they have since the step before, and at once begin the next
+    one with the weights of this step. The step ends when it is there and they have the new weights. So no side is ever
+    more than a batch ahead, and which weights make which samples does not depend on time, unless completions may be
+    held: then new weights are taken in the middle of them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        reference: ReferenceGroup | None = None,
+        *,
+        has_scores: bool,
+        generating: RolloutGroup,
+        root: Path,
+    ) -> None:
+        super().__init__(backend, reference, has_scores=has_scores)
+        self._generating, self._root = generating, root
+        self._ahead: Future[tuple[dict[str, float], float]] | None = None
+        self._begun = now()  # when the last call of go_ahead was made
+
+    # ---------------------------------------------------------------------------------------------- a training step
+
+    def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """Return samples of the generating ranks. Of a training step, its batch; they go on with the next one. Only if
+        there is none yet, at the start of a run, is anything generated before the batch comes."""
+        if call.hold is None:
+            return self._generating.rollout(tasks, call)
+        self._settled()
+        rule = replace(call.hold, ahead=0)  # the next batch is the work of `go_ahead`
+        call, num_now = replace(call, hold=rule), max(0, len(tasks) - rule.num_groups)
+        answer = self._generating.rollout(tasks[:num_now], call)
+        self._begun = now()
+        self._ahead = self._generating.submit(RolloutGroup.go_ahead, tasks[num_now:], call, self._root)
+        return answer
+
+    @property
+    def _ranks(self) -> Backend:
+        return _TrainingRanks(super()._ranks, self._failure_of_generation)
+
+    def _failure_of_generation(self) -> BaseException | None:
+        """Break off what is being generated, and return the error with which it ended, if it failed."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        stop = self._root / STOP
+        stop.touch()
+        try:
+            return ahead.exception()
+        finally:
+            stop.unlink()
+
+    def _settled(self) -> None:
+        """Wait for what a step that was taken back had begun; it is begun again."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.exception()
+
+    def update_weights(self, version: int) -> list[dict[str, float]]:
+        """Write the weights as this policy version, wait for the next step's batch, and have the generating ranks take
+        the version. Returns metrics of the handoff, of what is held, and of how busy both sides were."""
+        seconds = self._ranks.call(HybridWorker.write_weights, self._root, version)
+        trained, metrics = now(), dict[str, float]()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            metrics, generating = result_of(ahead)
+            whole = max(now() - self._begun, 1e-9)
+            metrics["ranks/generating_busy"] = min(generating / whole, 1.0)
+            metrics["ranks/training_busy"] = min((trained - self._begun) / whole, 1.0)
+        taken = largest(self._generating.take_weights(self._root, version))
+        return [{**taken, **metrics, "timing/handoff_write": seconds}]
+
+    def update_weights_again(self, version: int) -> list[dict[str, float]]:
+        """Give the engines the weights that their ranks have once more."""
+        return self._generating.update_weights_again(version)
+
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps."""
+        super().reconfigure(config, num_steps, rewards)
+        self._generating.reconfigure(config, num_steps, rewards)
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint, with what the generating ranks hold."""
+        held = self._generating.held_texts(state["global_step"])
+        self._ranks.call(HybridWorker.save, folder, state, held)
+
+    def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
+        """Return the prompts that the generating ranks hold."""
+        return self._generating.held_prompts(step, folder)
+
+    # ------------------------------------------------------------------------------------------------ all ranks
+
+    def memory_metrics(self) -> list[dict[str, float]]:
+        """Read the memory of the ranks of both sides."""
+        return [*super().memory_metrics(), *self._generating.memory_metrics()]
+
+    def memory_history(self) -> list[list[StepMemory]]:
+        """Read what was in memory on the ranks of both sides."""
+        return [*super().memory_history(), *self._generating.memory_history()]
+
+    def last_phases(self) -> list[list[Span]]:
+        """Read in which phase the ranks of both sides were."""
+        return [*super().last_phases(), *self._generating.last_phases()]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the ranks of a side are gone."""
+        return self._backend.has_ended or self._generating.has_ended
+
+    @property
+    def label(self) -> str:
+        """The current work of the driver."""
+        return self._backend.label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._backend.label = self._generating.label = label
+
+    def close(self) -> None:
+        """End the ranks of both sides; what is being generated is broken off."""
+        with suppress(OSError):  # the folder may be gone
+            (self._root / STOP).touch()
+        try:
+            self._generating.close()
+        finally:
+            super().close()

@@ -1,0 +1,67 @@
+"""Ranks that only generate: what the key sets besides itself, and what it refuses before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybrid_rl.config import load_config, resolve
+from hybrid_rl.config.buffer_keys import HeldConfig
+from hybrid_rl.config.hardware import Hardware
+from hybrid_rl.config.rollout_ranks import check_rollout_rewards
+from hybrid_rl.errors import ConfigError
+
+
+def resolved(hardware: Hardware | None = None, **keys: Any) -> Any:
+    config, given = load_config({"max_steps": 4, "rollout_ranks": 2, **keys})
+    return resolve(config, given, hardware=hardware or Hardware())
+
+
+def test_it_is_one_step_off_on_ray() -> None:
+    config = resolved()
+    assert (config.controller.backend, config.num_ranks, config.rollout.async_level) == ("ray", 1, 1)
+    assert isinstance(config.buffer, HeldConfig) and (config.buffer.oversample, config.buffer.max_staleness) == (0, 1)
+    assert config.correction.correction_mode == "tis"
+    partial = resolved(**{"rollout.partial": True}).buffer
+    assert isinstance(partial, HeldConfig) and (partial.oversample, partial.max_staleness) == (8, 2)
+
+
+def test_gpus_are_left_for_them() -> None:
+    node = Hardware(8, "a GPU")
+    assert resolved(node, num_ranks="auto").num_ranks == 6
+    with pytest.raises(ConfigError, match="num_ranks=7 and rollout_ranks=2 need 9 GPUs, one per rank, but there are 8"):
+        resolved(node, num_ranks=7)
+    with pytest.raises(ConfigError, match="num_ranks=7 and reference_ranks=1 and rollout_ranks=2 need 10 GPUs"):
+        resolved(node, num_ranks=7, beta=0.1, reference_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"rollout.async_level": 0}, "rollout_ranks=2 generates while .* but async_level=0"),
+        ({"mode": "rollout"}, "rollout_ranks=2 cannot be combined with mode=rollout"),
+        ({"mode": "train", "rollouts_path": "there"}, "rollout_ranks=2 cannot be combined with mode=train"),
+        ({"rollout.engine": "hf"}, "rollout_ranks=2 cannot be combined with rollout.engine=hf"),
+        ({"rollout.engine": "vllm"}, "rollout_ranks=2 cannot be combined with rollout.engine=vllm"),
+        ({"lora.r": 8}, "rollout_ranks=2 cannot be combined with lora.r"),
+        ({"algorithm": "remax"}, "rollout_ranks=2 cannot be combined with advantage=remax"),
+        ({"max_refills": 2}, "rollout_ranks=2 cannot be combined with max_refills"),
+        ({"algorithm": "sft"}, "rollout_ranks=2 cannot be combined with demonstrations"),
+        ({"controller": "local"}, "rollout_ranks"),
+        ({"max_staleness": 1, "rollout.partial": True}, "max_staleness=1 is too small"),
+    ],
+    ids=str,
+)
+def test_what_it_refuses(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolved(**keys)
+
+
+def test_models_that_score_on_these_ranks_are_refused() -> None:
+    config = resolved()
+    check_rollout_rewards(config, has_models=False, has_judges=False)
+    with pytest.raises(ConfigError, match="rollout_ranks=2 cannot be combined with reward models"):
+        check_rollout_rewards(config, has_models=True, has_judges=False)
+    with pytest.raises(ConfigError, match="rollout_ranks=2 cannot be combined with judges on the policy's engine"):
+        check_rollout_rewards(config, has_models=False, has_judges=True)
