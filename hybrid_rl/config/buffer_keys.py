@@ -21,7 +21,7 @@ class HeldConfig(BufferConfig):
     oversample: int | None = key(
         None,
         "with rollout.partial, prompts that are under way beyond what a step needs: as many groups are held after it, "
-        "or dropped; None = half of prompts_per_step",
+        "or dropped; None = half of prompts_per_step, or a sixteenth with unfinished=drop",
         minimum=1,
     )
     unfinished: Literal["hold", "drop"] = key(

@@ -100,9 +100,9 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
         raise ConfigError(f"{name} cannot be combined with {found[0]}; leave one of them out")
     if buffer.oversample is not None and not config.rollout.partial:
         raise ConfigError(f"oversample={buffer.oversample} would do nothing without rollout.partial=true; set both")
-    oversample = (buffer.oversample or max(1, size // 2)) if config.rollout.partial else 0
     if buffer.unfinished == "drop":
-        return replace(_dropping(config, buffer), oversample=oversample)
+        return _dropping(config, buffer)
+    oversample = (buffer.oversample or max(1, size // 2)) if config.rollout.partial else 0
     # Each step takes as many groups as it begins, so the extra ones of the first step decide how old groups become.
     least = ahead + math.ceil(oversample / size)
     if buffer.max_staleness is not None and buffer.max_staleness < least:
@@ -129,7 +129,8 @@ def _dropping(config: TrainerConfig, buffer: HeldConfig) -> HeldConfig:
     }
     if found := [what for what, is_so in given.items() if is_so]:
         raise ConfigError(f"{found[0]} would do nothing with unfinished=drop, which holds no groups; leave it out")
-    return buffer
+    # A sixteenth halves the tail already, and leaves out half of the longest tenth (benchmarks/simulate_tail.py).
+    return replace(buffer, oversample=buffer.oversample or max(1, config.data.prompts_per_step // 16))
 
 
 def prompts_begun(config: TrainerConfig) -> int:

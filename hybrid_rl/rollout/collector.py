@@ -20,16 +20,16 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import DataError, counted
-from hybrid_rl.metrics import Timings, mean_and_std
+from hybrid_rl.metrics import Timings
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.held import HeldPrompt, HoldRule, check_row
 from hybrid_rl.rollout.lengths import LengthRecord, group_lengths, length_metrics
-from hybrid_rl.rollout.observed import dataset_metrics, success_rates
+from hybrid_rl.rollout.observed import baseline_metrics, dataset_metrics, reward_metrics, success_rates
 from hybrid_rl.rollout.open_prompts import OpenPrompts
-from hybrid_rl.rollout.refill import GroupRewards, Refill
+from hybrid_rl.rollout.refill import Refill
 from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
 from hybrid_rl.rollout.tally import GREEDY, Collected, Tally
@@ -353,29 +353,6 @@ def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Col
         batch = saved.without("oldest_version").with_columns(oldest_version=torch.full((saved.num_samples,), version))
     metrics = length_metrics(batch) | reward_metrics(batch, names)
     return Collected(batch, timings, metrics | (baseline_metrics(batch) if plan.greedy_baseline else {}))
-
-
-def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
-    """Return metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
-    functions."""
-    metrics: dict[str, float] = {}
-    first = Trajectories.of(batch).first
-    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))[first]
-    for name, column in zip(names, values.T, strict=True):
-        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
-    rewards = batch["rewards"][first]
-    metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
-    metrics["frac_reward_zero_std"] = float(
-        (~GroupRewards.of(rewards, batch["group"][first]).has_signal).double().mean()
-    )
-    metrics |= {"rewards/num_failed": float(rewards.isnan().sum()), "rewards/num_retried": 0.0}
-    return metrics
-
-
-def baseline_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Return metrics of the greedy baseline of a batch, every prompt counted once."""
-    first = torch.tensor([rows[0] for rows in batch.group_rows()])
-    return {"baseline/reward": mean_and_std(batch["baseline_rewards"][first])[0]}
 
 
 def _in_order(batch: AnyBatch) -> AnyBatch:

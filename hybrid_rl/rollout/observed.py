@@ -1,4 +1,4 @@
-"""What a rollout shows about its prompts: how often each was solved, and the rewards of each dataset."""
+"""What a rollout shows: rewards, of each dataset too, and how often each prompt was solved."""
 
 from __future__ import annotations
 
@@ -52,6 +52,29 @@ def dataset_metrics(rows: Sequence[PromptRow], batch: AnyBatch) -> dict[str, flo
         metrics[f"data/{name}/reward"] = mean_and_std(rewards[mine[group]])[0]
         metrics[f"data/{name}/frac_reward_zero_std"] = float((~has_signal[mine]).double().mean())
     return metrics
+
+
+def reward_metrics(batch: AnyBatch, names: Sequence[str]) -> dict[str, float]:
+    """Return metrics of the rewards of a batch of whole groups, every trajectory counted once. names: of the reward
+    functions."""
+    metrics: dict[str, float] = {}
+    first = Trajectories.of(batch).first
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))[first]
+    for name, column in zip(names, values.T, strict=True):
+        metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(column)
+    rewards = batch["rewards"][first]
+    metrics["reward"], metrics["reward_std"] = mean_and_std(rewards)
+    metrics["frac_reward_zero_std"] = float(
+        (~GroupRewards.of(rewards, batch["group"][first]).has_signal).double().mean()
+    )
+    metrics |= {"rewards/num_failed": float(rewards.isnan().sum()), "rewards/num_retried": 0.0}
+    return metrics
+
+
+def baseline_metrics(batch: AnyBatch) -> dict[str, float]:
+    """Return metrics of the greedy baseline of a batch, every prompt counted once."""
+    first = torch.tensor([rows[0] for rows in batch.group_rows()])
+    return {"baseline/reward": mean_and_std(batch["baseline_rewards"][first])[0]}
 
 
 def _groups(batch: AnyBatch, first: Tensor) -> tuple[Tensor, int]:

@@ -14,9 +14,10 @@ from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState
-from hybrid_rl.rollout.collector import Collector, StepPlan, reward_metrics
+from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.generations import generations_of
 from hybrid_rl.rollout.lengths import length_metrics
+from hybrid_rl.rollout.observed import reward_metrics
 from hybrid_rl.rollout.scored import ScoredRollout
 from hybrid_rl.rollout.tally import Tally
 from tests.turns import cut_in_turns

@@ -329,19 +329,19 @@ def test_keys_that_cannot_be_joined_with_dropping_are_refused(keys, match):
         resolve(*load_config({**KEYS, **keys})[:2])
 
 
-KEYS = {"prompts_per_step": 4, "learning_rate": 1e-3, "rollout.partial": True, "unfinished": "drop"}
+KEYS = {"prompts_per_step": 32, "learning_rate": 1e-3, "rollout.partial": True, "unfinished": "drop"}
 
 
 def test_dropping_takes_more_prompts_and_needs_no_correction():
-    """By hand: 4 prompts a step and 2 (half) besides are 6 of 61 prompts: 10 steps; that are held, 15."""
+    """By hand: 32 prompts a step and 2 (a sixteenth) besides are 34 of 490 prompts: 14 steps; that are held, 15."""
     config = resolve(*load_config(KEYS)[:2])
     assert config.buffer.oversample == 2 and config.correction.correction_mode == "none"
-    assert num_training_steps(config, 61) == 10
+    assert num_training_steps(config, 490) == 14
     held = resolve(*load_config({**KEYS, "unfinished": "hold"})[:2])
     assert held.correction.correction_mode == "tis"
-    assert num_training_steps(held, 61) == 15
-    with pytest.raises(ConfigError, match=r"5 prompts .* prompts_per_step=4 and oversample=2; set max_steps"):
-        num_training_steps(config, 5)
+    assert num_training_steps(held, 490) == 15
+    with pytest.raises(ConfigError, match=r"33 prompts .* prompts_per_step=32 and oversample=2; set max_steps"):
+        num_training_steps(config, 33)
 
 
 def test_a_real_engine_makes_the_same_samples_in_the_order_of_their_lengths():
