@@ -50,6 +50,7 @@ MEANINGS: dict[str, str] = {
     "buffer/held_groups": "groups that are held after the step, to go on in the next",
     "buffer/held_tokens": "their tokens so far",
     "buffer/continued_tokens": "tokens of held completions that the step went on from",
+    "buffer/restarted_trajectories": "trajectories of agents that were held and began again from their prompts",
     "completions/mean_length": "tokens per completion",
     "completions/min_length": "tokens of the shortest completion",
     "completions/max_length": "tokens of the longest completion",

@@ -234,8 +234,13 @@ class HeldAgentRollout(AgentRollout):
 
     def _generate(self, groups: Sequence[AgentGroup], rule: HoldRule, call: RolloutCall) -> None:
         """Let trajectories go on until enough groups are whole on all ranks, and break the rest off."""
-        turns, num_done = self._held_turns, 0
-        progress.count(sum(group.call.num_generations for group in groups if not group.is_whole), "trajectories")
+        turns = self._held_turns
+
+        def num_ended() -> int:
+            return sum(len(group.episodes.inputs) for group in groups if group.episodes is not None)
+
+        num_told = num_ended()
+        progress.count(sum(group.call.num_generations for group in groups) - num_told, "trajectories")
 
         def begin() -> Standing:
             for group in groups:
@@ -251,9 +256,9 @@ class HeldAgentRollout(AgentRollout):
             return standing()
 
         def standing() -> Standing:
-            nonlocal num_done
-            before, num_done = num_done, sum(len(group.episodes.inputs) for group in groups if group.episodes)
-            progress.advance(num_done - before if before else 0)
+            nonlocal num_told
+            before, num_told = num_told, num_ended()
+            progress.advance(num_told - before)
             for group in groups:
                 group.look()
             return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
