@@ -248,12 +248,11 @@ class HeldAgentRollout(AgentRollout):
             turns.settle()
             return standing()
 
-        def go_on() -> Standing:
+        def go_on() -> None:
             for _ in range(rule.check_steps):
                 turns.step()
                 if turns.is_idle and not self._client.is_shared:
                     break
-            return standing()
 
         def standing() -> Standing:
             nonlocal num_told
@@ -263,17 +262,12 @@ class HeldAgentRollout(AgentRollout):
                 group.look()
             return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
 
-        def break_off() -> None:
-            turns.suspend()
-            for group in groups:
-                group.look()
-
         found = self._agreed(begin)
         while not rule.is_over(found, call.version):
             if any(of_rank.is_interrupted for of_rank in found):
                 raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
-            found = self._agreed(go_on)
-        self._agreed(break_off)
+            found = self._agreed(standing, go_on)
+        self._agreed(standing, turns.suspend)
 
     def _begun(self, group: AgentGroup) -> Episodes:
         """Return the trajectories of a group, which are begun unless they are alive."""
@@ -283,8 +277,19 @@ class HeldAgentRollout(AgentRollout):
             group.running = self._held_turns.start(group.episodes.run)
         return group.episodes
 
-    def _agreed(self, action: Callable[[], Any]) -> list[Any]:
-        return agreed(action, self._gather, self._client)
+    def _agreed(self, action: Callable[[], Any], steps: Callable[[], None] | None = None) -> list[Any]:
+        """Return what an action gives on every rank. steps: of the engine, before it."""
+
+        def both() -> Any:
+            if steps is not None:
+                steps()
+            return action()
+
+        if not self._client.is_shared:
+            return agreed(both, self._gather)
+        if steps is not None:
+            steps()  # if they fail, the engine tells the others, who may wait for this rank's next step
+        return agreed(action, self._gather)
 
 
 def _wait(running: Sequence[Future[None]]) -> None:
