@@ -258,6 +258,7 @@ class HeldAgentRollout(AgentRollout):
             nonlocal num_told
             before, num_told = num_told, num_ended()
             progress.advance(num_told - before)
+            turns.check()
             for group in groups:
                 group.look()
             return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
