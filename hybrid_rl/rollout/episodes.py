@@ -8,6 +8,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hybrid_rl.agents.client import AgentClient, ChatFormat, Limits, TrajectoryEndedError
@@ -151,7 +152,7 @@ class Episodes:
         client, tokens = self._client(attempt, trajectory)
         row = attempt.task.row
         episode = Episode(row.prompt if row.has_prompt else None, row.columns, client, trajectory, self.call.state)
-        running = asyncio.ensure_future(_guarded(_asked(self.settings.agent, episode), attempt))
+        running = asyncio.ensure_future(_guarded(partial(_asked, self.settings.agent, episode), attempt))
         seconds = self.settings.config.trajectory_timeout_seconds
         timer = [] if seconds is None else [asyncio.ensure_future(self._pass(seconds))]
         try:
@@ -227,7 +228,7 @@ class Episodes:
             for attempt, trajectory in zip(self.attempts, made, strict=True):
                 attempt.trajectory = trajectory
 
-        await _guarded(ask(), whole)
+        await _guarded(ask, whole)
         for timer in timers:
             timer.cancel()
         for tokens in self.asked:
@@ -310,11 +311,11 @@ async def _cancelled(running: asyncio.Task[None], attempt: Attempt, why: str) ->
         )
 
 
-async def _guarded(work: Awaitable[None], attempt: Attempt) -> None:
+async def _guarded(work: Callable[[], Awaitable[None]], attempt: Attempt) -> None:
     """Run an agent to its end, and note how it ended."""
     trajectory = attempt.trajectory
     try:
-        await work
+        await work()
     except TrajectoryEndedError as error:
         trajectory.end(error.reason)
     except asyncio.CancelledError as error:

@@ -233,8 +233,13 @@ class HeldAgentRollout(AgentRollout):
 
     def _generate(self, groups: Sequence[AgentGroup], rule: HoldRule, call: RolloutCall) -> None:
         """Let trajectories go on until enough groups are whole on all ranks, and break the rest off."""
-        turns, num_done = self._held_turns, 0
-        progress.count(sum(group.call.num_generations for group in groups if not group.is_whole), "trajectories")
+        turns = self._held_turns
+
+        def num_ended() -> int:
+            return sum(len(group.episodes.inputs) for group in groups if group.episodes is not None)
+
+        num_told = num_ended()
+        progress.count(sum(group.call.num_generations for group in groups) - num_told, "trajectories")
 
         def begin() -> Standing:
             for group in groups:
@@ -242,32 +247,27 @@ class HeldAgentRollout(AgentRollout):
             turns.settle()
             return standing()
 
-        def go_on() -> Standing:
+        def go_on() -> None:
             for _ in range(rule.check_steps):
                 turns.step()
                 if turns.is_idle and not self._client.is_shared:
                     break
-            return standing()
 
         def standing() -> Standing:
-            nonlocal num_done
-            before, num_done = num_done, sum(len(group.episodes.inputs) for group in groups if group.episodes)
-            progress.advance(num_done - before if before else 0)
+            nonlocal num_told
+            before, num_told = num_told, num_ended()
+            progress.advance(num_told - before)
+            turns.check()
             for group in groups:
                 group.look()
             return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
-
-        def break_off() -> None:
-            turns.suspend()
-            for group in groups:
-                group.look()
 
         found = self._agreed(begin)
         while not rule.is_over(found, call.version):
             if any(of_rank.is_interrupted for of_rank in found):
                 raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
-            found = self._agreed(go_on)
-        self._agreed(break_off)
+            found = self._agreed(standing, go_on)
+        self._agreed(standing, turns.suspend)
 
     def _begun(self, group: AgentGroup) -> Episodes:
         """Return the trajectories of a group, which are begun unless they are alive."""
@@ -277,8 +277,19 @@ class HeldAgentRollout(AgentRollout):
             group.running = self._held_turns.start(group.episodes.run)
         return group.episodes
 
-    def _agreed(self, action: Callable[[], Any]) -> list[Any]:
-        return agreed(action, self._gather, self._client)
+    def _agreed(self, action: Callable[[], Any], steps: Callable[[], None] | None = None) -> list[Any]:
+        """Return what an action gives on every rank. steps: of the engine, before it."""
+
+        def both() -> Any:
+            if steps is not None:
+                steps()
+            return action()
+
+        if not self._client.is_shared:
+            return agreed(both, self._gather)
+        if steps is not None:
+            steps()  # if they fail, the engine tells the others, who may wait for this rank's next step
+        return agreed(action, self._gather)
 
 
 def _wait(running: Sequence[Future[None]]) -> None:

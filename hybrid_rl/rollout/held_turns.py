@@ -49,6 +49,7 @@ class HeldTurns(EngineTurns):
         self._watch: LoopWatch | None = None
         self._seconds, self._since = 0.0, 0.0  # of the rollouts before, and when the present one began
         self._impatience = 0.0  # seconds that were waited for agents in vain
+        self._failure: Exception | None = None
 
     @property
     def is_open(self) -> bool:
@@ -182,8 +183,17 @@ class HeldTurns(EngineTurns):
 
     def _advance(self, idle_seconds: float) -> None:
         self._client.advance(idle_seconds=idle_seconds, can_interrupt=False)
-        if self._answer():
-            self.settle()
+        try:
+            if self._answer():
+                self.settle()
+        except Exception as error:  # `check` raises it where ranks wait for each other's word, not for an engine step
+            self._failure = self._failure or error
+
+    def check(self) -> None:
+        """Raise what went wrong beside the engine's steps."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def _answer(self) -> bool:
         """Answer those whose requests have finished; let those wait whose requests were broken off. Returns whether

@@ -215,9 +215,9 @@ class PartialRollout(ScoredRollout):
         return agreed(action, self._gather, self._client)
 
 
-def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient) -> list[Any]:
+def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient | None = None) -> list[Any]:
     """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
-    KeyboardInterrupt as such. client: of the rank's engine.
+    KeyboardInterrupt as such. client: of an engine that the action steps.
 
     Raises PeerFailedError if another rank failed.
     """
@@ -225,8 +225,8 @@ def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient) -> l
     try:
         result = action()
     except BaseException as error:
-        if client.is_shared:  # the others may wait for this rank's next step; their engine tells them
-            raise
+        if client is not None and client.is_shared:
+            raise  # the others may wait for this rank's next step; their engine tells them
         failure = error
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
     outcomes = gather((result, told, isinstance(failure, KeyboardInterrupt)))
