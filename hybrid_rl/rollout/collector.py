@@ -25,7 +25,7 @@ from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, 
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.held import HeldPrompt, HoldRule, check_row
-from hybrid_rl.rollout.observed import dataset_metrics, success_rates
+from hybrid_rl.rollout.observed import dataset_metrics, success_rates, use_metrics
 from hybrid_rl.rollout.open_prompts import OpenPrompts
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport
@@ -364,20 +364,6 @@ class _Tally:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
         metrics = length_metrics(batch) | self._metrics.result() | metrics
         return Collected(batch, self._timings, metrics, self._logged.result())
-
-
-def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
-    """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
-    not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
-    others."""
-    num_places = sum(use.num_steps * use.num_slots for use in uses)
-    if not num_places:
-        return {}
-    num_tokens = sum(use.num_tokens for use in uses)
-    return {
-        "engine/steps": float(sum(use.num_steps for use in uses)),
-        "engine/idle_share": 1 - num_tokens / num_places,
-    }
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:

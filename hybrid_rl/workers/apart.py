@@ -34,8 +34,8 @@ from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, version_folder
 from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.rollout.collector import use_metrics
 from hybrid_rl.rollout.held import HeldPrompt
+from hybrid_rl.rollout.observed import use_metrics
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.tensors.boxes import local_box, local_tensor
@@ -65,6 +65,15 @@ def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
     """Return the arguments of the ranks that only generate, from those of the ranks that train."""
     config = rollout_config(setup.config)
     return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False)
+
+
+def divided(tasks: list[RolloutTask], call: RolloutCall) -> tuple[list[RolloutTask], list[RolloutTask], RolloutCall]:
+    """Return the prompts of a training step that must be begun before its batch is there, those that are begun after
+    it, for the next batch, and the call for both."""
+    rule = call.hold
+    assert rule is not None, "other rollouts have no next batch"
+    num_now = max(0, len(tasks) - rule.num_groups)
+    return tasks[:num_now], tasks[num_now:], replace(call, hold=replace(rule, ahead=0))
 
 
 @torch.no_grad()
@@ -223,11 +232,10 @@ class SplitGroup(PolicyGroup):
         if call.hold is None:
             return self._generating.rollout(tasks, call)
         self._settled()
-        rule = replace(call.hold, ahead=0)  # the next batch is the work of `go_ahead`
-        call, num_now = replace(call, hold=rule), max(0, len(tasks) - rule.num_groups)
-        answer = self._generating.rollout(tasks[:num_now], call)
+        present, next_, call = divided(tasks, call)
+        answer = self._generating.rollout(present, call)
         self._begun = now()
-        self._ahead = self._generating.submit(RolloutGroup.go_ahead, tasks[num_now:], call, self._root)
+        self._ahead = self._generating.submit(RolloutGroup.go_ahead, next_, call, self._root)
         return answer
 
     @property
