@@ -26,8 +26,8 @@ from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.collector import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
+from hybrid_rl.rollout.tally import Collected
 from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.best import BestStep

@@ -20,9 +20,14 @@ class HeldConfig(BufferConfig):
 
     oversample: int | None = key(
         None,
-        "with rollout.partial, prompts that are begun beyond what a step needs: as many groups are held after it; None "
-        "= half of prompts_per_step",
+        "with rollout.partial, prompts that are under way beyond what a step needs: as many groups are held after it, "
+        "or dropped; None = half of prompts_per_step",
         minimum=1,
+    )
+    unfinished: Literal["hold", "drop"] = key(
+        "hold",
+        "with rollout.partial, what becomes of the other groups when a step has enough: they go on in the next step, "
+        "or they are dropped: then no token is old, but long completions are trained on less often",
     )
     max_staleness: int | None = key(
         None,

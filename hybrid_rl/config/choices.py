@@ -91,7 +91,7 @@ def _holds(given: Mapping[str, Any]) -> bool:
 
 def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
     # Tokens of older weights need a weight, unless loss or advantages bring their own.
-    if not _holds(given) or given.get("old_logprobs") == "rollout":
+    if not _holds(given) or given.get("unfinished") == "drop" or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()
     is_weighed = loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs

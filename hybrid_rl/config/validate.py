@@ -101,6 +101,8 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
     if buffer.oversample is not None and not config.rollout.partial:
         raise ConfigError(f"oversample={buffer.oversample} would do nothing without rollout.partial=true; set both")
     oversample = (buffer.oversample or max(1, size // 2)) if config.rollout.partial else 0
+    if buffer.unfinished == "drop":
+        return replace(_dropping(config, buffer), oversample=oversample)
     # Each step takes as many groups as it begins, so the extra ones of the first step decide how old groups become.
     least = ahead + math.ceil(oversample / size)
     if buffer.max_staleness is not None and buffer.max_staleness < least:
@@ -111,6 +113,32 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
     if buffer.buffer_order == "freshest" and ahead:
         raise ConfigError("buffer_order=freshest would never train on what async_level=1 generates ahead; use fifo")
     return replace(buffer, oversample=oversample, max_staleness=buffer.max_staleness or least)
+
+
+def _dropping(config: TrainerConfig, buffer: HeldConfig) -> HeldConfig:
+    """Return a section that holds nothing. Raises ConfigError for keys that say what becomes of held groups."""
+    if not config.rollout.partial:
+        raise ConfigError("unfinished=drop would do nothing without rollout.partial=true; set both")
+    if config.rollout.async_level:
+        raise ConfigError(
+            "unfinished=drop holds no groups, but async_level=1 trains on groups that are held; leave one of them out"
+        )
+    given = {
+        f"max_staleness={buffer.max_staleness}": buffer.max_staleness is not None,
+        f"buffer_order={buffer.buffer_order}": buffer.buffer_order != "fifo",
+    }
+    if found := [what for what, is_so in given.items() if is_so]:
+        raise ConfigError(f"{found[0]} would do nothing with unfinished=drop, which holds no groups; leave it out")
+    return buffer
+
+
+def prompts_begun(config: TrainerConfig) -> int:
+    """Return the number of prompts that a step of a resolved configuration takes from the dataset. With groups that are
+    held the first step takes more."""
+    buffer, size = config.buffer, config.data.prompts_per_step
+    if isinstance(buffer, HeldConfig) and buffer.unfinished == "drop":
+        return size + (buffer.oversample or 0)
+    return size
 
 
 def _check_resume(config: TrainerConfig) -> None:
@@ -283,12 +311,14 @@ def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:
         return _check_warmup(config, config.max_steps)
     if num_prompts is None:
         raise ConfigError("a streaming train_dataset has no length: set max_steps")
-    steps = math.floor(config.num_train_epochs * num_prompts / config.data.prompts_per_step + 1e-9)
+    size = prompts_begun(config)
+    num_extra = size - config.data.prompts_per_step
+    steps = math.floor(config.num_train_epochs * num_prompts / size + 1e-9)
     if steps == 0:
         raise ConfigError(
             f"{num_prompts} prompts times num_train_epochs={config.num_train_epochs} do not fill one step of "
-            f"prompts_per_step={config.data.prompts_per_step}; set max_steps, raise num_train_epochs or lower "
-            f"prompts_per_step"
+            f"prompts_per_step={config.data.prompts_per_step}{f' and oversample={num_extra}' if num_extra else ''}; "
+            f"set max_steps, raise num_train_epochs or lower prompts_per_step"
         )
     return _check_warmup(config, steps)
 

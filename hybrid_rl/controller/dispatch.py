@@ -32,7 +32,8 @@ class Dispatch:
     the same samples get the same part of what is split.
 
     split: replicate gives every rank all arguments. groups cuts the first batch among the arguments by whole groups;
-    items deals out every list among the arguments, one by one. Other arguments go to every rank.
+    items deals out every list among the arguments, one by one or as a DealtList says. Other arguments go to every
+    rank.
     collect: concat joins what came back from the parts: a batch, or a tuple that begins with one and whose other
     entries become lists over the parts. After groups the samples are in the order of the argument, after items in the
     order of the parts. leader is the answer of rank 0, all a list of every rank's.

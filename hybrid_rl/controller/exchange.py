@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from hybrid_rl.batch import AnyBatch, Batch, BatchRef
 from hybrid_rl.controller.dispatch import Dispatch
 from hybrid_rl.controller.mesh import RankMesh
 
+T = TypeVar("T")
 Get = Callable[[Any], Batch]
 Splitter = Callable[[AnyBatch, int], Sequence[Tensor]]
 """(batch, number of parts) -> the samples of each part, int64 [n_i], whole groups, every sample once. The same batch
@@ -20,6 +21,14 @@ must always be split the same way."""
 
 
 Arguments = tuple[Any, ...]  # of one call
+
+
+class DealtList(list[T]):
+    """A list that says by itself which part of a call gets which of its items."""
+
+    def dealt(self, num_parts: int) -> list[list[T]]:
+        """Return the items of each part: every item in exactly one. Here they are dealt out one by one."""
+        return [list(self[part::num_parts]) for part in range(num_parts)]
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, spl
     if record.split == "replicate" or num_parts == 1 and record.split == "items":
         return Parts([arguments] * num_parts)
     if record.split == "items":
-        dealt = [tuple(v[i::num_parts] if isinstance(v, list) else v for v in arguments) for i in range(num_parts)]
-        return Parts(dealt)
+        columns = [_dealt(v, num_parts) if isinstance(v, list) else [v] * num_parts for v in arguments]
+        return Parts([tuple(column[part] for column in columns) for part in range(num_parts)])
     batch = next((value for value in arguments if isinstance(value, Batch | BatchRef)), None)
     if batch is None:
         raise TypeError(f"{method}() is split by groups but was called without a batch")
@@ -55,6 +64,11 @@ def cut(method: str, record: Dispatch, arguments: Arguments, num_parts: int, spl
         )
     chosen = [tuple(v.select(index) if v is batch else v for v in arguments) for index in samples]
     return Parts(chosen, batch, samples)
+
+
+def _dealt(items: list[Any], num_parts: int) -> list[list[Any]]:
+    """Return the items of each part."""
+    return (items if isinstance(items, DealtList) else DealtList(items)).dealt(num_parts)
 
 
 def collect(

@@ -53,6 +53,8 @@ MEANINGS: dict[str, str] = {
     "ranks/generating_busy": "share of the step in which the ranks that only generate did so (rollout_ranks)",
     "ranks/training_busy": "share of the step in which the other ranks scored and trained",
     "buffer/held_share": "share of the tokens of held and delivered groups that is held",
+    "buffer/dropped_groups": "groups that were begun and dropped, because the step had enough",
+    "buffer/dropped_tokens": "their tokens, which nothing is learned from",
     "buffer/continued_tokens": "tokens of held completions that the step went on from",
     "engine/steps": "steps of the engine in the rollout: each decodes one token of every sequence that runs",
     "engine/idle_share": "share of the engine's slots that decoded nothing, of as many as were used at once",

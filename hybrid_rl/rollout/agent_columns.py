@@ -28,14 +28,22 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass
 class Attempt:
-    """A trajectory at its place in a rollout. identity: its id in the run. failure: why it failed, a key of
-    `rewards.results.MEANINGS`; "" if it did not."""
+    """A trajectory at its place in a rollout. identity, group: its id in the run, and that of its group. failure: why
+    it failed, a key of `rewards.results.MEANINGS`; "" if it did not."""
 
     task: RolloutTask
     generation: int
     identity: int
     trajectory: Trajectory
     failure: str = ""
+    group: int = 0
+
+    @classmethod
+    def begun(cls, task: RolloutTask, generation: int, call: RolloutCall) -> Attempt:
+        """Return the attempt at a prompt of a call that has this number there, with a trajectory that is empty."""
+        prompt = {"prompt": task.row.prompt} if task.row.has_prompt else {}
+        trajectory = Trajectory({**task.row.columns, **prompt})
+        return cls(task, generation, call.trajectory(task, generation), trajectory, group=call.group(task))
 
     @property
     def samples(self) -> list[Sample]:
@@ -101,15 +109,14 @@ def conversation_of(attempt: Attempt, decode: Decode, number: int = -1) -> tuple
     return first, last[len(first) :] if last[: len(first)] == first else last[-1:]
 
 
-def reward_input(attempt: Attempt, call: RolloutCall, decode: Decode) -> RewardInput:
+def reward_input(attempt: Attempt, decode: Decode) -> RewardInput:
     """Return what reward functions see of a trajectory: its main conversation, and the tokens of its last sample."""
     prompt, completion = conversation_of(attempt, decode)
     columns, environment = attempt.task.row.columns, attempt.trajectory.environment
     ids = list(attempt.samples[-1].token_ids)
-    group = call.group(attempt.task)
     given = attempt.trajectory.given
     length = sum(sum(sample.mask) for sample in attempt.samples)
-    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, group, environment, given, length)
+    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, attempt.group, environment, given, length)
 
 
 def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:
@@ -183,7 +190,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
         "completion_length": completions.lengths,
         "policy_length": numbers([sum(sample.mask) for _, sample in rows]),
         "temperature": torch.full((len(rows),), call.params.temperature, dtype=torch.float64),
-        "group": numbers([call.group(attempt.task) for attempt, _ in rows]),
+        "group": numbers([attempt.group for attempt, _ in rows]),
         "trajectory": keys[:, 0],
         "turn": keys[:, 1],
         "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _ in rows],

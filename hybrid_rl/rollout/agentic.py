@@ -10,12 +10,11 @@ from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.floor import RolloutFunction, check_rollout_func
 from hybrid_rl.agents.http_agent import HttpAgent
-from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.metrics import Timings, now
+from hybrid_rl.metrics import MetricSums, Timings, now
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardFailure, RewardRunner
 from hybrid_rl.rollout.agent_columns import (
@@ -30,7 +29,7 @@ from hybrid_rl.rollout.agent_columns import (
     trajectory_columns,
 )
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.episodes import Episodes, EpisodeSettings
+from hybrid_rl.rollout.episodes import Episodes, EpisodeSettings, Room
 from hybrid_rl.rollout.judged import Encode, JudgeRound
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.scored import RolloutReport, first_in_full, logged_means, reward_columns
@@ -107,47 +106,65 @@ class AgentRollout:
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return the samples of num_generations trajectories for each of these prompts, prompt by prompt. Raises
         KeyboardInterrupt if an interrupt was requested."""
-        timings = Timings()
-        attempts = [
-            Attempt(task, generation, call.trajectory(task, generation), Trajectory(_row_of(task)))
-            for task in tasks
-            for generation in range(call.num_generations)
-        ]
-        rewards = self._rewards if call.is_scored else None
+        timings, room = Timings(), Room(self._max_open)
         before = self._client.stats()
         with self._client.session():
-            episodes = Episodes(self._settings, attempts, call, rewards, limits_of(self._limits, tasks, call))
+            episodes = self._episodes(tasks, call, self._turns, room)
             start = now()
-            progress.count(len(attempts), "trajectories")
+            progress.count(len(episodes.attempts), "trajectories")
             self._turns.run(episodes.run, call.version)
             end = now()
             timings.add("rollout", episodes.made_at - start)
             timings.add("reward", end - episodes.made_at)
-            columns = trajectory_columns(attempts, call, self._chat.decode)
-            agents = agent_metrics(attempts, before, self._client.stats(), episodes.most_open)
-            failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
-            if rewards is None:
-                return Batch(columns), RolloutReport(timings.seconds, first_in_full(failed), metrics=agents)
-            batch, report = self._scored(columns, attempts, failed, episodes, rewards)
-            report.seconds, report.metrics = timings.seconds, agents
-            if self._judges is not None:
-                with timings.measure("judge"):
-                    late = self._judges.run(batch, call)
-                report.logged.merge(late.logged)
-                batch, report.failures = merge_late(batch, report.failures, rewards, late)
-            return batch, report
+            agents = agent_metrics(episodes.attempts, before, self._client.stats(), room.most_open)
+            return self._delivered([episodes], call, timings, agents)
+
+    @property
+    def _max_open(self) -> int:
+        """Trajectories that may be under way at once."""
+        return self._settings.max_open
+
+    def _episodes(
+        self, tasks: Sequence[RolloutTask], call: RolloutCall, turns: EngineTurns, room: Room, **options: Any
+    ) -> Episodes:
+        """Return the trajectories of these prompts, none of which has begun."""
+        attempts = [Attempt.begun(task, number, call) for task in tasks for number in range(call.num_generations)]
+        rewards, limits = self._rewards if call.is_scored else None, limits_of(self._limits, tasks, call)
+        settings = replace(self._settings, turns=turns)
+        return Episodes(settings, attempts, call, rewards, limits, room, call.state, **options)
+
+    def _delivered(
+        self, made: Sequence[Episodes], call: RolloutCall, timings: Timings, agents: MetricSums
+    ) -> tuple[Batch, RolloutReport]:
+        """Return the samples of trajectories that have ended and been scored. agents: their metrics."""
+        attempts = [attempt for episodes in made for attempt in episodes.attempts]
+        rewards = self._rewards if call.is_scored else None
+        columns = trajectory_columns(attempts, call, self._chat.decode)
+        failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
+        if rewards is None:
+            return Batch(columns), RolloutReport(timings.seconds, first_in_full(failed), metrics=agents)
+        batch, report = self._scored(columns, attempts, failed, made, rewards)
+        report.seconds, report.metrics = timings.seconds, agents
+        if self._judges is not None:
+            with timings.measure("judge"):
+                late = self._judges.run(batch, call)
+            report.logged.merge(late.logged)
+            batch, report.failures = merge_late(batch, report.failures, rewards, late)
+        return batch, report
 
     def _scored(
         self,
         columns: dict[str, Any],
         attempts: Sequence[Attempt],
         failed: Sequence[RewardFailure],
-        episodes: Episodes,
+        all_episodes: Sequence[Episodes],
         rewards: RewardRunner,
     ) -> tuple[Batch, RolloutReport]:
         """Join rewards of functions with those that agents gave. failed: of agents."""
-        inputs = sample_inputs(attempts, episodes.inputs)
-        parts = episodes.parts
+        inputs = sample_inputs(
+            attempts, {key: one for episodes in all_episodes for key, one in episodes.inputs.items()}
+        )
+        parts = [part for episodes in all_episodes for part in episodes.parts]
         if self._turn_rewards_problem and any(has_turn_reward(attempt.trajectory) for attempt in attempts):
             raise ConfigError(
                 "an agent or rollout_func gave a reward to a turn (add_reward(value, turn)), which "
@@ -190,8 +207,3 @@ def limits_of(limits: Limits, tasks: Sequence[RolloutTask], call: RolloutCall) -
         max_length=limits.max_length + longer,
         max_prompt_length=None if limits.max_prompt_length is None else limits.max_prompt_length + longer_prompt,
     )
-
-
-def _row_of(task: RolloutTask) -> dict[str, Any]:
-    prompt = {"prompt": task.row.prompt} if task.row.has_prompt else {}
-    return {**task.row.columns, **prompt}

@@ -12,11 +12,12 @@ from hybrid_rl.rollout.held import HoldRule
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """One prompt of a rollout, num_generations samples. place: of the prompt among all of the rollout, over all
-    ranks."""
+    """One prompt of a rollout, num_generations samples. place: of the prompt among all of the rollout, over all ranks.
+    expected: tokens that each of its samples may be expected to have; None = not known."""
 
     place: int
     row: PromptRow
+    expected: int | None = None
 
 
 @dataclass(frozen=True)

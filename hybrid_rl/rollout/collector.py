@@ -6,46 +6,35 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from hybrid_rl.batch import TRUNCATIONS, AnyBatch, SampleKey, Trajectories
+from hybrid_rl.batch import AnyBatch, Trajectories
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.engines.base import SamplingParams, SlotUse
-from hybrid_rl.errors import AgentError, DataError, counted
-from hybrid_rl.metrics import MetricSums, Timings, mean_and_std
-from hybrid_rl.rewards import RewardFailure, TrainerState, check_failure_share, check_not_ended, format_failures
+from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.errors import DataError, counted
+from hybrid_rl.metrics import Timings, mean_and_std
+from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.held import HeldPrompt, HoldRule, check_row
-from hybrid_rl.rollout.observed import dataset_metrics, success_rates, use_metrics
+from hybrid_rl.rollout.lengths import LengthRecord, group_lengths, length_metrics
+from hybrid_rl.rollout.observed import dataset_metrics, success_rates
 from hybrid_rl.rollout.open_prompts import OpenPrompts
 from hybrid_rl.rollout.refill import GroupRewards, Refill
 from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
+from hybrid_rl.rollout.tally import GREEDY, Collected, Tally
 
 logger = logging.getLogger("hybrid_rl")
-
-GREEDY = "/greedy"  # ends the purpose of a baseline's rollout
-
-
-@dataclass
-class Collected:
-    """A batch with the timings and metrics of its collection. timings: of the slowest rank; metrics: of the batch, and
-    under `collect/` of everything that was rolled out for it; logged: means of what reward functions gave to
-    log_metric."""
-
-    batch: AnyBatch
-    timings: Timings
-    metrics: dict[str, float] = field(default_factory=dict)
-    logged: dict[str, float] = field(default_factory=dict)
 
 
 class RolloutGroup(Protocol):
@@ -72,7 +61,8 @@ class StepPlan:
         `baseline_rewards` (ReMax, arXiv:2310.10505).
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
     demonstrates: whether the completions are the data set's own.
-    hold: which groups a step takes, and which it holds; num_extra: prompts that are under way beyond num_prompts.
+    hold: which groups a step takes, and which it holds or drops; num_extra: prompts that are under way beyond
+        num_prompts.
     """
 
     sampler: PromptSampler
@@ -85,6 +75,11 @@ class StepPlan:
     demonstrates: bool = False
     hold: HoldRule | None = None
     num_extra: int = 0
+
+    def num_begun(self, step: int) -> int:
+        """Return how many prompts a training step takes: with groups that are held the first takes more."""
+        drops = self.hold is not None and self.hold.drops
+        return self.num_prompts + (self.num_extra if step == 1 or drops else 0)
 
     @property
     def kept(self) -> dict[str, float]:
@@ -117,7 +112,7 @@ class Collector:
         self._max_failure_share = max_failure_share
         self._next_id = 0
         self._told: set[object] = set()
-        self._open = OpenPrompts()
+        self._open, self._lengths = OpenPrompts(), LengthRecord()
 
     def after(self, other: Collector) -> Collector:
         """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one.
@@ -125,7 +120,7 @@ class Collector:
         Raises ConfigError if groups are held that do not fit the plan of this one.
         """
         self._next_id, self._told = other._next_id, other._told
-        self._open = other._open
+        self._open, self._lengths = other._open, other._lengths
         if self._plan is not None and other._plan is not None:
             self._open.check(other._plan.kept, self._plan.kept)
         return self
@@ -139,17 +134,18 @@ class Collector:
         plan = self._plan
         assert plan is not None, "this collector was made without a plan of training steps"
         if plan.rollouts_path is not None:
-            num_begun = plan.num_prompts + (plan.num_extra if state.global_step == 1 else 0)
+            num_begun = plan.num_begun(state.global_step)
             plan.sampler.take(num_begun)  # so that position and epoch are those of the recorded run
             collected = replay(plan, state.global_step, self._names, version)
             if not plan.max_refills:  # as below
                 collected.metrics.update(self._success(collected.batch))
             return collected
+        self._lengths.begin(state.global_step)
         if plan.hold is not None:
             self._next_id = self._open.begin(state.global_step, self._next_id)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
-        tally = _Tally(self._max_failure_share, self._next_id)
+        tally = Tally(self._max_failure_share, self._next_id)
         metrics: dict[str, float] = {}
         if plan.max_refills and not plan.demonstrates:
             refill = Refill(plan.num_prompts, plan.max_refills, self._names, self._weights)
@@ -159,18 +155,20 @@ class Collector:
             held = self._open.held(state.global_step - 1)
             num_missing = plan.num_prompts + plan.num_extra - len(held)
             rows = plan.sampler.take(num_missing) if num_missing > 0 else []  # more are held if the plan was larger
-            if plan.hold is not None:
+            if plan.hold is not None and not plan.hold.drops:
                 for row in rows:
                     check_row(row)
-            tasks, call = self._tasks(rows, replace(call, hold=plan.hold))
+            loads = self._open.loads(state.global_step - 1)
+            tasks, call = self._tasks(rows, replace(call, hold=plan.hold), self._lengths, loads)
             make = self._workers.demonstrations if plan.demonstrates else self._workers.rollout
-            batch = self._counted(make(tasks, call), call, tally)
+            answer = make(tasks, call)
+            batch = self._counted(answer, call, tally)
             if plan.demonstrates:
                 return tally.collected(batch, {})
             if plan.hold is not None:
-                rows = self._open.deliver(
-                    batch, held | {call.group(task): task.row for task in tasks}, state.global_step
-                )
+                begun = held | {call.group(task): task.row for task in tasks}
+                rows = self._open.deliver(batch, begun, state.global_step, drops=plan.hold.drops)
+                self._open.load(state.global_step, {part: report.num_missing for part, report in enumerate(answer[1])})
             self._observe(plan.sampler, rows, batch)
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
@@ -184,7 +182,7 @@ class Collector:
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return what a resumed run needs after a training step."""
-        return self._open.state_dict(step, self._next_id)
+        return self._open.state_dict(step, self._next_id) | {"lengths": self._lengths.state_dict(step)}
 
     def load_state_dict(self, state: Mapping[str, Any], held: Mapping[int, HeldPrompt], step: int) -> None:
         """Continue after a training step, with the prompts of the groups that are held then.
@@ -194,6 +192,7 @@ class Collector:
         rule, kept = (None, {}) if self._plan is None else (self._plan.hold, self._plan.kept)
         self._open.load_state_dict(state, held, step, rule, kept)
         self._next_id = state["next_id"]
+        self._lengths.load_state_dict(state.get("lengths", {}))
 
     def _warn_of_no_numbers(self, logged: Mapping[str, float], step: int) -> None:
         """Warn, once for each name, of means that records leave out because JSON has no such numbers."""
@@ -222,24 +221,32 @@ class Collector:
     ) -> Collected:
         """Return samples for these prompts, group by group, scored while others are still being generated."""
         call = RolloutCall(num_generations, params, version, state, purpose, self._next_id, is_scored)
-        tally = _Tally(self._max_failure_share, self._next_id)
-        batch = self._roll_out(rows, call, tally)
+        tally = Tally(self._max_failure_share, self._next_id)
+        batch = self._roll_out(rows, call, tally, LengthRecord())  # rows of other data have the same numbers
         if not is_scored:
             return tally.collected(batch, {})
         return tally.collected(batch, reward_metrics(batch, self._names) | self._success(batch))
 
-    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: _Tally) -> AnyBatch:
+    def _roll_out(self, rows: Sequence[PromptRow], call: RolloutCall, tally: Tally, lengths: LengthRecord) -> AnyBatch:
         """Return samples for these prompts in their order."""
-        tasks, call = self._tasks(rows, call)
+        tasks, call = self._tasks(rows, call, lengths)
         return self._counted(self._workers.rollout(tasks, call), call, tally)
 
-    def _tasks(self, rows: Sequence[PromptRow], call: RolloutCall) -> tuple[list[RolloutTask], RolloutCall]:
-        """Return a task for each prompt, and the call with ids that no other call has."""
+    def _tasks(
+        self,
+        rows: Sequence[PromptRow],
+        call: RolloutCall,
+        lengths: LengthRecord,
+        loads: Mapping[int, int] | None = None,
+    ) -> tuple[TaskList, RolloutCall]:
+        """Return a task for each prompt, and the call with ids that no other call has. lengths: of earlier completions
+        of these prompts; loads: tokens that ranks have to generate besides."""
         call = replace(call, first_id=self._next_id)
         self._next_id += len(rows) * call.num_generations
-        return [RolloutTask(place, row) for place, row in enumerate(rows)], call
+        tasks = [RolloutTask(place, row, lengths.expected(row)) for place, row in enumerate(rows)]
+        return TaskList(tasks, call, loads or {}), call
 
-    def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: _Tally) -> AnyBatch:
+    def _counted(self, answer: tuple[AnyBatch, Sequence[RolloutReport]], call: RolloutCall, tally: Tally) -> AnyBatch:
         """Return the samples that a call made, in the order of its prompts, and count them."""
         batch, reports = _in_order(answer[0]), answer[1]
         tally.add(batch, reports, call)
@@ -264,7 +271,7 @@ class Collector:
                 )
 
     def _refilled(
-        self, sampler: PromptSampler, call: RolloutCall, tally: _Tally, refill: Refill
+        self, sampler: PromptSampler, call: RolloutCall, tally: Tally, refill: Refill
     ) -> tuple[list[PromptRow], AnyBatch]:
         """Return prompts whose groups have signal, and their samples."""
         kept_rows: list[PromptRow] = []
@@ -272,7 +279,7 @@ class Collector:
         purpose = call.purpose
         while refill.num_missing:
             rows = sampler.take(refill.num_wanted)
-            made = self._roll_out(rows, replace(call, purpose=purpose), tally)
+            made = self._roll_out(rows, replace(call, purpose=purpose), tally, self._lengths)
             self._observe(sampler, rows, made)
             places, samples = refill.keep(made)
             kept_rows += [rows[place] for place in places]
@@ -284,86 +291,20 @@ class Collector:
         return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
 
     def _observe(self, sampler: PromptSampler, rows: Sequence[PromptRow], batch: AnyBatch) -> None:
-        """Tell the sampler how often these prompts were solved, by the first of the user's reward functions."""
+        """Note how long the completions of these prompts are, and tell the sampler how often they were solved, by the
+        first of the user's reward functions."""
+        self._lengths.observe(rows, group_lengths(batch))
         if self._rule is not None:
             sampler.observe(rows, success_rates(batch, self._rule))
 
-    def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: _Tally) -> AnyBatch:
+    def _with_baseline(self, rows: Sequence[PromptRow], batch: AnyBatch, call: RolloutCall, tally: Tally) -> AnyBatch:
         """Return the batch with the reward of each prompt's greedy sample, float64 [N]."""
         greedy = replace(call.params, temperature=0.0)
         call = replace(call, num_generations=1, params=greedy, purpose=f"{call.purpose}{GREEDY}", hold=None)
-        made = self._roll_out(rows, call, tally)
+        made = self._roll_out(rows, call, tally, self._lengths)
         rewards = made["rewards"][Trajectories.of(made).first]
         _, group = batch["group"].unique(return_inverse=True)
         return batch.with_columns(baseline_rewards=rewards[group])
-
-
-class _Tally:
-    """The failures, timings and logged numbers of one collection so far. first_id: its smallest trajectory id; reports
-    count from there."""
-
-    def __init__(self, max_failure_share: float, first_id: int) -> None:
-        self._max_failure_share = max_failure_share
-        self._first_id = first_id
-        self._num_samples = self._num_failed = self._num_retried = 0
-        self._failures: list[RewardFailure] = []
-        self._timings = Timings()
-        self._logged, self._metrics = MetricSums(), MetricSums()
-        self._uses: list[SlotUse] = []
-
-    def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
-        which a reward function ends the run."""
-        for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
-            self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
-        self._uses.append(SlotUse.of_ranks([report.use for report in reports]))
-        if not call.purpose.endswith(GREEDY):
-            for report in reports:
-                self._metrics.merge(report.metrics)
-        failures = [
-            replace(failure, key=SampleKey(failure.key.trajectory - self._first_id, failure.key.turn))
-            for report in reports
-            for failure in report.failures
-        ]
-        check_not_ended(failures, call.state.global_step)
-        if not call.is_scored:
-            if failures and len(failures) == len(Trajectories.of(batch).first):
-                raise AgentError(
-                    f"{call.purpose}: every trajectory failed; rows may lack columns that the agent or its environment "
-                    f"needs\n{format_failures(failures)}"
-                )
-            if failures:
-                logger.warning("%s: %s", call.purpose, format_failures(failures))
-            return
-        self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
-        rewards = batch["rewards"][Trajectories.of(batch).first]
-        num_failed = int(rewards.isnan().sum())
-        self._failures += failures
-        self._num_failed += num_failed
-        self._num_samples += len(rewards)
-        check_failure_share(
-            self._num_failed, self._num_samples, self._failures, self._max_failure_share, call.state.global_step
-        )
-        if failures:
-            logger.warning(
-                "%s: %s no reward and %s masked\n%s",
-                *(call.purpose, "1 sample has" if num_failed == 1 else f"{num_failed} samples have"),
-                *("is" if num_failed == 1 else "are", format_failures(failures)),
-            )
-        if not call.purpose.endswith(GREEDY):  # what functions log is of the policy's own samples
-            for report in reports:
-                self._logged.merge(report.logged)
-
-    def use(self) -> dict[str, float]:
-        """Return how full the engine was."""
-        return use_metrics(self._uses)
-
-    def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
-        """Return the batch with all timings and metrics."""
-        if "rewards/num_failed" in metrics:
-            metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
-        metrics = length_metrics(batch) | self._metrics.result() | metrics
-        return Collected(batch, self._timings, metrics, self._logged.result())
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:
@@ -441,23 +382,3 @@ def _in_order(batch: AnyBatch) -> AnyBatch:
     """Sort samples by trajectory and turn: prompt by prompt, whichever rank made them."""
     order = key_order(batch)
     return batch if torch.equal(order, torch.arange(batch.num_samples)) else batch.select(order)
-
-
-def length_metrics(batch: AnyBatch) -> dict[str, float]:
-    """Return metrics of the completions' lengths and ends, every trajectory counted once. Only tokens that the policy
-    made count, as in TRL; clipped are those that a limit of tokens, tool calls or time cut off."""
-    found = Trajectories.of(batch)
-    lengths = torch.zeros(found.num_trajectories, dtype=torch.float64).index_add(
-        0, found.index, batch["policy_length" if "policy_length" in batch else "completion_length"].double()
-    )
-    reasons = [batch["finish_reason"][sample] for sample in found.last.tolist()]
-    ended = torch.tensor([reason == "stop" for reason in reasons], dtype=torch.bool)
-    metrics = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": sum(reason in TRUNCATIONS for reason in reasons) / len(reasons),
-    }
-    if ended.any():
-        metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
-    return metrics

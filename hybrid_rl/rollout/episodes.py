@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from hybrid_rl.errors import AgentError, DataError
 from hybrid_rl.metrics import now
 from hybrid_rl.process import progress
 from hybrid_rl.process.threads import CANCEL_SECONDS
-from hybrid_rl.rewards import RewardInput, RewardRunner
+from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState
 from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.agent_columns import AGENT, Attempt, reward_input
 from hybrid_rl.rollout.call import RolloutCall
@@ -43,12 +44,36 @@ class EpisodeSettings:
     tokenizer: Any
 
 
+class Room:
+    """Room for trajectories that are under way at once: the first that waits goes first. limit: their number.
+
+    most_open: the largest number since it was set.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._places = asyncio.Semaphore(max(1, limit))
+        self.num_open = self.most_open = 0
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for a place, and keep it meanwhile."""
+        async with self._places:
+            self.num_open += 1
+            self.most_open = max(self.most_open, self.num_open)
+            try:
+                yield
+            finally:
+                self.num_open -= 1
+
+
 @dataclass(eq=False)
 class Episodes:
-    """The trajectories of one call of `AgentRollout.run`, on the event loop.
+    """The trajectories of one call of `AgentRollout.run`, or of one group that is held, on the event loop.
 
-    limits: of each trajectory; rewards: None = nothing is scored. inputs: of reward functions, by trajectory; parts:
-    what they returned. made_at: when the last trajectory ended; most_open: those that were under way at once.
+    limits: of each trajectory; rewards: None = nothing is scored. room: for those that are under way. state: of the
+    run, which reward functions are told. max_submissions: calls of reward functions, if they score one by one. advance:
+    called when a trajectory has ended. inputs: of reward functions, by trajectory; parts: what they returned. made_at:
+    when the last trajectory ended. asked: what trajectories ask.
     """
 
     settings: EpisodeSettings
@@ -56,11 +81,14 @@ class Episodes:
     call: RolloutCall
     rewards: RewardRunner | None
     limits: Limits
+    room: Room
+    state: TrainerState
+    max_submissions: int = MAX_SUBMISSIONS
+    advance: Callable[[], None] = progress.advance
     inputs: dict[int, RewardInput] = field(default_factory=dict)
     parts: list[tuple[int, Part]] = field(default_factory=list)
     made_at: float = 0.0
-    most_open: int = 0
-    _num_open: int = 0
+    asked: list[TrajectoryTokens] = field(default_factory=list)
     _scoring: list[asyncio.Task[list[tuple[int, Part]]]] = field(default_factory=list)
     _unscored: dict[int, list[RewardInput]] = field(default_factory=dict)  # of groups that are not whole yet
     _ready: list[RewardInput] = field(default_factory=list)
@@ -80,14 +108,16 @@ class Episodes:
             await self._run_function(self.settings.rollout_func)
         else:
             # Begun in a fixed order, each as soon as there is room.
-            waiting = iter(self.attempts)
+            await asyncio.gather(*map(self._one, self.attempts))
 
-            async def one_after_another() -> None:
-                for attempt in waiting:
-                    await self._run_agent(attempt)
+    async def _one(self, attempt: Attempt) -> None:
+        async with self.room.place():
+            await self._run_agent(attempt)
 
-            limit = min(self.settings.max_open, len(self.attempts))
-            await asyncio.gather(*(one_after_another() for _ in range(limit)))
+    @property
+    def is_made(self) -> bool:
+        """Whether all trajectories have ended."""
+        return len(self.inputs) == len(self.attempts)
 
     # -------------------------------------------------------------------------------------------- trajectories
 
@@ -97,10 +127,12 @@ class Episodes:
         """Make the client of a trajectory. attempt: None for answers that belong to none; number: of such an answer,
         among those to its prompt."""
         settings, call = self.settings, self.call
-        group = call.first_id if attempt is None else call.group(attempt.task)
+        group = call.first_id if attempt is None else attempt.group
         place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
-        priority = 0 if attempt is None else place * call.num_generations + generation
+        priority = call.first_id if attempt is None else attempt.identity  # the oldest first
         tokens = TrajectoryTokens(settings.turns, call, seed=settings.seed, group=group, priority=priority)
+        self.asked.append(tokens)
+        settings.turns.enter(tokens)
         client = AgentClient(
             tokens,
             settings.chat,
@@ -115,16 +147,15 @@ class Episodes:
     async def _run_agent(self, attempt: Attempt) -> None:
         """Make one trajectory."""
         assert self.settings.agent is not None
-        self._num_open += 1
-        self.most_open = max(self.most_open, self._num_open)
         trajectory = attempt.trajectory
         client, tokens = self._client(attempt, trajectory)
         row = attempt.task.row
         episode = Episode(row.prompt if row.has_prompt else None, row.columns, client, trajectory, self.call.state)
         running = asyncio.ensure_future(_guarded(_asked(self.settings.agent, episode), attempt))
         seconds = self.settings.config.trajectory_timeout_seconds
+        timer = [] if seconds is None else [asyncio.ensure_future(self._pass(seconds))]
         try:
-            await asyncio.wait({running}, timeout=seconds)
+            await asyncio.wait({running, *timer}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 trajectory.end("time")
                 tokens.close("time")
@@ -134,29 +165,40 @@ class Episodes:
             await _cancelled(running, attempt, "the rollout was cancelled")
             raise
         finally:
+            for one in timer:
+                one.cancel()
             tokens.close(trajectory.end_reason or "stop")
             await _finish(attempt)
         if running.done() and not running.cancelled():
             running.result()  # an AgentError
-        self._num_open -= 1
-        progress.advance()
+        self.advance()
         self._ended(attempt)
+        tokens.leave()
+
+    async def _pass(self, seconds: float) -> None:
+        """Wait until so much time has passed in which the policy answers."""
+        turns = self.settings.turns
+        end = turns.seconds() + seconds
+        while (left := end - turns.seconds()) > 0:
+            await asyncio.sleep(max(left, 0.01))
 
     async def _run_function(self, function: RolloutFunction) -> None:
         """Have the user's function make all trajectories."""
         rows = [dict(attempt.trajectory.row) for attempt in self.attempts]
-        self.most_open = len(rows)
-        begun: list[TrajectoryTokens] = []
-        timers: list[asyncio.TimerHandle] = []
+        self.room.most_open = max(self.room.most_open, len(rows))
+        timers: list[asyncio.Task[None]] = []
         seconds = self.settings.config.trajectory_timeout_seconds
 
         def make(place: int | None, trajectory: Trajectory, number: int) -> AgentClient:
             client, tokens = self._client(None if place is None else self.attempts[place], trajectory, number)
-            begun.append(tokens)
             if place is not None and seconds is not None:
                 # Whether it wants more by then only the function knows: its next question ends it.
-                timers.append(asyncio.get_running_loop().call_later(seconds, tokens.close, "time"))
+                timers.append(asyncio.ensure_future(close_late(tokens, seconds)))
             return client
+
+        async def close_late(tokens: TrajectoryTokens, seconds: float) -> None:
+            await self._pass(seconds)
+            tokens.close("time")
 
         whole = Attempt(self.attempts[0].task, 0, 0, Trajectory()) if self.attempts else None
         if whole is None:
@@ -188,7 +230,7 @@ class Episodes:
         await _guarded(ask(), whole)
         for timer in timers:
             timer.cancel()
-        for tokens in begun:
+        for tokens in self.asked:
             tokens.close("stop")
         for attempt in self.attempts:
             await _finish(attempt)
@@ -198,6 +240,8 @@ class Episodes:
                 attempt.failure = AGENT
             attempt.trajectory.end("stop")
             self._ended(attempt)
+        for tokens in self.asked:
+            tokens.leave()
 
     # ------------------------------------------------------------------------------------------------- rewards
 
@@ -205,7 +249,7 @@ class Episodes:
         """Have a trajectory scored, together with others that ended before."""
         if attempt.trajectory.end_reason == "error" and not attempt.failure:
             attempt.failure = AGENT
-        found = self.inputs[attempt.identity] = reward_input(attempt, self.call, self.settings.chat.decode)
+        found = self.inputs[attempt.identity] = reward_input(attempt, self.settings.chat.decode)
         rewards = self.rewards
         if rewards is None:
             return
@@ -214,14 +258,14 @@ class Episodes:
         elif not attempt.failure:
             self._ready.append(found)
         is_last = len(self.inputs) == len(self.attempts)
-        if self._ready and (is_last or len(self._ready) * MAX_SUBMISSIONS >= len(self.attempts)):
+        if self._ready and (is_last or len(self._ready) * self.max_submissions >= len(self.attempts)):
             scored, self._ready = self._ready, []
             self._scoring.append(asyncio.ensure_future(self._score(scored, rewards)))
 
     async def _score(self, inputs: Sequence[RewardInput], rewards: RewardRunner) -> list[tuple[int, Part]]:
         """Wait for the outcomes of all reward functions; what they needed of the trajectories is released then."""
         try:
-            return await asyncio.wrap_future(rewards.submit(inputs, self.call.state))
+            return await asyncio.wrap_future(rewards.submit(inputs, self.state))
         finally:
             keys = {sample.key.trajectory for sample in inputs}
             self._release([attempt for attempt in self.attempts if attempt.identity in keys])

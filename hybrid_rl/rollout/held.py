@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hybrid_rl.data.prompts import PromptRow, shorten
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, counted
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import Part
+from hybrid_rl.rollout.lengths import expected_length
 
 HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
 
@@ -23,7 +24,8 @@ HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
 class OpenGroup:
     """A group of samples of one prompt. born: the training step that began it. requests: by trajectory, as they were at
     first; finished: samples by trajectory; begun: the beginnings of the others. whole_in: the state of the run when it
-    became whole, which reward functions are told; scoring: their calls."""
+    became whole, which reward functions are told; scoring: their calls. expected: tokens that earlier completions had
+    on average; None = not known."""
 
     row: PromptRow
     group: int
@@ -33,6 +35,7 @@ class OpenGroup:
     begun: dict[int, Beginning] = field(default_factory=dict)
     whole_in: TrainerState | None = None
     scoring: Future[list[tuple[int, Part]]] | None = None
+    expected: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -63,16 +66,30 @@ class OpenGroup:
         return finished + sum(len(one.token_ids) for one in self.begun.values())
 
     @property
-    def prompt(self) -> HeldPrompt:
-        """What the driver knows of it."""
-        first = next(iter(self.requests.values()))
-        return HeldPrompt(self.row, len(self.requests), first.params.temperature, self.oldest_version)
+    def num_missing(self) -> int:
+        """Tokens that may be expected to be generated for it yet."""
+        return sum(self.missing(request) for request in self.remaining())
+
+    def prompt(self, data_rank: int) -> HeldPrompt:
+        """Return what the driver knows of it. data_rank: which of the ranks that have samples of their own holds it."""
+        params = next(iter(self.requests.values())).params
+        oldest = self.oldest_version
+        return HeldPrompt(self.row, len(self.requests), params.temperature, oldest, data_rank, self.num_missing)
 
     def remaining(self) -> Iterator[RolloutRequest]:
         """Yield requests for the rest of its samples."""
         for trajectory, request in self.requests.items():
             if trajectory not in self.finished:
                 yield dataclasses.replace(request, begun=self.begun.get(trajectory, Beginning()))
+
+    def missing(self, request: RolloutRequest) -> int:
+        """Return how many tokens may be expected of one of its `remaining` requests yet. Examples are its samples that
+        have finished, and the earlier completions of the prompt."""
+        known = [len(sample.completion_ids) for sample in self.finished.values()]
+        if self.expected is not None:
+            known.append(self.expected)
+        num_tokens, limit = len(request.begun.token_ids), request.params.max_tokens
+        return max(0, expected_length(num_tokens, known, limit) - num_tokens)
 
     def take(self, sample: FinishedSample) -> None:
         """Take a sample that has finished, or that was broken off."""
@@ -83,6 +100,11 @@ class OpenGroup:
         else:
             self.finished[sample.id] = sample
             self.begun.pop(sample.id, None)
+
+    def drop(self) -> None:
+        """Forget rewards that nobody waits for. Calls that run already run to their end."""
+        if self.scoring is not None:
+            self.scoring.cancel()
 
     def copied(self) -> OpenGroup:
         """Return a copy that can go on while this one stays as it is: a step may be taken back."""
@@ -101,6 +123,7 @@ class OpenGroup:
             "finished": {trajectory: dataclasses.asdict(sample) for trajectory, sample in self.finished.items()},
             "begun": {trajectory: dataclasses.asdict(one) for trajectory, one in self.begun.items()},
             "whole_in": None if self.whole_in is None else dataclasses.asdict(self.whole_in),
+            "expected": self.expected,
         }
 
     @classmethod
@@ -126,19 +149,50 @@ class OpenGroup:
                 for trajectory, one in found["begun"].items()
             }
             state = None if found["whole_in"] is None else TrainerState(**found["whole_in"])
-            return cls(PromptRow(**row), found["group"], found["born"], requests, finished, begun, state)
+            return cls(
+                PromptRow(**row),
+                found["group"],
+                found["born"],
+                requests,
+                finished,
+                begun,
+                state,
+                expected=found.get("expected"),
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"a held group is damaged: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
 class HeldPrompt:
-    """The prompt of a held group, of num_generations samples. oldest_version: of its tokens; None if it has none."""
+    """The prompt of a held group, of num_generations samples. oldest_version: of its tokens; None if it has none.
+    data_rank: which of the ranks that have samples of their own holds it; num_missing: tokens that it may be expected
+    to need yet."""
 
     row: PromptRow
     num_generations: int
     temperature: float
     oldest_version: int | None
+    data_rank: int = 0
+    num_missing: int = 0
+
+
+class Group(Protocol):
+    """A group that may be held, as the rule sees it. group: its id; born: the training step that began it;
+    oldest_version: of its tokens, None if it has none."""
+
+    @property
+    def group(self) -> int: ...
+    @property
+    def born(self) -> int: ...
+    @property
+    def is_whole(self) -> bool: ...
+    @property
+    def oldest_version(self) -> int | None: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Group)
 
 
 class Standing(NamedTuple):
@@ -162,7 +216,8 @@ class HoldRule:
 
     num_groups: of the batch, over all ranks. max_staleness: how many policy versions a token may lag behind the weights
     that train on it. ahead: groups that must be whole besides, for the next step. order: whether of whole groups the
-    oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole.
+    oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole. drops: what
+    is not delivered is dropped, so that nothing is held; then max_staleness is 0 and ahead is 0.
 
     A group is due at the version of its oldest token plus max_staleness. As a step delivers num_groups, at most n *
     num_groups of what is held may be due within the n next steps: groups beyond that are finished and delivered now,
@@ -174,13 +229,14 @@ class HoldRule:
     ahead: int = 0
     order: str = "fifo"
     check_steps: int = 8
+    drops: bool = False
 
     def deadline(self, oldest_version: int | None, version: int) -> int:
         """Return the last version that may train on a group. version: the present one, which made the oldest token if
         there is none."""
         return (version if oldest_version is None else oldest_version) + self.max_staleness
 
-    def standing(self, groups: Iterable[OpenGroup], version: int, **state: bool) -> Standing:
+    def standing(self, groups: Iterable[Group], version: int, **state: bool) -> Standing:
         """Return how far a rank's groups are. version: of the weights of this step; state: the flags of Standing."""
         numbers, due = [0, 0], dict[int, tuple[int, int]]()
         for group in groups:
@@ -208,7 +264,7 @@ class HoldRule:
         is_enough = sum(of_rank.num_whole for of_rank in everywhere) >= self.num_groups + self.ahead
         return is_enough and all(needed <= whole for _, needed, whole in self.needed(everywhere, version))
 
-    def key(self, group: OpenGroup, version: int) -> Key:
+    def key(self, group: Group, version: int) -> Key:
         """Return what a whole group is chosen by: its deadline, its place in the order, its id."""
         age = group.born if self.order == "fifo" else -group.born
         return self.deadline(group.oldest_version, version), age, group.group
@@ -240,6 +296,14 @@ class HoldRule:
             )
 
 
+def in_order(groups: Iterable[OpenGroup]) -> list[RolloutRequest]:
+    """Return requests for the rest of these groups in the order in which they should start: what is begun already goes
+    first, then what may be expected to take longest. Samples of a group that have not begun stay together: they share
+    the keys and values of their prompt."""
+    found = [(request, group.missing(request)) for group in groups for request in group.remaining()]
+    return [request for request, _ in sorted(found, key=lambda one: (not one[0].begun.token_ids, -one[1]))]
+
+
 def check_row(row: PromptRow) -> None:
     """Check that a row can be held: checkpoints keep it as JSON. Raises DataError for one that JSON would change."""
     if (name := next((name for name, value in row.columns.items() if not _is_plain(value)), None)) is not None:
@@ -258,7 +322,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
-def held_text(groups: Sequence[OpenGroup]) -> str:
+def held_text(groups: Sequence[Group]) -> str:
     """Return the groups that a rank holds as JSON. Raises CheckpointError for a row of a dataset that it cannot
     hold."""
     try:
@@ -275,19 +339,20 @@ def write_held(folder: Path, rank: int, text: str) -> None:
     (folder / f"{HELD_FILE}{rank:04d}.json").write_text(text, encoding="utf-8")
 
 
-def save_held(folder: Path, rank: int, groups: Sequence[OpenGroup]) -> None:
+def save_held(folder: Path, rank: int, groups: Sequence[Group]) -> None:
     """Write the groups that a rank holds into the folder of a checkpoint. Raises CheckpointError as `held_text`."""
     write_held(folder, rank, held_text(groups))
 
 
-def load_held(folder: Path, rank: int, num_ranks: int) -> list[OpenGroup]:
+def load_held(folder: Path, rank: int, num_ranks: int, read: Callable[[Mapping[str, Any]], AnyGroup]) -> list[AnyGroup]:
     """Read this rank's share of the groups that were held when a checkpoint was written: its own ones, or if there were
-    more or fewer ranks, all groups dealt out in order. Raises CheckpointError for a file that is damaged."""
+    more or fewer ranks, all groups dealt out in order. read: makes a group of what its `to_json` gave. Raises
+    CheckpointError for a file that is damaged."""
     of_ranks = []
     for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            of_ranks.append([OpenGroup.of_json(one) for one in found])
+            of_ranks.append([read(one) for one in found])
         except (OSError, ValueError, TypeError, CheckpointError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
     if len(of_ranks) == num_ranks:

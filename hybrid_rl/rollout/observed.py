@@ -10,7 +10,6 @@ from torch import Tensor
 from hybrid_rl.batch import AnyBatch, Trajectories
 from hybrid_rl.data.mixture import DATASET_COLUMN
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.metrics import mean_and_std
 from hybrid_rl.rollout.refill import GroupRewards
 from hybrid_rl.rollout.successes import SuccessRule
@@ -59,17 +58,3 @@ def _groups(batch: AnyBatch, first: Tensor) -> tuple[Tensor, int]:
     """Return the place of each trajectory's group (int64 [M]) and their number."""
     ids, group = batch["group"][first].unique(return_inverse=True)
     return group, len(ids)
-
-
-def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
-    """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
-    not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
-    others."""
-    num_places = sum(use.num_steps * use.num_slots for use in uses)
-    if not num_places:
-        return {}
-    num_tokens = sum(use.num_tokens for use in uses)
-    return {
-        "engine/steps": float(sum(use.num_steps for use in uses)),
-        "engine/idle_share": 1 - num_tokens / num_places,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ class OpenPrompts:
 
     def __init__(self) -> None:
         self._open: dict[int, dict[int, PromptRow]] = {}
+        self._loads: dict[int, dict[int, int]] = {}
         self._first = (0, 0)  # the last step that was begun, and its first id
 
     def begin(self, step: int, next_id: int) -> int:
@@ -29,13 +31,24 @@ class OpenPrompts:
         """Return the prompts that are held after a training step, by group."""
         return self._open.get(step, {})
 
-    def deliver(self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int) -> list[PromptRow]:
-        """Return the prompts of the groups of a batch, in its order, and note that the others are held. begun: all
-        prompts by group."""
+    def deliver(
+        self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int, *, drops: bool = False
+    ) -> list[PromptRow]:
+        """Return the prompts of the groups of a batch, in its order, and note that the others are held, or dropped.
+        begun: all prompts by group."""
         groups = batch["group"].unique_consecutive().tolist()
-        left = {group: row for group, row in begun.items() if group not in {*groups}}
+        left = {} if drops else {group: row for group, row in begun.items() if group not in {*groups}}
         self._open = {at: held for at, held in self._open.items() if at >= step - 1} | {step: left}
         return [begun[group] for group in groups]
+
+    def loads(self, step: int) -> Mapping[int, int]:
+        """Return how many tokens each rank may be expected to generate for what it holds after a training step, by its
+        number among those that have samples of their own."""
+        return self._loads.get(step, {})
+
+    def load(self, step: int, loads: Mapping[int, int]) -> None:
+        """Note how many tokens ranks may be expected to generate for what they hold after a training step."""
+        self._loads = {at: found for at, found in self._loads.items() if at >= step - 1} | {step: dict(loads)}
 
     def check(self, was: Mapping[str, float], now: Mapping[str, float]) -> None:
         """Check that settings are what they were, if groups are held. Raises ConfigError."""
@@ -61,11 +74,11 @@ class OpenPrompts:
         Raises CheckpointError if groups are missing, ConfigError if they cannot go on in this run.
         """
         expected = state.get("held", [])
-        if expected and rule is None:
+        if expected and (rule is None or rule.drops):
             raise ConfigError(
                 f"the checkpoint holds {counted(len(expected), 'group')} of samples that were begun and not trained "
                 "on, which this run would lose: resume with rollout.partial=true or rollout.async_level=1, as it was "
-                "written"
+                "written, and without unfinished=drop"
             )
         if sorted(held) != expected:
             raise CheckpointError(
@@ -76,6 +89,10 @@ class OpenPrompts:
                 _check_same({name: getattr(prompt, name) for name in settings}, settings)
             rule.check(held.values(), step)
         self._open = {step: {group: prompt.row for group, prompt in held.items()}}
+        loads = Counter[int]()
+        for prompt in held.values():
+            loads[prompt.data_rank] += prompt.num_missing
+        self._loads = {step: dict(loads)}
 
 
 def _check_same(was: Mapping[str, float], now: Mapping[str, float]) -> None:

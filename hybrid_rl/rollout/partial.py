@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SlotUse
-from hybrid_rl.engines.client import Handle
+from hybrid_rl.engines.base import FinishedSample, SlotUse
+from hybrid_rl.engines.client import EngineClient, Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing
+from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order, load_held
 from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
 
 Gather = Callable[[Any], list[Any]]
@@ -70,11 +71,16 @@ class PartialRollout(ScoredRollout):
             taken = rule.chosen(all_keys, [standing for _, standing in told], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
+            self._num_delivered = sum(group.num_tokens for group in mine)
+            metrics = _metrics(left, self._num_delivered, num_begun, drops=rule.drops)
+            if rule.drops:
+                for group in left:
+                    group.drop()
+                left = []
             self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
             batch, report = self._delivered(mine, timings, call)
-        self._num_delivered = sum(group.num_tokens for group in mine)
-        report.metrics.merge(_metrics(left, self._num_delivered, num_begun))
-        return batch, replace(report, use=use)
+        report.metrics.merge(metrics)
+        return batch, replace(report, use=use, num_missing=sum(group.num_missing for group in left))
 
     def go_ahead(
         self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
@@ -110,9 +116,13 @@ class PartialRollout(ScoredRollout):
         """Hold these groups after a training step instead of what was held then."""
         self._held = {step: list(groups)}
 
+    def load(self, step: int, folder: Path, rank: int, num_ranks: int) -> None:
+        """Hold after a training step what the checkpoint in this folder holds (`load_held`)."""
+        self.hold(step, load_held(folder, rank, num_ranks, OpenGroup.of_json))
+
     def _begin(self, task: RolloutTask, call: RolloutCall) -> OpenGroup:
         requests = {request.id: request for request in self._requests(task, call)}
-        return OpenGroup(task.row, call.group(task), call.state.global_step, requests)
+        return OpenGroup(task.row, call.group(task), call.state.global_step, requests, expected=task.expected)
 
     # ------------------------------------------------------------------------------------------------ generation
 
@@ -129,7 +139,7 @@ class PartialRollout(ScoredRollout):
         are; break the rest off. learner: the version of the weights that will train on them. Returns how far all ranks
         were at the end."""
         of = {request: group for group in groups for request in group.requests}
-        requests = [request for group in groups for request in group.remaining()]
+        requests = in_order(groups)
         progress.count(len(requests), "samples")
         handle: Handle | None = None
 
@@ -138,7 +148,7 @@ class PartialRollout(ScoredRollout):
             for group in groups:
                 if group.is_whole:  # it was read from a checkpoint, or the functions are others now
                     self._score(group, call)
-            handle = self._client.submit(self._ordered(requests), call.version)
+            handle = self._client.submit(requests, call.version)
             return standing()
 
         def go_on() -> Standing:
@@ -168,10 +178,6 @@ class PartialRollout(ScoredRollout):
             found = self._agreed(go_on)
         self._agreed(break_off)
         return found
-
-    def _ordered(self, requests: Sequence[RolloutRequest]) -> Sequence[RolloutRequest]:
-        """Return requests in the order in which they should start: what is begun already goes first."""
-        return sorted(requests, key=lambda request: not request.begun.token_ids)
 
     def _take(self, events: Sequence[FinishedSample], of: Mapping[int, OpenGroup], call: RolloutCall) -> None:
         """Take samples that have finished, and have their groups scored once they are whole."""
@@ -205,28 +211,33 @@ class PartialRollout(ScoredRollout):
         futures = [group.scoring for group in groups if group.scoring is not None]
         return self._rewarded(columns, inputs, futures, timings, call)
 
-    # -------------------------------------------------------------------------------------------------- other ranks
-
     def _agreed(self, action: Callable[[], Any]) -> list[Any]:
-        """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
-        KeyboardInterrupt as such."""
-        result, failure = None, None
-        try:
-            result = action()
-        except BaseException as error:
-            if self._client.is_shared:  # the others may wait for this rank's next step; their engine tells them
-                raise
-            failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        outcomes = self._gather((result, told, isinstance(failure, KeyboardInterrupt)))
-        if failure is not None:
-            raise failure
-        if any(is_interrupt for _, _, is_interrupt in outcomes):
-            raise KeyboardInterrupt
-        for rank, (_, theirs, _) in enumerate(outcomes):
-            if theirs is not None:
-                raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
-        return [found for found, _, _ in outcomes]
+        return agreed(action, self._gather, self._client)
+
+
+def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient) -> list[Any]:
+    """Run an action on every rank and return the results of all. If it raises on one, it raises on all, a
+    KeyboardInterrupt as such. client: of the rank's engine.
+
+    Raises PeerFailedError if another rank failed.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except BaseException as error:
+        if client.is_shared:  # the others may wait for this rank's next step; their engine tells them
+            raise
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = gather((result, told, isinstance(failure, KeyboardInterrupt)))
+    if failure is not None:
+        raise failure
+    if any(is_interrupt for _, _, is_interrupt in outcomes):
+        raise KeyboardInterrupt
+    for rank, (_, theirs, _) in enumerate(outcomes):
+        if theirs is not None:
+            raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
+    return [found for found, _, _ in outcomes]
 
 
 def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
@@ -236,13 +247,14 @@ def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
     return False
 
 
-def _metrics(held: Sequence[OpenGroup], num_delivered: int, num_begun: int) -> MetricSums:
-    """Return what this rank holds, beside so many tokens that it delivered, and how many tokens it went on from. How
-    old the tokens of a step are is counted by the update (staleness/...)."""
-    found = MetricSums()
-    found.total("buffer/held_groups", len(held))
-    num_held = sum(group.num_tokens for group in held)
-    found.total("buffer/held_tokens", num_held)
-    found.mean("buffer/held_share", num_held, num_held + num_delivered)
-    found.total("buffer/continued_tokens", num_begun)
+def _metrics(left: Sequence[OpenGroup], num_delivered: int, num_begun: int, *, drops: bool = False) -> MetricSums:
+    """Return what this rank does not deliver, which it holds or drops, beside so many tokens that it delivered, and how
+    many tokens it went on from. How old the tokens of a step are is counted by the update (staleness/...)."""
+    found, what = MetricSums(), "dropped" if drops else "held"
+    num_left = sum(group.num_tokens for group in left)
+    found.total(f"buffer/{what}_groups", len(left))
+    found.total(f"buffer/{what}_tokens", num_left)
+    if not drops:
+        found.mean("buffer/held_share", num_left, num_left + num_delivered)
+        found.total("buffer/continued_tokens", num_begun)
     return found

@@ -36,7 +36,8 @@ POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
 class RolloutReport:
     """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
     numbers of log_metric. retried: as in `RewardResult`. metrics: of the samples themselves. use: of the engine while
-    it generated them; 0 steps = not counted."""
+    it generated them; 0 steps = not counted. num_missing: tokens that may be expected to be generated yet for what the
+    worker holds."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure] = field(default_factory=list)
@@ -44,6 +45,7 @@ class RolloutReport:
     retried: dict[str, tuple[int, str]] = field(default_factory=dict)
     metrics: MetricSums = field(default_factory=MetricSums)
     use: SlotUse = SlotUse()
+    num_missing: int = 0
 
 
 class ScoredRollout:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,12 +29,15 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Ask:
-    """A request of an agent, and the future on its event loop that it awaits."""
+class Ask:
+    """A request of an agent, and the future on its event loop that it awaits. asker: the trajectory that asks; None if
+    nothing is to be known of it. handle: of the request in the engine's client, None while it is not there."""
 
-    handle: Handle
+    request: RolloutRequest
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Completion]
+    asker: TrajectoryTokens | None = None
+    handle: Handle | None = None
 
     def resolve(self, found: Completion | BaseException) -> None:
         """Answer it, from any thread; nothing happens if nobody waits any more."""
@@ -56,7 +60,7 @@ class EngineTurns:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._lock = threading.Lock()
-        self._asks: dict[Handle, _Ask] = {}  # unfinished
+        self._asks: dict[Handle, Ask] = {}  # unfinished
         self._numbers = itertools.count()
         self._loop: LoopThread | None = None
         self._version: int | None = None  # of the rollout under way
@@ -66,8 +70,19 @@ class EngineTurns:
         """Whether a rollout is under way."""
         return self._version is not None
 
-    async def complete(self, request: RolloutRequest) -> Completion:
-        """Answer a request; its id is set here. Once the caller is cancelled, the engine drops it.
+    def seconds(self) -> float:
+        """The clock by which the time of trajectories is limited."""
+        return time.monotonic()
+
+    def enter(self, asker: TrajectoryTokens) -> None:
+        """Note that a trajectory begins."""
+
+    def leave(self, asker: TrajectoryTokens) -> None:
+        """Note that a trajectory has ended, and asks nothing more."""
+
+    async def complete(self, request: RolloutRequest, asker: TrajectoryTokens | None = None) -> Completion:
+        """Answer a request; its id is set here. Once the caller is cancelled, the engine drops it. asker: the
+        trajectory that it belongs to.
 
         Raises TrajectoryEndedError if no rollout is under way, DataError for a request that can never run.
         """
@@ -75,13 +90,19 @@ class EngineTurns:
         with self._lock:
             if self._version is None:
                 raise TrajectoryEndedError("abort")
-            handle = self._client.submit([replace(request, id=next(self._numbers))], self._version)
-            ask = self._asks[handle] = _Ask(handle, loop, loop.create_future())
+            ask = Ask(request, loop, loop.create_future(), asker)
+            handle = self._submit(ask, self._version)
         try:
             return await ask.answer
         except asyncio.CancelledError:
             self._client.cancel(handle)
             raise
+
+    def _submit(self, ask: Ask, version: int) -> Handle:
+        """Queue a request; the lock is held."""
+        ask.handle = handle = self._client.submit([replace(ask.request, id=next(self._numbers))], version)
+        self._asks[handle] = ask
+        return handle
 
     def run(self, main: Callable[[], Coroutine[Any, Any, T]], version: int) -> T:
         """Run a coroutine to its end on the event loop while this thread steps the engine, inside a session of the
@@ -111,25 +132,26 @@ class EngineTurns:
         finally:
             self._close_up(ended)
 
-    def _answer(self) -> None:
-        """Answer those whose requests have finished."""
+    def _answer(self) -> bool:
+        """Answer those whose requests have finished. Returns whether there were any."""
         with self._lock:
-            finished = [ask for handle, ask in self._asks.items() if not handle.num_unfinished]
-            for ask in finished:
-                del self._asks[ask.handle]
-        for ask in finished:
-            for made in ask.handle.take():
+            finished = {handle: ask for handle, ask in self._asks.items() if not handle.num_unfinished}
+            for handle in finished:
+                del self._asks[handle]
+        for handle, ask in finished.items():
+            for made in handle.take():
                 ask.resolve(Completion(made.completion_ids, made.logprobs, made.versions, made.finish_reason))
+        return bool(finished)
 
     def _close_up(self, ended: threading.Event) -> None:
         """Answer nobody any more, and wait until the coroutine and all its tasks have ended. What the client still has
         of them ends with its session."""
         with self._lock:
             self._version = None
-            left = list(self._asks.values())
+            left = dict(self._asks)
             self._asks.clear()
-        for ask in left:
-            self._client.cancel(ask.handle)
+        for handle, ask in left.items():
+            self._client.cancel(handle)
             ask.resolve(TrajectoryEndedError("abort"))
         if not ended.wait(2 * CANCEL_SECONDS) and self._loop is not None:
             logger.warning(
@@ -165,12 +187,19 @@ async def _tidy(main: Callable[[], Coroutine[Any, Any, T]], ended: threading.Eve
 
 class TrajectoryTokens:
     """The TokenSource of one trajectory. call: the rollout that it is part of. seed: of the run. group: of its row;
-    samples of equal prompts in it share keys and values. priority: of two that wait, the lower one goes first."""
+    samples of equal prompts in it share keys and values. priority: of two that wait, the lower one goes first.
+
+    oldest_version: of the weights that have generated for it; None as long as nothing was."""
 
     def __init__(self, turns: EngineTurns, call: RolloutCall, *, seed: int, group: int, priority: int) -> None:
         self._turns, self._call, self._seed, self._group, self._priority = turns, call, seed, group, priority
         self._ended: EndReason | None = None
         self._open: set[asyncio.Task[Completion]] = set()
+        self.oldest_version: int | None = None
+
+    def leave(self) -> None:
+        """Note that the trajectory has ended, with all that follows from it."""
+        self._turns.leave(self)
 
     async def complete(
         self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str], seed_parts: Sequence[int | str]
@@ -186,7 +215,7 @@ class TrajectoryTokens:
             seed=derive_seed(self._seed, self._call.params.seed, self._call.purpose, *seed_parts),
         )
         request = RolloutRequest(0, tuple(prompt_ids), params, group=self._group, priority=self._priority)
-        asking = asyncio.ensure_future(self._turns.complete(request))
+        asking = asyncio.ensure_future(self._turns.complete(request, self))
         self._open.add(asking)
         try:
             return await asking

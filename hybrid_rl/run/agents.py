@@ -18,7 +18,7 @@ from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig, TrainerConfig
-from hybrid_rl.config.algorithm import learns_from_demonstrations
+from hybrid_rl.config.algorithm import learns_from_demonstrations, rollout_ranks
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
@@ -71,10 +71,15 @@ def check_agents(
             f"{' and '.join(names)} make trajectories, but {config.algorithm.name} learns from the dataset's own "
             "completions; choose another algorithm, or leave them out"
         )
-    if isinstance(config.buffer, HeldConfig):
+    if isinstance(config.buffer, HeldConfig) and config.buffer.unfinished == "drop":
         raise ConfigError(
-            f"{' and '.join(names)} make trajectories, which cannot be held between steps yet: leave out "
-            "rollout.partial, rollout.async_level and rollout_ranks"
+            f"{' and '.join(names)} make trajectories, which are held between steps but not dropped; leave out "
+            "buffer.unfinished=drop"
+        )
+    if rollout_ranks(config):
+        raise ConfigError(
+            f"{' and '.join(names)} make trajectories, which ranks that only generate do not make yet; leave out "
+            f"rollout_ranks={rollout_ranks(config)}"
         )
     if config.data.overlong_prompts == "truncate":
         raise ConfigError(

@@ -18,6 +18,7 @@ from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
 from hybrid_rl.config.algorithm import ranks_apart
 from hybrid_rl.config.buffer_keys import HeldConfig
+from hybrid_rl.config.validate import prompts_begun
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
@@ -173,7 +174,7 @@ def notes_of(run: Run) -> list[str]:
     source, config = run.data.train, run.config
     if not isinstance(source, SizedSource) or type(make_sampler(run)) is not PromptSampler:
         return run.data.notes
-    num_unused = len(source) - run.max_steps * config.data.prompts_per_step
+    num_unused = len(source) - run.max_steps * prompts_begun(config)
     if config.max_steps is not None or config.algorithm.max_refills or num_unused <= 0:
         return run.data.notes
     return [
@@ -213,10 +214,11 @@ def _held(config: TrainerConfig) -> dict[str, Any]:
     buffer = config.buffer
     if not isinstance(buffer, HeldConfig):
         return {}
-    assert buffer.oversample is not None and buffer.max_staleness is not None, "resolve() has set them"
+    assert buffer.oversample is not None, "resolve() has set it"
     size = config.data.prompts_per_step
     ahead = config.rollout.async_level * size
-    rule = HoldRule(size, buffer.max_staleness, ahead, buffer.buffer_order)
+    drops = buffer.unfinished == "drop"
+    rule = HoldRule(size, buffer.max_staleness or 0, ahead, buffer.buffer_order, drops=drops)
     return {"hold": rule, "num_extra": ahead + buffer.oversample}
 
 

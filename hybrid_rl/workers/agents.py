@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.plain import PlainText
 from hybrid_rl.config.algorithm import token_rewards_problem
+from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.agentic import AgentRollout
+from hybrid_rl.rollout.held_agents import HeldAgentRollout
 from hybrid_rl.rollout.judged import Encode
+from hybrid_rl.rollout.partial import Gather
 from hybrid_rl.workers.setup import WorkerSetup
 
 
 def agent_rollout(
-    setup: WorkerSetup, client: EngineClient, rewards: RewardRunner, *, encode: Encode, max_length: int
+    setup: WorkerSetup,
+    client: EngineClient,
+    rewards: RewardRunner,
+    gather: Gather,
+    *,
+    encode: Encode,
+    max_length: int,
 ) -> AgentRollout:
-    """Make it from the setup of a worker. encode, max_length: of questions to judges. Raises ConfigError for agents
-    that cannot be used."""
+    """Make it from the setup of a worker. gather: the values of all ranks, by rank; encode, max_length: of questions to
+    judges. Raises ConfigError for agents that cannot be used."""
     config = setup.config
     agents = setup.agents
     assert agents is not None
@@ -29,7 +41,9 @@ def agent_rollout(
         config.agents.max_tool_calling_iterations,
         setup.max_length - config.rollout.max_completion_length,
     )
-    return AgentRollout(
+    is_held = isinstance(config.buffer, HeldConfig)
+    make: Any = partial(HeldAgentRollout, gather=gather) if is_held else AgentRollout
+    made: AgentRollout = make(
         client,
         rewards,
         chat_format(setup),
@@ -44,6 +58,7 @@ def agent_rollout(
         tokenizer=setup.tokenizer,
         turn_rewards_problem=token_rewards_problem(config),
     )
+    return made
 
 
 def chat_format(setup: WorkerSetup) -> ChatFormat:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -35,9 +36,9 @@ from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.handoff.disk import DiskSource, version_folder
 from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.rollout.held import HeldPrompt
-from hybrid_rl.rollout.observed import use_metrics
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.tally import use_metrics
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
@@ -73,7 +74,10 @@ def divided(tasks: list[RolloutTask], call: RolloutCall) -> tuple[list[RolloutTa
     rule = call.hold
     assert rule is not None, "other rollouts have no next batch"
     num_now = max(0, len(tasks) - rule.num_groups)
-    return tasks[:num_now], tasks[num_now:], replace(call, hold=replace(rule, ahead=0))
+    present, next_ = copy(tasks), copy(tasks)  # each is dealt to ranks as all would be
+    present[:] = [task for task in tasks if task.place < num_now]
+    next_[:] = [task for task in tasks if task.place >= num_now]
+    return present, next_, replace(call, hold=replace(rule, ahead=0))
 
 
 @torch.no_grad()

@@ -129,7 +129,7 @@ class HybridWorker(SavingWorker):
         elif setup.agents is None:
             self._rollout = ScoredRollout(self._client, self._rewards, setup.decode, seed=config.seed, **judging)
         else:
-            self._rollout = agent_rollout(setup, self._client, self._rewards, **judging)
+            self._rollout = agent_rollout(setup, self._client, self._rewards, context.gather, **judging)
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
         self._reward_models.check_prompts(setup.first_prompt)

@@ -18,7 +18,8 @@ from hybrid_rl.metrics import now
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.resharding.handoff.disk import write_version
 from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.rollout.held import HeldPrompt, held_text, load_held, save_held, write_held
+from hybrid_rl.rollout.held import HeldPrompt, held_text, save_held, write_held
+from hybrid_rl.rollout.held_agents import HeldAgentRollout
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.workers.base import WorkerBase
@@ -60,7 +61,7 @@ class SavingWorker(WorkerBase):
             if held is not None:
                 for rank, text in enumerate(held if self._context.rank == 0 else ()):
                     write_held(target, rank, text)
-            elif isinstance(self._rollout, PartialRollout):
+            elif isinstance(self._rollout, PartialRollout | HeldAgentRollout):
                 save_held(target, self._context.rank, self._rollout.held(state["global_step"]))
 
         with self.phase(self._cycle.save):
@@ -141,8 +142,8 @@ class SavingWorker(WorkerBase):
     def held_prompts(self, step: int, folder: Path | None = None) -> list[tuple[int, HeldPrompt]]:
         """Return id and prompt of the groups that are held after a training step. folder: of a checkpoint of that step;
         go on with what it holds."""
-        if not isinstance(self._rollout, PartialRollout):
+        if not isinstance(self._rollout, PartialRollout | HeldAgentRollout):
             return []
         if folder is not None:
-            self._rollout.hold(step, load_held(folder, self._context.data_rank, self._context.num_data_ranks))
-        return [(group.group, group.prompt) for group in self._rollout.held(step)]
+            self._rollout.load(step, folder, self._context.data_rank, self._context.num_data_ranks)
+        return [(group.group, group.prompt(self._context.data_rank)) for group in self._rollout.held(step)]

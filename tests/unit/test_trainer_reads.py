@@ -30,6 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
 # hybrid_rl.run.checks makes a reward of; and what is looked at if a model is loaded by name or compared with a module.
 NOT_COUNTED = {"algorithm.name", "controller.backend", "rollout.engine", "max_steps", "rewards.overlong_buffer"}
 NOT_COUNTED |= {"model.trust_remote_code", "model.dtype", "lora.r"}
+NOT_COUNTED |= {"rollout.partial", "rollout.async_level"}
 # Who copies, writes down and checks a configuration reads all of it.
 READERS = ("dataclasses", "copy", "pickle", "cloudpickle", "hybrid_rl.config", "hybrid_rl.run.checks")
 

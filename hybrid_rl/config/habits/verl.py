@@ -237,7 +237,9 @@ VERL = tuple(
             f"{_ROLLOUT}.expert_parallel_size {_ROLLOUT}.data_parallel_size": (
                 "every replica of the engine holds the whole model; set tensor_parallel_size to spread it"
             ),
-            f"{_ROLLOUT}.over_sample_rate": "every prompt that was begun is finished; set max_refills for other groups",
+            f"{_ROLLOUT}.over_sample_rate": (
+                "set partial=true and unfinished=drop, and oversample to a number of prompts"
+            ),
             f"{_ROLLOUT}.enable_rollout_routing_replay router_replay.*": "routes of experts are not replayed",
             f"{_ROLLOUT}.quantization {_ROLLOUT}.quantization_config_file": "engines hold the trainer's own weights",
             f"mtp.* tiled_mlp.* {_ROLLOUT}.mtp": "models run as transformers defines them",

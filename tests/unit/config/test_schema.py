@@ -74,14 +74,14 @@ def test_leaf_names_are_unique() -> None:
 
 
 def test_few_keys() -> None:
-    """Fewer than 125 where one process does everything; many ranks and vLLM bring keys of their own.
+    """Fewer than 129 where one process does everything; many ranks and vLLM bring keys of their own.
 
     One process has nothing to shard: keys of fsdp are errors there, and are counted with those of many ranks."""
     many = {}
     for given in ALGORITHMS:
         is_alone = given["rollout"] != "vllm" and given["controller"] == "local"
         leaves = [path for path in visible_leaves(members(given)) if not (is_alone and path.startswith("fsdp."))]
-        if not 0 < len(leaves) < (127 if is_alone else 147):
+        if not 0 < len(leaves) < (129 if is_alone else 150):
             many[str(given)] = len(leaves)
     assert not many
 
@@ -124,9 +124,10 @@ def _read_names() -> set[str]:
 
 
 def test_every_key_is_read_somewhere() -> None:
-    """Tags are read by choosing a class."""
+    """Tags are read by choosing a class, and rollout.partial by choosing the section `buffer`, which then says what a
+    step holds."""
     names = _read_names()
-    unread = {path for path in LEAVES if leaf_name(path) not in names} - TAGS
+    unread = {path for path in LEAVES if leaf_name(path) not in names} - TAGS - {"rollout.partial"}
     assert not unread
 
 

@@ -26,9 +26,9 @@ from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import RewardResult
-from hybrid_rl.rollout import partial, scored
+from hybrid_rl.rollout import held_agents, partial, scored
 from hybrid_rl.rollout.collector import Collector, StepPlan
-from hybrid_rl.rollout.held import HoldRule, load_held, save_held
+from hybrid_rl.rollout.held import HoldRule, save_held
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.workers.hybrid import HybridWorker
 
@@ -156,7 +156,7 @@ class Lengths:
     """In the place of reward functions: the length of a completion, and the step that a function was told."""
 
     names = ("length",)
-    entries: Any = SimpleNamespace(judges=(), models=(), names=names)
+    entries: Any = SimpleNamespace(judges=(), models=(), names=names, given={})
     score_by = "group"
     is_dense = False
 
@@ -165,7 +165,7 @@ class Lengths:
         future.set_result([(0, (one.key, len(one.completion_ids) + state.global_step / 64)) for one in inputs])
         return future
 
-    def join(self, inputs: Sequence[Any], parts: Sequence[tuple[int, Any]]) -> RewardResult:
+    def join(self, inputs: Sequence[Any], parts: Sequence[tuple[int, Any]], failed: Any = ()) -> RewardResult:
         values = dict(value for _, value in parts)
         rewards = np.array([values[one.key] for one in inputs], dtype=np.float64)
         keys = [one.key for one in inputs]
@@ -210,10 +210,13 @@ class Setting:
     slots: int
     max_num_waiting: int
     is_shared: bool = False
+    drops: bool = False
 
     @property
     def rule(self) -> HoldRule:
-        return HoldRule(self.num_prompts, self.max_staleness, self.ahead, self.order, self.check_steps)
+        return HoldRule(
+            self.num_prompts, self.max_staleness, self.ahead, self.order, self.check_steps, drops=self.drops
+        )
 
 
 @dataclass
@@ -236,7 +239,7 @@ class Run:
     def _start(self, num_ranks: int) -> None:
         setting, self.num_ranks = self.setting, num_ranks
         outer, inner = Exchange(num_ranks), Exchange(num_ranks)
-        self.engines, self.ranks = list[KnownEngine](), list[PartialRollout]()
+        self.engines, self.ranks = list[KnownEngine](), list[Any]()
         for rank in range(num_ranks):
             engine = KnownEngine(setting.slots, setting.max_num_waiting, self.script, rank)
             together: Any = {
@@ -246,12 +249,8 @@ class Run:
             }
             is_shared = setting.is_shared and num_ranks > 1
             coordinator = Coordinator(rank=rank, num_ranks=num_ranks, **together) if is_shared else None
-            rewards: Any = Lengths()
-            client = EngineClient(engine, coordinator=coordinator)
             self.engines.append(engine)
-            self.ranks.append(
-                PartialRollout(client, rewards, lambda ids: str(len(ids)), seed=7, gather=outer.of_rank(rank))
-            )
+            self.ranks.append(self._rank(EngineClient(engine, coordinator=coordinator), outer.of_rank(rank)))
         sampler: Any = self.prompts
         plan = StepPlan(
             sampler,
@@ -263,6 +262,10 @@ class Run:
         )
         workers: Any = self
         self.collector = Collector(workers, ["length"], plan, max_failure_share=1.0, success=None)
+
+    def _rank(self, client: EngineClient, gather: Callable[[Any], list[Any]]) -> Any:
+        rewards: Any = Lengths()
+        return PartialRollout(client, rewards, lambda ids: str(len(ids)), seed=7, gather=gather)
 
     def rollout(self, *args: Any) -> Any:
         """Call the ranks as the worker group does."""
@@ -334,8 +337,12 @@ class Run:
         self.script.engine_steps, self.script.looks = {}, {}
         self._start(num_ranks or self.num_ranks)
         for rank, rollout in enumerate(self.ranks):
-            rollout.hold(self.step, load_held(self.folder, rank, self.num_ranks))
-        held = {group.group: group.prompt for rollout in self.ranks for group in rollout.held(self.step)}
+            rollout.load(self.step, self.folder, rank, self.num_ranks)
+        held = {
+            group.group: group.prompt(rank)
+            for rank, rollout in enumerate(self.ranks)
+            for group in rollout.held(self.step)
+        }
         self.collector.load_state_dict(state, held, self.step)
 
     def _checked(self, batch: Batch) -> Step:
@@ -364,11 +371,16 @@ class Run:
         """Nothing is lost and nothing used twice: what was trained on and what is held is what was begun."""
         used = [prompt for step in self.steps for prompt in {prompt for prompt, _ in step.samples}]
         held = [group.row.index for rollout in self.ranks for group in rollout.held(self.step)]
+        if self.setting.drops:
+            size = self.setting.num_prompts + self.setting.oversample
+            assert len({*used}) == len(used) and not held and self.prompts.position == size * len(self.steps)
+            assert all(prompt // size == step for step, one in enumerate(self.steps) for prompt, _ in one.samples)
+            return
         assert sorted(used + held) == list(range(self.prompts.position))
         assert len(held) == self.setting.ahead + self.setting.oversample
 
 
 def listen(monkeypatch: Any, runs: Callable[[], Script]) -> None:
     """Let ranks ask the script of the present run whether they are interrupted."""
-    for module in (partial, scored):
+    for module in (partial, scored, held_agents):
         monkeypatch.setattr(module, "interrupt_requested", lambda: runs().interrupt_requested())

@@ -14,8 +14,9 @@ from hybrid_rl.controller.exchange import collect, cut
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams, SlotUse
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.collector import Collected, StepPlan, replay
+from hybrid_rl.rollout.collector import StepPlan, replay
 from hybrid_rl.rollout.scored import ScoredRollout
+from hybrid_rl.rollout.tally import Collected
 from hybrid_rl.workers.hybrid import HybridWorker
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)

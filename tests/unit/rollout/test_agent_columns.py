@@ -76,7 +76,7 @@ REWRITTEN = [user("plan"), said("shorter"), user("go on")]
 )
 def test_rewards_see_the_main_conversation(prompts: Any, main: Any, turns: Any, forks: int) -> None:
     attempt = attempt_of(prompts, ["a0", "a1", "a2"], PLAN)
-    seen = reward_input(attempt, CALL, decode)
+    seen = reward_input(attempt, decode)
     assert (seen.prompt, seen.completion) == (PLAN, main)
     assert text_of(seen.completion_ids).endswith(main[-1]["content"] + "</s>")
     columns = trajectory_columns([attempt], CALL, decode)

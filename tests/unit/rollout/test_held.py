@@ -137,10 +137,10 @@ def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):
     kept.take(FinishedSample(7, [6], [-0.3], [1], "abort"))
     save_held(tmp_path, 0, [group(11), kept])
     save_held(tmp_path, 1, [group(10)])
-    found = load_held(tmp_path, 0, 2)[1]
+    found = load_held(tmp_path, 0, 2, OpenGroup.of_json)[1]
     assert vars(found) == vars(kept)
     assert [request.begun for request in found.remaining()] == [Beginning((6,), (-0.3,), (1,))]
     # As many ranks read what they wrote, in its order; others deal all groups out.
-    assert [[one.group for one in load_held(tmp_path, rank, 2)] for rank in range(2)] == [[11, 9], [10]]
-    assert [[one.group for one in load_held(tmp_path, rank, 3)] for rank in range(3)] == [[9], [10], [11]]
-    assert [one.group for one in load_held(tmp_path, 0, 1)] == [9, 10, 11]
+    shares = [[load_held(tmp_path, rank, ranks, OpenGroup.of_json) for rank in range(ranks)] for ranks in (2, 3, 1)]
+    ids = [[[one.group for one in share] for share in of_ranks] for of_ranks in shares]
+    assert ids == [[[11, 9], [10]], [[9], [10], [11]], [[9, 10, 11]]]

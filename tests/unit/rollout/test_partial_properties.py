@@ -21,18 +21,20 @@ def setting_of(rng: random.Random) -> Setting:
     ahead = num_prompts * rng.randint(0, 1)
     oversample = rng.randint(0 if ahead else 1, 2 * num_prompts)
     least = ahead // num_prompts + -(-oversample // num_prompts)
+    drops = not ahead and rng.random() < 0.2
     return Setting(
         num_prompts,
         rng.randint(1, 3),
         ahead,
         oversample,
-        least + rng.choice((0, 0, 1, 3)),
-        "fifo" if ahead else rng.choice(("fifo", "freshest")),
+        0 if drops else least + rng.choice((0, 0, 1, 3)),
+        "fifo" if ahead or drops else rng.choice(("fifo", "freshest")),
         check_steps=rng.choice((1, 2, 8)),
         num_ranks=rng.randint(1, 4),
         slots=rng.randint(1, 8),
         max_num_waiting=rng.choice((4, 100)),
         is_shared=rng.random() < 0.3,
+        drops=drops,
     )
 
 

@@ -134,6 +134,33 @@ def test_a_replayed_run_learns_what_the_recorded_one_learned(make):
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(replayed).items())
 
 
+def test_a_run_that_drops_has_no_old_token_and_resumes_and_replays_to_the_bit(make):
+    """Over two epochs: in the second, prompts start in the order of the lengths of the first."""
+    keys = {"unfinished": "drop", "oversample": 2, "max_steps": 4, "rows": sums(8)}
+    whole = make("whole", save_rollouts=True, **keys)
+    whole.fit()
+    lines = read_jsonl(whole.run_folder / "metrics.jsonl")[1:]
+    assert [line["epoch"] for line in lines] == [0.5, 1.0, 1.5, 2.0]
+    for line in lines:
+        assert line["staleness/mean_age"] == 0 and line["buffer/dropped_groups"] == 2
+        assert line["buffer/dropped_tokens"] > 0
+    broken = make("broken", save_steps=1, **keys)
+    for _ in range(3):
+        broken.step()
+    broken.close()
+    resumed = make("broken", save_steps=1, resume="auto", **keys)
+    assert len(resumed.collector._lengths.state_dict(3)) > 2
+    resumed.fit()
+    replayed = make("replayed", mode="train", rollouts_path=str(whole.run_folder / "rollouts"), **keys)
+    replayed.fit()
+    assert [line["epoch"] for line in read_jsonl(replayed.run_folder / "metrics.jsonl")[1:]] == [0.5, 1.0, 1.5, 2.0]
+    texts = [(trainer.run_folder / "samples.jsonl").read_text() for trainer in (whole, resumed)]
+    assert texts[0] == texts[1] and texts[0].count("\n") == 16
+    theirs = weights_of(whole)
+    for trainer in (resumed, replayed):
+        assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(trainer).items())
+
+
 def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
     trainer = make(oversample=2, save_steps=1)
     trainer.step()
@@ -153,6 +180,7 @@ def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
     saved = tmp_path / "runs" / "run" / "checkpoint-1"
     for refusal, match in (
         ({"rollout.partial": False}, r"the checkpoint holds 2 groups of samples .* would lose: resume with"),
+        ({"unfinished": "drop"}, r"would lose: resume with .* and without unfinished=drop"),
         ({"temperature": 0.5, "oversample": 2}, r"temperature=0.5 cannot be joined"),
         ({"prompts_per_step": 1, "oversample": 1}, r"max_staleness=1 is too small for the 2 groups .* to at least 2"),
     ):

@@ -125,7 +125,7 @@ def test_requests_carry_what_the_noise_depends_on():
     asked = []
 
     class Turns:
-        async def complete(self, request):
+        async def complete(self, request, asker):
             asked.append(request)
 
     params = SamplingParams(9, temperature=0.5, stop_token_ids=(7,), stop_strings=("a",), seed=2)

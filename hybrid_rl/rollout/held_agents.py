@@ -1,0 +1,292 @@
+"""Agents in partial rollouts: trajectories that are not finished at the end of a step stay alive until the next one.
+
+Coroutines, tools and environments of a trajectory go on where they are; only what the engine was generating is broken
+off, and asked for again under the new weights. Nothing but its prompt can be kept of a trajectory once its coroutine is
+gone: a resumed run, and a step that was taken back, begin it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.batch import Batch
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.errors import CheckpointError
+from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.process import progress
+from hybrid_rl.process.interrupts import interrupt_requested
+from hybrid_rl.rewards import RewardRunner, TrainerState
+from hybrid_rl.rollout.agent_columns import agent_metrics
+from hybrid_rl.rollout.agentic import AgentRollout
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.episodes import Episodes, Room
+from hybrid_rl.rollout.held import HeldPrompt, HoldRule, Standing, load_held
+from hybrid_rl.rollout.held_turns import HeldTurns
+from hybrid_rl.rollout.partial import Gather, agreed
+from hybrid_rl.rollout.scored import POLL_SECONDS, RolloutReport
+
+logger = logging.getLogger("hybrid_rl")
+
+
+@dataclass(eq=False)
+class AgentGroup:
+    """The trajectories of one prompt. call: the rollout that began them. episodes, running: while they are alive;
+    is_whole: whether all had ended when `look` was called last."""
+
+    task: RolloutTask
+    call: RolloutCall
+    episodes: Episodes | None = None
+    running: Future[None] | None = None
+    is_whole: bool = False
+
+    @property
+    def group(self) -> int:
+        """Its id."""
+        return self.call.group(self.task)
+
+    @property
+    def row(self) -> PromptRow:
+        """Its prompt."""
+        return self.task.row
+
+    @property
+    def born(self) -> int:
+        """The training step that began it first."""
+        return self.call.state.global_step
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the weights that made its oldest token; None if it has none."""
+        asked = [] if self.episodes is None else self.episodes.asked
+        return min((tokens.oldest_version for tokens in asked if tokens.oldest_version is not None), default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the policy in answers that are complete."""
+        attempts = [] if self.episodes is None else self.episodes.attempts
+        return sum(sum(sample.mask) for attempt in attempts for sample in attempt.trajectory.samples)
+
+    def prompt(self, data_rank: int) -> HeldPrompt:
+        """Return what the driver knows of it. data_rank: which of the ranks that have samples of their own holds it."""
+        call = self.call
+        return HeldPrompt(self.row, call.num_generations, call.params.temperature, self.oldest_version, data_rank)
+
+    def look(self) -> None:
+        """Note whether it is whole. Raises what ended its coroutines."""
+        if self.episodes is not None and self.running is not None:
+            if self.running.done():
+                self.running.result()
+            self.is_whole = self.episodes.is_made
+
+    def end(self) -> None:
+        """Forget its trajectories, which have ended."""
+        self.episodes, self.running, self.is_whole = None, None, False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what it takes to begin it again, in what JSON can hold exactly."""
+        call = {name: value for name, value in dataclasses.asdict(self.call).items() if name != "hold"}
+        return {"place": self.task.place, "row": dataclasses.asdict(self.row), "call": call}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> AgentGroup:
+        """Make the group that `to_json` described. Raises CheckpointError for anything else."""
+        try:
+            row, call = dict(found["row"]), dict(found["call"])
+            row["prompt_ids"] = tuple(row["prompt_ids"])
+            params = dict(call["params"])
+            for name in ("stop_token_ids", "stop_strings"):
+                params[name] = tuple(params[name])
+            call["params"], call["state"] = SamplingParams(**params), TrainerState(**call["state"])
+            return cls(RolloutTask(int(found["place"]), PromptRow(**row)), RolloutCall(**call))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"a held group of trajectories is damaged, or was written by a run without tools, environments and "
+                f"agents: {type(error).__name__}: {error}"
+            ) from error
+
+
+class HeldAgentRollout(AgentRollout):
+    """Makes the samples of training steps from trajectories that may have been begun in earlier ones. Rollouts without
+    a HoldRule (evaluation, generate) run to their end, in what room the held trajectories leave.
+
+    gather: the values of all ranks, by rank. The other arguments are those of AgentRollout.
+    """
+
+    def __init__(self, client: EngineClient, *arguments: Any, gather: Gather, **named: Any) -> None:
+        self._held: dict[int, list[AgentGroup]] = {}  # by the step after which they are held
+        self._alive_after: int | None = None  # the step after which trajectories that are alive are held
+        self._held_turns, self._room = HeldTurns(client), Room(1)
+        self._is_told = False
+        super().__init__(client, *arguments, **named)
+        self._gather = gather
+
+    def score_with(self, rewards: RewardRunner | None) -> None:
+        """Score with these functions from now on. What is held begins again: environments of what was scored have
+        served others since."""
+        super().score_with(rewards)
+        self._release()
+
+    def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        """Return the samples of the groups of this step that this rank has made. Collective over all ranks if some are
+        held. Raises KeyboardInterrupt on all ranks if an interrupt was requested on one.
+
+        After an error nothing is alive: what was held begins again.
+        """
+        if call.hold is None:
+            return super().run(tasks, call)
+        try:
+            return self._run_held(tasks, call, call.hold)
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def _max_open(self) -> int:
+        return max(1, self._settings.max_open - self._room.num_open)
+
+    def held(self, step: int) -> list[AgentGroup]:
+        """Return the groups that are held after a training step."""
+        return self._held.get(step, [])
+
+    def hold(self, step: int, groups: Sequence[AgentGroup]) -> None:
+        """Hold these groups after a training step instead of what was held then; they begin again."""
+        self._release()
+        self._held = {step: list(groups)}
+
+    def load(self, step: int, folder: Path, rank: int, num_ranks: int) -> None:
+        """Hold after a training step what the checkpoint in this folder holds (`load_held`)."""
+        self.hold(step, load_held(folder, rank, num_ranks, AgentGroup.of_json))
+
+    def close(self) -> None:
+        """Cancel what is held, then close the agent and the event loops; idempotent."""
+        self._release()
+        super().close()
+
+    def _release(self) -> None:
+        """Cancel everything that is alive. Environments are given back."""
+        self._held_turns.release()
+        self._alive_after = None
+        for group in (group for groups in self._held.values() for group in groups):
+            group.end()
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def _run_held(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
+        step, timings, turns = call.state.global_step, Timings(), self._held_turns
+        before = self._client.stats()
+        groups, metrics = self._taken_up(step - 1)
+        born = dataclasses.replace(call, hold=None)
+        groups += [AgentGroup(task, born) for task in tasks]
+        with self._client.session():
+            with timings.measure("rollout"), turns.rollout(call.version):
+                metrics.total("buffer/continued_tokens", turns.num_begun)
+                self._generate(groups, rule, call)
+            keys = [rule.key(group, call.version) for group in groups if group.is_whole]
+            everywhere = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
+            all_keys = [key for of_rank, _ in everywhere for key in of_rank]
+            taken = rule.chosen(all_keys, [standing for _, standing in everywhere], call.version)
+            mine = [group for group in groups if group.group in taken]
+            left = [group for group in groups if group.group not in taken]
+            metrics.total("buffer/held_groups", len(left))
+            metrics.total("buffer/held_tokens", turns.num_begun + sum(group.num_tokens for group in left))
+            made = [group.episodes for group in mine if group.episodes is not None]
+            with timings.measure("reward"), progress.doing("rewards"):
+                _wait([group.running for group in mine if group.running is not None])
+            attempts = [attempt for episodes in made for attempt in episodes.attempts]
+            agents = agent_metrics(attempts, before, self._client.stats(), self._room.most_open)
+            batch, report = self._delivered(made, call, timings, agents)
+        report.metrics.merge(metrics)
+        for group in mine:
+            group.end()
+        self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
+        self._alive_after = step
+        return batch, report
+
+    def _taken_up(self, step: int) -> tuple[list[AgentGroup], MetricSums]:
+        """Return what is held after a step, with how much of it begins again."""
+        if self._alive_after != step:
+            self._release()
+        if self._alive_after is None:
+            self._room = Room(self._settings.max_open)
+        self._room.most_open = self._room.num_open
+        held = self.held(step)
+        again = sum(group.call.num_generations for group in held if group.episodes is None)
+        if again and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "trajectories that were held between steps begin again from their prompts (%d now; "
+                "buffer/restarted_trajectories counts them): what they were doing is gone after a resume, an interrupt "
+                "or an error, and when other reward functions are set",
+                again,
+            )
+        metrics = MetricSums()
+        metrics.total("buffer/restarted_trajectories", again)
+        return [AgentGroup(one.task, one.call) if one.episodes is None else one for one in held], metrics
+
+    def _generate(self, groups: Sequence[AgentGroup], rule: HoldRule, call: RolloutCall) -> None:
+        """Let trajectories go on until enough groups are whole on all ranks, and break the rest off."""
+        turns, num_done = self._held_turns, 0
+        progress.count(sum(group.call.num_generations for group in groups if not group.is_whole), "trajectories")
+
+        def begin() -> Standing:
+            for group in groups:
+                self._begun(group).state = call.state
+            turns.settle()
+            return standing()
+
+        def go_on() -> Standing:
+            for _ in range(rule.check_steps):
+                turns.step()
+                if turns.is_idle and not self._client.is_shared:
+                    break
+            return standing()
+
+        def standing() -> Standing:
+            nonlocal num_done
+            before, num_done = num_done, sum(len(group.episodes.inputs) for group in groups if group.episodes)
+            progress.advance(num_done - before if before else 0)
+            for group in groups:
+                group.look()
+            return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
+
+        def break_off() -> None:
+            turns.suspend()
+            for group in groups:
+                group.look()
+
+        found = self._agreed(begin)
+        while not rule.is_over(found, call.version):
+            if any(of_rank.is_interrupted for of_rank in found):
+                raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
+            found = self._agreed(go_on)
+        self._agreed(break_off)
+
+    def _begun(self, group: AgentGroup) -> Episodes:
+        """Return the trajectories of a group, which are begun unless they are alive."""
+        if group.episodes is None:
+            options: Any = {"max_submissions": 1, "advance": lambda: None}
+            group.episodes = self._episodes([group.task], group.call, self._held_turns, self._room, **options)
+            group.running = self._held_turns.start(group.episodes.run)
+        return group.episodes
+
+    def _agreed(self, action: Callable[[], Any]) -> list[Any]:
+        return agreed(action, self._gather, self._client)
+
+
+def _wait(running: Sequence[Future[None]]) -> None:
+    """Wait until groups are scored. A reward may take long: an interrupt is seen meanwhile."""
+    waiting = set(running)
+    while waiting:
+        if interrupt_requested():
+            raise KeyboardInterrupt
+        _, waiting = wait(waiting, timeout=POLL_SECONDS)
+    for future in running:
+        future.result()

@@ -1,0 +1,114 @@
+"""What is counted while a batch is collected: failures, timings, how full the engine was, and what functions logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hybrid_rl.batch import AnyBatch, SampleKey, Trajectories
+from hybrid_rl.engines.base import SlotUse
+from hybrid_rl.errors import AgentError
+from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.rewards import RewardFailure, check_failure_share, check_not_ended, format_failures
+from hybrid_rl.rollout.call import RolloutCall
+from hybrid_rl.rollout.lengths import length_metrics
+from hybrid_rl.rollout.scored import RolloutReport
+
+logger = logging.getLogger("hybrid_rl")
+
+GREEDY = "/greedy"  # ends the purpose of a baseline's rollout
+
+
+@dataclass
+class Collected:
+    """A batch with the timings and metrics of its collection. timings: of the slowest rank; metrics: of the batch, and
+    under `collect/` of everything that was rolled out for it; logged: means of what reward functions gave to
+    log_metric."""
+
+    batch: AnyBatch
+    timings: Timings
+    metrics: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
+
+
+class Tally:
+    """The failures, timings and logged numbers of one collection so far. first_id: its smallest trajectory id; reports
+    count from there."""
+
+    def __init__(self, max_failure_share: float, first_id: int) -> None:
+        self._max_failure_share = max_failure_share
+        self._first_id = first_id
+        self._num_samples = self._num_failed = self._num_retried = 0
+        self._failures: list[RewardFailure] = []
+        self._timings = Timings()
+        self._logged, self._metrics = MetricSums(), MetricSums()
+        self._uses: list[SlotUse] = []
+
+    def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
+        """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
+        which a reward function ends the run."""
+        for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
+            self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        self._uses.append(SlotUse.of_ranks([report.use for report in reports]))
+        if not call.purpose.endswith(GREEDY):
+            for report in reports:
+                self._metrics.merge(report.metrics)
+        failures = [
+            replace(failure, key=SampleKey(failure.key.trajectory - self._first_id, failure.key.turn))
+            for report in reports
+            for failure in report.failures
+        ]
+        check_not_ended(failures, call.state.global_step)
+        if not call.is_scored:
+            if failures and len(failures) == len(Trajectories.of(batch).first):
+                raise AgentError(
+                    f"{call.purpose}: every trajectory failed; rows may lack columns that the agent or its environment "
+                    f"needs\n{format_failures(failures)}"
+                )
+            if failures:
+                logger.warning("%s: %s", call.purpose, format_failures(failures))
+            return
+        self._num_retried += sum(number for report in reports for number, _ in report.retried.values())
+        rewards = batch["rewards"][Trajectories.of(batch).first]
+        num_failed = int(rewards.isnan().sum())
+        self._failures += failures
+        self._num_failed += num_failed
+        self._num_samples += len(rewards)
+        check_failure_share(
+            self._num_failed, self._num_samples, self._failures, self._max_failure_share, call.state.global_step
+        )
+        if failures:
+            logger.warning(
+                "%s: %s no reward and %s masked\n%s",
+                *(call.purpose, "1 sample has" if num_failed == 1 else f"{num_failed} samples have"),
+                *("is" if num_failed == 1 else "are", format_failures(failures)),
+            )
+        if not call.purpose.endswith(GREEDY):  # what functions log is of the policy's own samples
+            for report in reports:
+                self._logged.merge(report.logged)
+
+    def use(self) -> dict[str, float]:
+        """Return how full the engine was."""
+        return use_metrics(self._uses)
+
+    def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
+        """Return the batch with all timings and metrics."""
+        if "rewards/num_failed" in metrics:
+            metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
+        metrics = length_metrics(batch) | self._metrics.result() | metrics
+        return Collected(batch, self._timings, metrics, self._logged.result())
+
+
+def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
+    """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
+    not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
+    others."""
+    num_places = sum(use.num_steps * use.num_slots for use in uses)
+    if not num_places:
+        return {}
+    num_tokens = sum(use.num_tokens for use in uses)
+    return {
+        "engine/steps": float(sum(use.num_steps for use in uses)),
+        "engine/idle_share": 1 - num_tokens / num_places,
+    }

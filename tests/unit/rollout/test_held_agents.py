@@ -1,0 +1,129 @@
+"""Trajectories that are held between steps: nothing lost or twice under random schedules, versions of every token those
+of the weights, environments given back; and which of it can be repeated."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl.errors import PeerFailedError
+from hybrid_rl.rollout import held_turns
+from tests.unit.rollout.holding import RankFailedError, Script, Setting, listen
+from tests.unit.rollout.holding_agents import AgentRun, Environments, sleepy
+
+NUM_STEPS = 4
+BROKEN_OFF = (KeyboardInterrupt, RankFailedError, PeerFailedError)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert not [thread for thread in set(threading.enumerate()) - before if "agents" in thread.name]
+
+
+def setting_of(rng: random.Random) -> Setting:
+    num_prompts = rng.randint(1, 3)
+    ahead = num_prompts * rng.randint(0, 1)
+    oversample = rng.randint(0 if ahead else 1, 2 * num_prompts)
+    least = ahead // num_prompts + -(-oversample // num_prompts)
+    return Setting(
+        num_prompts,
+        rng.randint(1, 3),
+        ahead,
+        oversample,
+        least + rng.choice((0, 0, 1)),
+        "fifo" if ahead else rng.choice(("fifo", "freshest")),
+        check_steps=rng.choice((1, 2, 8)),
+        num_ranks=rng.randint(1, 3),
+        slots=rng.randint(1, 8),
+        max_num_waiting=rng.choice((4, 100)),
+        is_shared=rng.random() < 0.3,
+    )
+
+
+def play(seed: int, folder: Path, scripts: list[Script]) -> None:
+    """A run that is interrupted, fails and is killed at random, with tools that take time."""
+    rng = random.Random(seed)
+    setting, environments = setting_of(rng), Environments(sleepy(seed, 0.004))
+    most = rng.choice((None, 1, 3))
+    run = AgentRun(setting, folder, environments=environments, keys={"max_open_trajectories": most})
+    scripts[:] = [run.script]
+    run.save()
+    while run.step < NUM_STEPS:
+        chance, rank = rng.random(), rng.randrange(run.num_ranks)
+        if chance < 0.25:
+            run.script.looks = {rank: rng.randint(1, 12)}
+        elif chance < 0.4 and not setting.is_shared:
+            run.script.engine_steps = {rank: rng.randint(1, 30)}
+        is_scored = rng.random() > 0.15
+        try:
+            run.one_step(scores=is_scored)
+        except BROKEN_OFF:
+            run.script.looks, run.script.engine_steps = {}, {}
+            if is_scored:
+                assert environments.num_rented == environments.num_open == 0  # nothing is alive after an error
+            if rng.random() < 0.4:
+                run.kill(rng.randint(1, 3))
+                scripts[:] = [run.script]
+            continue
+        run.script.looks, run.script.engine_steps = {}, {}
+        run.check_prompts()
+        if rng.random() < 0.3:
+            run.evaluate()
+        if rng.random() < 0.6:
+            run.save()
+    run.close()
+    assert environments.num_rented == environments.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(8), id="8"),
+        pytest.param(range(8, 2000), id="2000", marks=[pytest.mark.sweep, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_random_schedules_lose_nothing_use_nothing_twice_and_keep_the_bound(seeds, tmp_path, monkeypatch):
+    scripts: list[Script] = []
+    listen(monkeypatch, lambda: scripts[0])
+    monkeypatch.setattr(held_turns, "PATIENCE_SECONDS", 0.001)
+    for seed in seeds:
+        try:
+            play(seed, tmp_path / str(seed), scripts)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {setting_of(random.Random(seed))}")
+            raise
+
+
+@pytest.mark.parametrize(("ahead", "num_ranks"), [(0, 1), (0, 2), (2, 2)])
+def test_with_instant_tools_a_run_repeats_itself(ahead, num_ranks, tmp_path):
+    """Samples, versions and order; in turns and between them, trajectories were held."""
+    setting = Setting(2, 2, ahead, 3, 2 + ahead // 2, "fifo", 2, num_ranks, 3, 100)
+    made: list[Any] = []
+    for name in "ab":
+        run = AgentRun(setting, tmp_path / name, environments=Environments())
+        for _ in range(4):
+            run.one_step()
+        run.close()
+        made.append(run.steps)
+        assert run.num_broken_turns >= 2 and run.num_others >= 1
+    assert made[0] == made[1]
+
+
+def test_held_trajectories_leave_room_for_the_others(tmp_path):
+    """At most four are under way at once, also while held ones stand beside those of an evaluation."""
+    setting = Setting(2, 2, 0, 2, 1, "fifo", 2, 1, 8, 100)
+    environments = Environments()
+    run = AgentRun(setting, tmp_path, environments=environments, keys={"max_open_trajectories": 4})
+    held = []
+    for _ in range(4):
+        run.one_step()
+        held.append(environments.num_open)
+        run.evaluate()
+    run.close()
+    assert max(held) > 0 and environments.most_open == 4

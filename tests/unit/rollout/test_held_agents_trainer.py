@@ -1,0 +1,206 @@
+"""Trajectories that are held between the steps of whole runs: versions of their tokens, a run that is interrupted or
+resumed, environments, and endpoints of agents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rl import Trainer
+from hybrid_rl.errors import CheckpointError
+from hybrid_rl.logging.report import read_jsonl
+from tests.callers import build_policy
+from tests.no_pictures import draw_nothing
+from tests.replayed import gaps_by_version
+from tests.tiny import spread
+
+pytestmark = pytest.mark.slow  # the file as a whole
+
+CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3}), ("add", {"a": "x", "b": 1})]
+KEYS: dict[str, Any] = {
+    "max_steps": 4,
+    "prompts_per_step": 2,
+    "num_generations": 2,
+    "max_completion_length": 60,
+    "max_prompt_length": 60,
+    "max_tool_calling_iterations": 3,
+    "learning_rate": 1e-2,
+    "log_completions": 0,
+    "rollout.partial": True,
+    "oversample": 3,
+}
+ROWS = [{"prompt": [{"role": "user", "content": str(number)}], "number": number} for number in range(40)]
+
+
+class Sums:
+    """An environment whose sums take their time now and then."""
+
+    every: list[Sums] = []
+    num_open = num_closed = 0
+
+    def __init__(self) -> None:
+        Sums.every.append(self)
+        self.number: int | None = None
+
+    def reset(self, number: int, **row: Any) -> None:
+        assert self.number is None, "another trajectory still acts on this one"
+        self.number, self.num_sums = number, 0
+
+    async def add(self, a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: the other
+        """
+        self.num_sums += 1
+        await asyncio.sleep(0.02 * ((self.number or 0) % 3 == 0))
+        return a + b
+
+    def get_reward(self) -> float:
+        self.number, was = None, self.number
+        assert was is not None
+        return self.num_sums / 4 + was / 64
+
+    def close(self) -> None:
+        Sums.num_closed += 1
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    draw_nothing(monkeypatch)
+    Sums.every, Sums.num_closed = [], 0
+    made: list[Trainer] = []
+
+    def make(folder: str = "runs", reward_funcs: Any = spread, **keys: Any) -> Trainer:
+        keys = {**KEYS, "output_dir": str(tmp_path / folder), "run_name": "run", **keys}
+        if not {"rollout_func", "agent"} & {*keys}:
+            keys["environment_factory"] = Sums
+        else:
+            keys["max_tool_calling_iterations"] = None
+        model, tokenizer = build_policy(CALLS)
+        made.append(Trainer(model, reward_funcs, ROWS, tokenizer=tokenizer, **keys))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
+
+
+def numbers_of(batch: Any) -> list[int]:
+    groups = dict(zip(batch["group"].tolist(), (row["number"] for row in batch["row"]), strict=True))
+    return list(groups.values())
+
+
+def held_of(trainer: Trainer, step: int) -> list[int]:
+    return [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(step).values()]
+
+
+def own_loop() -> Any:
+    async def rollout(rows: Any, client: Any) -> Any:
+        async def one(row: Any, trajectory: Any) -> None:
+            messages = list(row["prompt"])
+            for _ in range(2):
+                turn = await client.generate(messages, trajectory, max_tokens=20)
+                messages += [turn.message, {"role": "user", "content": "go on"}]
+                await asyncio.sleep(0.001)
+
+        return await client.each(rows, one)
+
+    return rollout
+
+
+@pytest.mark.parametrize("kind", ["environment", "async_level", "rollout_func", "agent"])
+def test_every_token_has_the_version_of_the_weights_that_made_it(make: Any, kind: str) -> None:
+    """Replayed through the weights of each version, by the model's own forward pass; answers were broken off, and a
+    trajectory's turns are of several versions."""
+    keys: dict[str, Any] = {}
+    if kind == "async_level":
+        keys = {"rollout.async_level": 1, "rollout.partial": False, "oversample": None}
+    elif kind == "rollout_func":
+        keys = {"rollout_func": own_loop()}
+    elif kind == "agent":
+        keys = {"agent": asker}
+    trainer = make(**keys)
+    weights, others, ages, num_mixed = {0: weights_of(trainer)}, [], Counter[int](), 0
+    for step in range(1, KEYS["max_steps"] + 1):
+        batch = trainer.step().batch
+        weights[step] = weights_of(trainer)
+        gap, other_gap, found = gaps_by_version(build_policy(CALLS)[0], weights, batch, step - 1)
+        assert gap < 1e-5
+        others.append(other_gap)
+        ages.update(found)
+        num_mixed += sum(len({*row.tolist()} - {-1}) > 1 for row in batch["policy_version"])
+    assert num_mixed or kind in ("async_level", "agent")  # an endpoint's answers take their time
+    assert max(others) > 1e-2 and ages[1] > 10 and max(ages) <= trainer.config.buffer.max_staleness
+
+
+async def asker(row: Any, base_url: str, api_key: str) -> float:
+    """Ask the endpoint twice."""
+
+    def ask(messages: Any) -> Any:
+        import urllib.request
+
+        body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 20}).encode()
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read())["choices"][0]["message"]
+
+    first = await asyncio.to_thread(ask, row["prompt"])
+    second = [
+        *row["prompt"],
+        {"role": "assistant", "content": first["content"] or ""},
+        {"role": "user", "content": "?"},
+    ]
+    await asyncio.to_thread(ask, second)
+    return row["number"] / 64
+
+
+def test_nothing_is_lost_when_a_run_is_interrupted_and_resumed(make: Any, caplog: Any) -> None:
+    """Every prompt is trained on once or held; environments are closed; it is said what begins again."""
+    interrupts = [2]
+
+    def reward(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
+        if trainer_state.global_step in interrupts:
+            interrupts.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer, used = make(reward_funcs=reward, save_steps=1), []
+    while len(used) < 3 * KEYS["prompts_per_step"]:
+        try:
+            used += numbers_of(trainer.step().batch)
+        except KeyboardInterrupt:
+            continue
+    assert not interrupts
+    held = held_of(trainer, 3)
+    assert len(held) == 3 and len({*used, *held}) == len(used) + 3
+    trainer.close()
+    assert Sums.num_closed == len(Sums.every)
+    caplog.clear()
+    resumed = make(resume="auto", max_steps=5)
+    used += numbers_of(resumed.step().batch) + numbers_of(resumed.step().batch)
+    lines = read_jsonl(resumed.run_folder / "metrics.jsonl")
+    assert [line["buffer/restarted_trajectories"] for line in lines[-2:]] == [2 * 3, 0]
+    assert caplog.text.count("begin again from their prompts (6 now") == 1
+    held = held_of(resumed, 5)
+    assert len(held) == 3 and len({*used, *held}) == len(used) + 3 == 13
+    resumed.close()
+    assert Sums.num_closed == len(Sums.every)
+    damaged = resumed.run_folder / "checkpoint-3" / "held-0000.json"
+    damaged.write_text(json.dumps([{"row": 3}]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        make("others", resume=str(damaged.parent))
