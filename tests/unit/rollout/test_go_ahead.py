@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.dealing import TaskList
+from hybrid_rl.rollout.held import HoldRule
 from hybrid_rl.workers.apart import divided
 from tests.unit.rollout.holding import Run, Script, Setting, listen
 
@@ -159,3 +165,17 @@ def test_without_what_comes_in_between_it_is_one_step_off(tmp_path, monkeypatch)
         assert split.steps == whole.steps
         held = [[group.group for group in rank.held(split.step)] for rank in split.ranks]
         assert [group for of_rank in held for group in of_rank]
+
+
+def test_the_next_batch_has_the_last_places_whatever_is_expected_of_prompts():
+    """The first step begins 2 prompts for itself and 2 for the next one; the longest of each start first, and are dealt
+    to ranks by tokens."""
+    rows = [PromptRow(number, str(number), (number,), {}) for number in range(4)]
+    rule = HoldRule(2, 1, ahead=2)
+    call = RolloutCall(1, SamplingParams(max_tokens=40), 0, TrainerState(1, 9, 0.0), "train/1", 0, hold=rule)
+    expected = (3, 9, 2, 30)
+    tasks = TaskList([RolloutTask(place, row, expected[place]) for place, row in enumerate(rows)], call, {1: 5})
+    present, following, changed = divided(tasks, call)
+    assert [task.place for task in present] == [1, 0] and [task.place for task in following] == [3, 2]
+    assert changed.hold == HoldRule(2, 1) and [task.place for task in tasks] == [3, 1, 0, 2]
+    assert [[task.place for task in part] for part in present.dealt(2)] == [[1], [0]]
