@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -65,6 +66,18 @@ def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
     """Return the arguments of the ranks that only generate, from those of the ranks that train."""
     config = rollout_config(setup.config)
     return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False)
+
+
+def divided(tasks: list[RolloutTask], call: RolloutCall) -> tuple[list[RolloutTask], list[RolloutTask], RolloutCall]:
+    """Return the prompts of a training step that must be begun before its batch is there, those that are begun after
+    it, for the next batch, and the call for both."""
+    rule = call.hold
+    assert rule is not None, "other rollouts have no next batch"
+    num_now = max(0, len(tasks) - rule.num_groups)
+    present, next_ = copy(tasks), copy(tasks)  # each is dealt to ranks as all would be
+    present[:] = [task for task in tasks if task.place < num_now]
+    next_[:] = [task for task in tasks if task.place >= num_now]
+    return present, next_, replace(call, hold=replace(rule, ahead=0))
 
 
 @torch.no_grad()
@@ -223,11 +236,10 @@ class SplitGroup(PolicyGroup):
         if call.hold is None:
             return self._generating.rollout(tasks, call)
         self._settled()
-        rule = replace(call.hold, ahead=0)  # the next batch is the work of `go_ahead`
-        call, num_now = replace(call, hold=rule), max(0, len(tasks) - rule.num_groups)
-        answer = self._generating.rollout(tasks[:num_now], call)
+        present, next_, call = divided(tasks, call)
+        answer = self._generating.rollout(present, call)
         self._begun = now()
-        self._ahead = self._generating.submit(RolloutGroup.go_ahead, tasks[num_now:], call, self._root)
+        self._ahead = self._generating.submit(RolloutGroup.go_ahead, next_, call, self._root)
         return answer
 
     @property

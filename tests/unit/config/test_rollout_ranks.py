@@ -50,6 +50,7 @@ def test_gpus_are_left_for_them() -> None:
         ({"algorithm": "sft"}, "rollout_ranks=2 cannot be combined with demonstrations"),
         ({"controller": "local"}, "rollout_ranks"),
         ({"max_staleness": 1, "rollout.partial": True}, "max_staleness=1 is too small"),
+        ({"unfinished": "drop", "rollout.partial": True}, "unfinished=drop holds no groups"),
     ],
     ids=str,
 )
