@@ -17,6 +17,7 @@ KEYS += ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 # Fields that say nothing about training here: what saved the adapter, and for what.
 SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
 SILENT |= {"inference_mode", "runtime_config"}
+SILENT |= {"fan_in_fan_out"}  # peft looks at each layer, and writes here what it has found
 TASKS = (None, "CAUSAL_LM")
 REFUSED = {
     "lora_dropout": "dropout makes the ratio of new to old probabilities noise; set lora_dropout=0",
@@ -25,7 +26,6 @@ REFUSED = {
     "layers_to_transform": "give the layers as a regular expression, target_modules=r'.*\\.[0-7]\\.self_attn\\.q_proj'",
     "layer_replication": "it makes another model of the base; pass that model",
     "trainable_token_indices": "train the embeddings whole: modules_to_save=['embed_tokens']",
-    "fan_in_fan_out": "peft finds out by itself how a layer stores its weight; leave it out",
 }
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig, PrefixTuningConfig, VeraConfig
 
+from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.lora.folder import read_settings, settings_of
+from hybrid_rl.models.lora.form import difference, form_of
+from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import adapter_size, copy_on_meta
 from tests.tiny import build_model
+from tests.unit.models.families import build
 
 MODEL = build_model()  # hidden 16, inner 32, 2 layers, 2 heads of 8, 1 of keys and values
 ALL = {"r": 4, "target_modules": "all-linear"}
@@ -110,6 +116,18 @@ def test_keys_give_back_the_same_config(config: LoraConfig) -> None:
     for name, value in same.items():
         other = found[name]
         assert value == (sorted(other) if isinstance(other, set | list) else other), name
+
+
+@pytest.mark.parametrize(("family", "layer"), [("gpt2", "c_attn")])
+def test_what_peft_adds_to_a_config_is_read_back(family: str, layer: str, tmp_path: Path) -> None:
+    """How GPT-2 stores weights."""
+    module = build(family)
+    inject(module, peft_config_of({"r": 2, "target_modules": [layer]}))
+    settings_of(module).save_pretrained(str(tmp_path))
+    keys = {f"lora.{name}": value for name, value in keys_of(read_settings(tmp_path)).items()}
+    again = build(family)
+    inject(again, peft_config_of(vars(load_config(keys)[0].lora)))
+    assert len(form_of(module)) > 2 and difference(form_of(module), form_of(again)) is None
 
 
 def test_without_peft_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
