@@ -40,9 +40,11 @@ def peft_config_of(keys: Mapping[str, Any]) -> Any:
     require_peft()
     from peft import LoraConfig
 
-    if keys.get("target_modules") == []:
-        raise ConfigError("lora.target_modules=[] names no layer; leave it out for all-linear")
     given = {name: value for name, value in keys.items() if name in KEYS and value not in (None, [], {})}
+    if keys.get("target_modules") == []:
+        if "target_parameters" not in given:
+            raise ConfigError("lora.target_modules=[] names no layer; leave it out for all-linear")
+        given["target_modules"] = []  # no layer beside those parameters; without it peft would choose some
     for name in ("target_modules", "exclude_modules"):
         if given.get(name) == ["all-linear"]:
             given[name] = "all-linear"

@@ -118,9 +118,9 @@ def test_keys_give_back_the_same_config(config: LoraConfig) -> None:
         assert value == (sorted(other) if isinstance(other, set | list) else other), name
 
 
-@pytest.mark.parametrize(("family", "layer"), [("gpt2", "c_attn")])
+@pytest.mark.parametrize(("family", "layer"), [("gpt2", "c_attn"), ("qwen3-moe", "gate")])
 def test_what_peft_adds_to_a_config_is_read_back(family: str, layer: str, tmp_path: Path) -> None:
-    """How GPT-2 stores weights."""
+    """How GPT-2 stores weights, and routers as parameters: target_modules is empty then."""
     module = build(family)
     inject(module, peft_config_of({"r": 2, "target_modules": [layer]}))
     settings_of(module).save_pretrained(str(tmp_path))
