@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -27,9 +27,27 @@ def check_names(module: nn.Module, settings: Any) -> None:
     _check("target_parameters", settings.target_parameters, parameters, fused)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern, value in getattr(settings, key).items():
-            if not isinstance(value, int if key == "rank_pattern" else int | float) or value <= 0:
-                raise ConfigError(f"lora.{key}: {pattern}={value!r} must be a number above 0")
+            is_rank = key == "rank_pattern"
+            is_number = isinstance(value, int if is_rank else int | float) and not isinstance(value, bool)
+            if not is_number or value <= 0:
+                raise ConfigError(
+                    f"lora.{key}: {pattern}={value!r} must be a {'whole ' if is_rank else ''}number above 0"
+                )
             _check(key, rf"(.*\.)?({pattern})", [*modules, *parameters], linear, shown=pattern)
+
+
+def check_patterns(adapted: nn.Module, patterns: Mapping[str, Iterable[str]]) -> None:
+    """Raise ConfigError for a pattern of ranks or scales that no adapter of a module has. patterns: by key."""
+    names = []
+    for name, child in adapted.named_modules():
+        if hasattr(child, "lora_A"):
+            layer = name.replace(".base_layer", "")  # experts have a wrapper in a wrapper
+            parameter = getattr(child, "parameter_name", None)
+            names += [layer] if parameter is None else [layer, f"{layer}.{parameter}"]
+    for key, given in patterns.items():
+        for pattern in given:
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
+                raise ConfigError(f"lora.{key}: no layer of {pattern!r} has an adapter; {_known(names)}")
 
 
 def _check(

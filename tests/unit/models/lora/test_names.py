@@ -65,7 +65,13 @@ def test_counting_touches_nothing() -> None:
         ({"modules_to_save": ["score"]}, "modules_to_save: score is not .* embed_tokens, .*, lm_head$"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "experts.gate_up_proj is not .* no experts that are fused"),
         ({"rank_pattern": {"query": 3}}, "rank_pattern='query' matches nothing"),
-        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj=0 must be a number above 0"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj=0 must be a whole number above 0"),
+        ({"rank_pattern": {"q_proj": 2.0}}, "rank_pattern: q_proj=2.0 must be a whole number above 0"),
+        ({"rank_pattern": {"q_proj": True}}, "rank_pattern: q_proj=True must be a whole number above 0"),
+        (
+            {"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 2}},
+            "alpha_pattern: no layer of 'v_proj' has an adapter; there are q_proj$",
+        ),
         ({"target_modules": ["norm"]}, "RMSNorm"),
     ],
 )
