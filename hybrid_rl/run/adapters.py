@@ -15,7 +15,14 @@ from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.load import has_tokenizer
-from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, read_settings, settings_of
+from hybrid_rl.models.lora.folder import (
+    CONFIG_FILE,
+    AdapterSource,
+    is_adapter_folder,
+    load_adapter,
+    read_settings,
+    settings_of,
+)
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
@@ -24,6 +31,8 @@ from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
 
 logger = logging.getLogger("hybrid_rl")
+
+BROUGHT = "the adapter of the model that you pass"
 
 
 def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -62,7 +71,7 @@ def _of_peft_model(model: Any) -> tuple[Any, bool]:
         )
     if not hasattr(model, "get_base_model"):
         return model, False
-    keys_of(adapters[ADAPTER])  # or a method that is not supported would be left out with peft's outer class
+    keys_of(adapters[ADAPTER], BROUGHT)  # or a method that is not supported would be left out with peft's outer class
     return model.get_base_model(), True
 
 
@@ -80,11 +89,22 @@ def record_adapters(
     """Return the config and the given keys with those of the adapters that the model brings, and their peft config,
     None if it brings none. Keys of adapters that are given stay: they must describe the same (`check_adapters`). Raises
     ConfigError if they cannot be trained."""
-    found = own_settings(config.model.path if model is None else model)
-    if found is None or config.lora.is_on:
-        return config, given, found
-    keys = {f"lora.{name}": value for name, value in keys_of(found).items()}
-    return load_config(config, keys)[0], given | keys.keys(), found
+    source = config.model.path if model is None else model
+    found = own_settings(source)
+    if found is None:
+        return config, given, None
+    name = BROUGHT
+    if not isinstance(source, PreTrainedModel):
+        name = str(Path(str(source)) / CONFIG_FILE)
+        if getattr(found, "lora_dropout", 0):
+            logger.warning(
+                f"{name}: lora_dropout={found.lora_dropout} is left out: ratios need the same network twice, and there "
+                "is no dropout here"
+            )
+            found.lora_dropout = 0.0
+    keys = {f"lora.{key}": value for key, value in keys_of(found, name).items()}
+    missing = {path: value for path, value in keys.items() if path not in given}
+    return load_config(config, missing)[0], given | keys.keys(), found
 
 
 def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: TrainerConfig) -> None:

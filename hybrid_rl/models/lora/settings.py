@@ -27,6 +27,8 @@ REFUSED = {
     "layer_replication": "it makes another model of the base; pass that model",
     "trainable_token_indices": "train the embeddings whole: modules_to_save=['embed_tokens']",
 }
+# Ways to begin that leave the base as it is: of a trained adapter they say nothing.
+HARMLESS_STARTS = (False, "gaussian", "orthogonal", "eva")
 
 
 def require_peft() -> None:
@@ -62,8 +64,9 @@ def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
     return found
 
 
-def keys_of(peft_config: Any) -> dict[str, Any]:
-    """Return the configuration keys of a LoraConfig. Raises ConfigError for anything that is not supported."""
+def keys_of(peft_config: Any, trained: str = "") -> dict[str, Any]:
+    """Return the configuration keys of a LoraConfig. trained: whose config it is, for errors, if its adapter has been
+    trained. Raises ConfigError for anything that is not supported."""
     require_peft()
     from peft import LoraConfig, PeftConfig
 
@@ -92,6 +95,8 @@ def keys_of(peft_config: Any) -> dict[str, Any]:
             if value is not None and (value != usual or item.name in ("r", "lora_alpha")):
                 found[item.name] = sorted(value) if isinstance(value, set) else value
         elif value != usual and item.name not in SILENT:
+            if trained and item.name == "init_lora_weights" and value in HARMLESS_STARTS:
+                continue
             why = REFUSED.get(item.name, "this option of peft is not supported; leave it out")
-            raise ConfigError(f"peft_config: {item.name}={value!r}: {why}")
+            raise ConfigError(f"{trained or 'peft_config'}: {item.name}={value!r}: {why}")
     return found
