@@ -18,7 +18,7 @@ from hybrid_rl.models.load import has_tokenizer
 from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, read_settings, settings_of
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
+from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
@@ -28,8 +28,11 @@ logger = logging.getLogger("hybrid_rl")
 
 def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the model without peft's outer class, and the overrides with the keys of the adapters, which the run
-    folder records. Raises ConfigError if they are given twice, or cannot be trained."""
+    folder records. What adapters that were deleted have left in the model is taken out of it. Raises ConfigError if
+    they are given twice, or cannot be trained."""
     inner, brings = _of_peft_model(model)
+    if isinstance(inner, PreTrainedModel):
+        take_out_empty(inner)
     if brings and peft_config is not None:
         raise ConfigError("the model is a PeftModel with adapters of its own; leave peft_config out")
     if peft_config is None:
