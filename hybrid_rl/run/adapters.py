@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.checkpoint.base_model import base_of
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import reference_is_policy
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.models.load import has_tokenizer
 from hybrid_rl.models.lora.folder import (
     CONFIG_FILE,
@@ -25,7 +25,7 @@ from hybrid_rl.models.lora.folder import (
 )
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
+from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
@@ -37,8 +37,11 @@ BROUGHT = "the adapter of the model that you pass"
 
 def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the model without peft's outer class, and the overrides with the keys of the adapters, which the run
-    folder records. Raises ConfigError if they are given twice, or cannot be trained."""
+    folder records. What adapters that were deleted have left in the model is taken out of it. Raises ConfigError if
+    they are given twice, or cannot be trained."""
     inner, brings = _of_peft_model(model)
+    if isinstance(inner, PreTrainedModel):
+        take_out_empty(inner)
     if brings and peft_config is not None:
         raise ConfigError("the model is a PeftModel with adapters of its own; leave peft_config out")
     if peft_config is None:
@@ -115,6 +118,23 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
         raise ConfigError(
             f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "
             "on training those that it has; to begin with new ones, load the model without them"
+        )
+
+
+def check_resumed_adapters(model: PreTrainedModel | ModelRecipe, folder: Path, config: TrainerConfig) -> None:
+    """Raise CheckpointError if the adapters of a checkpoint are others than those of the keys: its numbers, scaled by
+    another factor, are another policy. Whether both are adapters at all is checked when it is loaded."""
+    if not config.lora.is_on or not is_adapter_folder(folder):
+        return
+    try:
+        there = form_of_settings(model, read_settings(folder))
+    except ConfigError as error:
+        raise CheckpointError(f"cannot resume from {folder}: its adapters do not fit this model: {error}") from error
+    asked = form_of_settings(model, peft_config_of(vars(config.lora)))
+    if found := difference(asked, there, "in the checkpoint"):
+        raise CheckpointError(
+            f"cannot resume from {folder}: its adapters are others than those of this run: {found}. Give the keys of "
+            "lora with which it was written"
         )
 
 

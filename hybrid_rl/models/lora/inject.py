@@ -6,6 +6,7 @@ import hashlib
 import math
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models.lora.names import not_excluded
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 
@@ -22,6 +24,7 @@ from hybrid_rl.tensors.boxes import local_box, local_tensor
 PEFT_ALONE = (
     "fan_in_fan_out is set to False but the target module is",
     r"The following (rank|alpha)_pattern keys did not match .*: \['\.\*\\\\\.gate_up_proj'\]",  # fused experts
+    "You have passed exclude_modules=.* but no modules were excluded",  # only experts; names are checked
     "Model has `tie_word_embeddings=True`",  # refused below
 )
 
@@ -49,7 +52,11 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
             with warnings.catch_warnings():
                 for message in PEFT_ALONE:
                     warnings.filterwarnings("ignore", message)
+                given = {*(settings.target_parameters or ())}
                 inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
+                if _exclude(settings, given, parameters):
+                    take_out(module)
+                    inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"lora: {error}") from error
         _refuse_layers(module)
@@ -65,6 +72,21 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
         assert parameter.requires_grad == is_adapter_name(name), name
     use_adapted_linears(module)
     _trainable[module] = frozenset(name for name, is_trained in trainable.items() if is_trained)
+
+
+def _exclude(settings: Any, given: set[str], parameters: Iterable[str]) -> bool:
+    """Take what exclude_modules names out of the target_parameters of a peft config, besides those that were given;
+    return whether that changed them.
+
+    In a mixture of experts peft makes parameters of the target_modules that are routers and fused experts, when it puts
+    adapters in, and does not look at exclude_modules for them.
+    """
+    added = {*(settings.target_parameters or ())} - given
+    left = not_excluded(parameters, added, settings.exclude_modules or ())
+    if added == {*left}:
+        return False
+    settings.target_parameters = sorted(given.union(left))
+    return True
 
 
 def leave(module: PreTrainedModel) -> None:

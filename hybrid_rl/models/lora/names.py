@@ -22,7 +22,7 @@ def check_names(module: nn.Module, settings: Any) -> None:
     linear = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
     if settings.target_modules != "all-linear":
         _check("target_modules", settings.target_modules, modules, linear)
-    _check("exclude_modules", settings.exclude_modules, modules, linear)
+    _check("exclude_modules", settings.exclude_modules, [*modules, *fused], linear)
     _check("modules_to_save", settings.modules_to_save, modules, single)
     _check("target_parameters", settings.target_parameters, parameters, fused)
     for key in ("rank_pattern", "alpha_pattern"):
@@ -48,6 +48,28 @@ def check_patterns(adapted: nn.Module, patterns: Mapping[str, Iterable[str]]) ->
         for pattern in given:
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
                 raise ConfigError(f"lora.{key}: no layer of {pattern!r} has an adapter; {_known(names)}")
+
+
+def not_excluded(parameters: Iterable[str], wanted: Iterable[str], excluded: Iterable[str] | str) -> list[str]:
+    """Return what of a peft config's target_parameters is left if exclude_modules holds for them too.
+
+    parameters: names of all that the module has without adapters; wanted: ends of names. An end of which all are left
+    stays; otherwise the whole names of those that are.
+    """
+    found: list[str] = []
+    for end in sorted(wanted):
+        names = [name for name in parameters if f".{name}".endswith(f".{end}")]
+        left = [name for name in names if not _is_excluded(name, excluded)]
+        found += [end] if left == names else left
+    return found
+
+
+def _is_excluded(parameter: str, excluded: Iterable[str] | str) -> bool:
+    """Return whether a parameter or the module that it belongs to is excluded."""
+    names = (parameter, parameter.rpartition(".")[0])
+    if isinstance(excluded, str):
+        return any(re.fullmatch(excluded, name) for name in names)
+    return any(f".{name}".endswith(f".{end}") for name in names for end in excluded)
 
 
 def _check(
