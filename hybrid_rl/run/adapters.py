@@ -25,7 +25,7 @@ from hybrid_rl.models.lora.folder import (
 )
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty
+from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty, wrappers
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
@@ -111,7 +111,10 @@ def record_adapters(
 
 
 def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: TrainerConfig) -> None:
-    """Raise ConfigError if keys describe other adapters than those that a model brings. brings: their peft config."""
+    """Raise ConfigError if keys describe other adapters than those that a model brings, or if those are merged into its
+    weights or switched off. brings: their peft config."""
+    if isinstance(model, PreTrainedModel):
+        _check_in_use(model)
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
     there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
     if found := difference(asked, there):
@@ -119,6 +122,22 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
             f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "
             "on training those that it has; to begin with new ones, load the model without them"
         )
+
+
+def _check_in_use(module: PreTrainedModel) -> None:
+    names = {id(child): name for name, child in module.named_modules()}
+    for _, _, wrapper in wrappers(module):
+        name = names[id(wrapper)]
+        if getattr(wrapper, "merged", False):
+            raise ConfigError(
+                f"the adapter of {name} is merged into its weight, which would count it twice; call unmerge_adapter() "
+                "of the PeftModel"
+            )
+        if wrapper.disable_adapters:
+            raise ConfigError(
+                f"the adapter of {name} is switched off; call enable_adapters() of the module, or "
+                "base_model.enable_adapter_layers() of the PeftModel"
+            )
 
 
 def check_resumed_adapters(model: PreTrainedModel | ModelRecipe, folder: Path, config: TrainerConfig) -> None:

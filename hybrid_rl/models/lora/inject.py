@@ -95,14 +95,25 @@ def leave(module: PreTrainedModel) -> None:
     `save_pretrained` writes them, and `disable_adapters` switches them off."""
     if not is_adapted(module):
         return
-    products = [p for name, p in module.named_parameters() if ".lora_B." in name]
-    if module not in _trainable or any(bool(p.any()) for p in products):
+    if module not in _trainable or _has_learned(module):
         mark_adapted(module)
         return
     take_out(module)
     before = _trainable.pop(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in before)
+
+
+def _has_learned(module: nn.Module) -> bool:
+    """Return whether adapters change anything: B begins as zero, and what is trained whole as it is in the base."""
+    if any(bool(p.any()) for name, p in module.named_parameters() if ".lora_B." in name):
+        return True
+    return any(
+        not torch.equal(wrapper.modules_to_save[ADAPTER].get_parameter(name), original)
+        for _, _, wrapper in wrappers(module)
+        if hasattr(wrapper, "modules_to_save")
+        for name, original in wrapper.original_module.named_parameters()
+    )
 
 
 def train_adapters(module: PreTrainedModel) -> None:

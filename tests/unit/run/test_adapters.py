@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hybrid_rl.config import load_config
-from hybrid_rl.errors import CheckpointError
+from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.models.lora.folder import CONFIG_FILE, save_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.settings import peft_config_of
-from hybrid_rl.run.adapters import check_resumed_adapters, with_adapters
+from hybrid_rl.run.adapters import check_adapters, check_resumed_adapters, own_settings, with_adapters
 from tests.tiny import build_model
 
 KEYS: dict[str, Any] = {"lora.r": 4, "lora.target_modules": ["q_proj"]}
@@ -57,3 +57,19 @@ def test_wrappers_that_a_deleted_adapter_left_are_taken_out() -> None:
     assert with_adapters(module, None, {})[0] is module and list(module.state_dict()) != names
     module.delete_adapter("default")
     assert with_adapters(module, None, {})[0] is module and list(module.state_dict()) == names
+
+
+def test_adapters_that_are_merged_or_switched_off_are_refused() -> None:
+    """The base would hold a merged one too, and one that is off gets no gradient."""
+    model = peft.get_peft_model(build_model(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    module, config = model.get_base_model(), load_config(None, KEYS)[0]
+    brings = own_settings(module)
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match="adapter of model.layers.0.self_attn.q_proj is merged .*unmerge_adapter"):
+        check_adapters(module, brings, config)
+    model.unmerge_adapter()
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(ConfigError, match="adapter of model.layers.0.self_attn.q_proj is switched off"):
+        check_adapters(module, brings, config)
+    model.base_model.enable_adapter_layers()
+    check_adapters(module, brings, config)

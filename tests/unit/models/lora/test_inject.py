@@ -14,8 +14,8 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.factors import adapter_ranks
-from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name
-from hybrid_rl.models.lora.plain import is_adapted, plain
+from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name, leave
+from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.lora.sizes import adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
@@ -158,3 +158,16 @@ def test_a_seed_draws_each_tensor_alone() -> None:
     assert not torch.equal(values[0], values[1])
     bound = 32**-0.5  # of nn.Linear with 32 inputs
     assert all(bound / 2 < p.abs().max().item() <= bound for p in values)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_was_trained_whole_stays_in_the_module_even_if_no_adapter_learned(is_trained: bool) -> None:
+    module = build("qwen2")
+    inject(module, peft_config_of({**ALL, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}))
+    init_adapters(module, seed=0)
+    if is_trained:
+        with torch.no_grad():
+            running(module.get_output_embeddings()).weight[0, 0] += 1.0
+    expected = logprobs(module)
+    leave(module)
+    assert is_adapted(module) == is_trained and torch.equal(logprobs(module), expected)
