@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Mapping
@@ -117,6 +118,13 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
         _check_in_use(model)
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
     there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
+    if isinstance(model, PreTrainedModel):
+        told = difference(form_of_settings(model, copy.deepcopy(brings)), there)
+        if told is not None:
+            raise ConfigError(
+                f"{BROUGHT} is not what its peft config says: {told.replace('by the keys', 'by that')}. Saved and "
+                "loaded again it would be another; undo set_scale or scale_layer, or change lora_alpha of the config"
+            )
     if found := difference(asked, there):
         raise ConfigError(
             f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "

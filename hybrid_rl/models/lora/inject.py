@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models.lora.names import not_excluded
+from hybrid_rl.models.lora.names import not_excluded, why_refused
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 
@@ -58,7 +58,7 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
                     take_out(module)
                     inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise ConfigError(f"lora: {error}") from error
+            raise ConfigError(f"lora: {why_refused(error)}") from error
         _refuse_layers(module)
     except BaseException:
         take_out(module)

@@ -36,6 +36,22 @@ def check_names(module: nn.Module, settings: Any) -> None:
             _check(key, rf"(.*\.)?({pattern})", [*modules, *parameters], linear, shown=pattern)
 
 
+def why_refused(error: Exception) -> str:
+    """Return why peft refuses adapters, in words of the keys if they are known."""
+    told = str(error)
+    if "ParamWrapper" in told and "use_dora" in told:
+        return (
+            "use_dora is not supported for routers and fused experts, which target_modules=all-linear has too in this "
+            "model; leave use_dora out, or name linear layers, such as target_modules=[q_proj,v_proj]"
+        )
+    if "is not supported" in told and told.startswith("Target module "):
+        kind = told.removeprefix("Target module ").partition("(")[0]
+        return f"target_modules has a layer of type {kind}: only linear layers can have adapters; name those inside it"
+    if "specify `target_modules`" in told:
+        return "peft knows no layers for this architecture; set target_modules=all-linear, or name them"
+    return told
+
+
 def check_patterns(adapted: nn.Module, patterns: Mapping[str, Iterable[str]]) -> None:
     """Raise ConfigError for a pattern of ranks or scales that no adapter of a module has. patterns: by key."""
     names = []

@@ -9,6 +9,8 @@ from peft import LoraConfig
 
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.models import adapted
 from hybrid_rl.run.adapters import check_adapters, record_adapters
@@ -46,6 +48,16 @@ def test_keys_that_are_not_given_are_those_of_the_adapter(folder: Path, caplog: 
     other, _, brings = record_adapters(*load_config({"lora.r": 4, "lora_alpha": 8}), str(folder))
     with pytest.raises(ConfigError, match="the keys of lora describe others.*scaled by 2; in the model it is .* by 8"):
         check_adapters(base, brings, other)
+
+
+def test_a_scale_that_the_config_does_not_have_is_named() -> None:
+    module = build_model()
+    inject(module, peft_config_of({"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}))
+    config, _, brings = record_adapters(*load_config(), module)
+    check_adapters(module, brings, config)
+    module.model.layers[0].self_attn.q_proj.set_scale("default", 0.25)
+    with pytest.raises(ConfigError, match="not what its peft config says: by that, .* by 2; in the model .* by 0.5"):
+        check_adapters(module, brings, config)
 
 
 def test_a_start_that_changed_the_base_is_refused_by_its_file(folder: Path) -> None:

@@ -92,7 +92,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an embedding": ("llama", {"target_modules": ["embed_tokens"]}, "names model.embed_tokens, which is a Embedding"),
     "one of two that are tied": ("gemma2", {"modules_to_save": ["lm_head"]}, "names lm_head, but this model's head is"),
     "the other": ("gemma2", {"modules_to_save": ["embed_tokens"]}, "names model.embed_tokens, but this model's head"),
-    "DoRA of experts": ("qwen3-moe", {"target_modules": "all-linear", "use_dora": True}, "use_dora"),
+    "DoRA of experts": (
+        "qwen3-moe",
+        {"target_modules": "all-linear", "use_dora": True},
+        "use_dora .* routers and fused experts",
+    ),
 }
 
 

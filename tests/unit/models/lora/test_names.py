@@ -73,6 +73,7 @@ def test_counting_touches_nothing() -> None:
             "alpha_pattern: no layer of 'v_proj' has an adapter; there are q_proj$",
         ),
         ({"target_modules": ["norm"]}, "RMSNorm"),
+        ({"target_modules": ["self_attn"]}, "layer of type Qwen2Attention: only linear layers .* inside it$"),
     ],
 )
 def test_names_that_are_not_there_are_refused(keys: dict[str, Any], sentence: str) -> None:
