@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError
 
@@ -19,7 +20,8 @@ def check_names(module: nn.Module, settings: Any) -> None:
     parameters = [name for name, _ in module.named_parameters()]
     fused = [name for name, parameter in module.named_parameters() if parameter.dim() > 2]
     single = [name for name, child in module.named_modules() if "." not in name.removeprefix("model.") and name]
-    linear = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None  # cannot have an adapter
+    linear = [name for name, child in module.named_modules() if isinstance(child, nn.Linear) and child is not head]
     if settings.target_modules != "all-linear":
         _check("target_modules", settings.target_modules, modules, linear)
     _check("exclude_modules", settings.exclude_modules, [*modules, *fused], linear)
@@ -99,7 +101,9 @@ def _check(
             raise ConfigError(f"lora.{key}={shown or wanted!r} is no regular expression: {error}") from error
         if not is_found:
             form = (
-                ""
+                "; all-linear is meant"
+                if wanted.replace("_", "-") == "all-linear"
+                else ""
                 if shown
                 else f". A text is a regular expression of whole names ({others[0]}); give ends of names as a list, "
                 f"[{wanted}]"

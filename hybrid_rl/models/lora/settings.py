@@ -22,6 +22,7 @@ TASKS = (None, "CAUSAL_LM")
 REFUSED = {
     "lora_dropout": "dropout makes the ratio of new to old probabilities noise; set lora_dropout=0",
     "bias": "biases of the model are frozen, so that a handoff changes weights only; set bias='none'",
+    "lora_bias": "a handoff changes weights only, and adapters with biases would change those; leave it out",
     "init_lora_weights": "adapters begin with A uniform and B zero, so that the first policy is the base; leave it out",
     "layers_to_transform": "give the layers as a regular expression, target_modules=r'.*\\.[0-7]\\.self_attn\\.q_proj'",
     "layer_replication": "it makes another model of the base; pass that model",

@@ -60,6 +60,10 @@ def test_counting_touches_nothing() -> None:
         ),
         ({"target_modules": "q_proj"}, r"'q_proj' matches nothing .*regular expression of whole names .*\[q_proj\]"),
         ({"target_modules": "(q_proj"}, "is no regular expression"),
+        (
+            {"target_modules": "all_linear"},
+            "matches nothing in this model; all-linear is meant; .* down_proj$",
+        ),
         ({"target_modules": []}, "names no layer"),
         ({"exclude_modules": ["nothing"]}, "exclude_modules: nothing is not"),
         ({"modules_to_save": ["score"]}, "modules_to_save: score is not .* embed_tokens, .*, lm_head$"),
@@ -90,6 +94,7 @@ def test_names_that_are_not_there_are_refused(keys: dict[str, Any], sentence: st
         (VeraConfig(), "VeraConfig: of peft's methods only LoRA"),
         (LoraConfig(lora_dropout=0.05), "lora_dropout=0.05: dropout makes the ratio .* set lora_dropout=0"),
         (LoraConfig(bias="all"), "bias='all': biases of the model are frozen"),
+        (LoraConfig(lora_bias=True), "lora_bias=True: a handoff changes weights only"),
         (LoraConfig(init_lora_weights="pissa"), "init_lora_weights='pissa': adapters begin with"),
         (LoraConfig(layers_to_transform=[0], target_modules=["q_proj"]), "layers_to_transform=.*regular expression"),
         (LoraConfig(task_type="SEQ_CLS"), "task_type=SEQ_CLS: a policy is a causal language model"),
