@@ -30,6 +30,18 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from error
         except KeyboardInterrupt as stopped:
             raise typer.Exit(INTERRUPTED) from stopped
+        except Exception as error:
+            _tell_of_keys(error)
+            raise
+
+
+def _tell_of_keys(error: Any) -> None:
+    """Add to typer's error about an unknown option, whose class has no name of its own to import, how keys are given,
+    if the command takes some."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option and context is not None and any(parameter.nargs == -1 for parameter in context.command.params):
+        key = option.lstrip("-").partition("=")[0]
+        error.message = f"{error.message}. Keys have no dashes: {key}=VALUE"
 
 
 def say_error(error: HybridRLError) -> None:

@@ -35,6 +35,16 @@ def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixtur
     assert "doctor" in capsys.readouterr().out
 
 
+def test_keys_that_are_given_as_options_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, told in (
+        (["train", "--lora_r", "16"], "Keys have no dashes: lora_r=VALUE"),
+        (["plan", "--lora.r=8"], "Keys have no dashes: lora.r=VALUE"),
+        (["version", "--lora_r"], "No such option: --lora_r "),
+    ):
+        assert main(command) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_help_and_lists_import_neither_torch_nor_transformers() -> None:
     """Each of them takes seconds to import."""
     commands = [["--help"], ["version"], ["keys"], ["algorithms"], ["train", "--help"], ["plan", "--help"]]
