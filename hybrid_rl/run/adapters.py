@@ -17,7 +17,7 @@ from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.models.load import has_tokenizer
 from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, read_settings, settings_of
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
-from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.inject import inject, is_untouched
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty, wrappers
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
@@ -86,6 +86,8 @@ def record_adapters(
     found = own_settings(config.model.path if model is None else model)
     if found is None or config.lora.is_on:
         return config, given, found
+    if isinstance(model, PreTrainedModel):
+        _check_user_put_in(model)
     keys = {f"lora.{name}": value for name, value in keys_of(found).items()}
     return load_config(config, keys)[0], given | keys.keys(), found
 
@@ -98,9 +100,19 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
     there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
     if found := difference(asked, there):
+        if isinstance(model, PreTrainedModel):
+            _check_user_put_in(model)
         raise ConfigError(
             f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "
             "on training those that it has; to begin with new ones, load the model without them"
+        )
+
+
+def _check_user_put_in(module: PreTrainedModel) -> None:
+    if is_untouched(module):
+        raise ConfigError(
+            "the module has adapters of a Trainer that is still open, which have learned nothing. close() that "
+            "Trainer, which takes them out, or give the same keys of lora to train them on"
         )
 
 
