@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.checkpoint.base_model import base_hashes, base_of, check_base, config_numbers, keep_base
@@ -97,3 +98,12 @@ def test_a_base_that_is_nowhere_is_written_once_and_any_other_is_named(tmp_path:
     shutil.rmtree(moved / kept.name)
     with pytest.raises(ModelError, match=f"belongs to the model {kept}, which is not there"):
         base_of(moved / "checkpoint-1")
+
+
+def test_a_base_with_an_adapter_from_transformers_is_written_with_its_own_names(tmp_path: Path) -> None:
+    """load_adapter() leaves the renamings of the adapter's names (base_model.model.) behind, which the base has not."""
+    save_adapter(with_adapters(build_model()), tmp_path / "adapter", torch.float32, base="unknown")
+    module = build_model()
+    module.load_adapter(str(tmp_path / "adapter"))
+    kept = keep_base(module, module.dtype, None, tmp_path / "run", lambda _: None, **ALONE)["path"]
+    assert set(load_file(f"{kept}/model.safetensors")) <= set(build_model().state_dict())
