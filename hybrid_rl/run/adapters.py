@@ -122,7 +122,9 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
     there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
     if isinstance(model, PreTrainedModel):
-        told = difference(form_of_settings(model, copy.deepcopy(brings)), there)
+        own = copy.deepcopy(brings)
+        own.inference_mode = False  # or its adapters would be frozen
+        told = difference(form_of_settings(model, own), there)
         if told is not None:
             raise ConfigError(
                 f"{BROUGHT} is not what its peft config says: {told.replace('by the keys', 'by that')}. Saved and "
