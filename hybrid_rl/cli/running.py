@@ -35,10 +35,20 @@ class Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from stopped
         except Exception as error:
             option = getattr(error, "option_name", None)
-            if option is None or ctx.invoked_subcommand not in ("train", "quickstart"):
+            if option is None or ctx.invoked_subcommand not in ("train", "quickstart"):  # they have no options
+                _tell_of_keys(error)
                 raise
             say_error(option_error(option, words))
             raise typer.Exit(WRONG_USAGE) from error
+
+
+def _tell_of_keys(error: Any) -> None:
+    """Add to typer's error about an unknown option, whose class has no name of its own to import, how keys are given,
+    if the command takes some."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option and context is not None and any(parameter.nargs == -1 for parameter in context.command.params):
+        key = option.lstrip("-").partition("=")[0]
+        error.message = f"{error.message}. Keys have no dashes: {key}=VALUE"
 
 
 def say_error(error: HybridRLError) -> None:

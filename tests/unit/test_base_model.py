@@ -1,5 +1,6 @@
 """The base model of an adapter is known again by its weights, wherever it is and in whatever dtype it was loaded."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl.checkpoint.base_model import base_hashes, base_of, check_base, keep_base
+from hybrid_rl.checkpoint.base_model import base_hashes, base_of, check_base, config_numbers, keep_base
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.models.lora.folder import save_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject
@@ -51,6 +52,20 @@ def test_a_hash_is_of_the_values_and_names_of_the_base_weights() -> None:
     check_base({"path": "x", "hashes": plain}, half, "the adapter x")
     with pytest.raises(CheckpointError, match="the adapter x was trained on other weights .* Its base is here"):
         check_base({"path": "here", "hashes": plain}, changed, "the adapter x")
+
+
+def test_another_config_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """What changes numbers, not how the base is stored; keys that only one version of transformers has do not count."""
+    module = build_model()
+    record = keep_base(module, module.dtype, "a/name", tmp_path, print, **ALONE)
+    stored = json.loads(json.dumps(record)) | {"path": "x"}
+    stored["config"]["of_yesterday"] = 1
+    module.config.eos_token_id, module.config.transformers_version = 7, "0"
+    check_base(stored, hashes(module), "the adapter x", config_numbers(module))
+    assert not caplog.text
+    module.config.rms_norm_eps = 0.1
+    check_base(stored, hashes(module), "the adapter x", config_numbers(module))
+    assert "another config.json: rms_norm_eps 1e-06 -> 0.1. The" in caplog.text
 
 
 def test_a_base_that_is_nowhere_is_written_once_and_any_other_is_named(tmp_path: Path) -> None:
