@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,14 @@ from hybrid_rl.tensors.boxes import Box, is_first_copy, local_box, local_tensor
 from hybrid_rl.weights.loading import lazy_weights
 from hybrid_rl.weights.sources import FolderSource, names_of_each
 
-BASE = "base"  # its entry in the trainer's state: {"path": ..., "hashes": {dtype: hash}}
+logger = logging.getLogger("hybrid_rl")
+
+BASE = "base"  # its entry in the trainer's state: {"path": ..., "hashes": {dtype: hash}, "config": {...}}
+# Keys of a model's config that do not change what a pass computes.
+NOT_COMPUTING = frozenset({"transformers_version", "dtype", "torch_dtype", "architectures", "name_or_path", "auto_map"})
+NOT_COMPUTING |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward"}
+NOT_COMPUTING |= {"problem_type", "id2label", "label2id", "pad_token_id", "bos_token_id", "eos_token_id"}
+NOT_COMPUTING |= {"initializer_range"}
 FOLDER = "base-{}"  # in the run folder, with the first digits of the hash
 Gather = Callable[[Any], list[Any]]
 Read = Callable[[str, Tensor], Tensor]
@@ -46,16 +54,39 @@ def base_hashes(module: PreTrainedModel, dtype: torch.dtype, *, rank: int, gathe
         return _hashes(module, dtype, lambda _, parameter: local_tensor(parameter), rank, gather)
 
 
-def check_base(record: Mapping[str, Any], hashes: Mapping[str, str], what: str) -> None:
-    """Raise CheckpointError if the base model is not the one that an adapter was trained on. record: of the adapter's
-    checkpoint. what: the adapter, for the error."""
+def config_numbers(module: PreTrainedModel) -> dict[str, Any]:
+    """Return what a module's config says of its computation, as JSON has it: not how it is stored, run or decoded."""
+    found: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
+    return {key: value for key, value in _computing(found).items() if value is not None}
+
+
+def _computing(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in NOT_COMPUTING}
+    return {key: _computing(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def check_base(
+    record: Mapping[str, Any], hashes: Mapping[str, str], what: str, numbers: Mapping[str, Any] | None = None
+) -> None:
+    """Raise CheckpointError if the base model is not the one that an adapter was trained on; warn if its config is
+    another. record: of the adapter's checkpoint. what: the adapter, for the error. numbers: of `config_numbers`."""
     theirs = record.get("hashes", {})
     common = [dtype for dtype in hashes if dtype in theirs]
     if common and hashes[common[0]] != theirs[common[0]]:
         raise CheckpointError(
             f"{what} was trained on other weights than those of this base model: their hashes are "
-            f"{theirs[common[0]][:12]} and {hashes[common[0]][:12]}. Its base is {record['path']}; "
-            "load that, or start from the merged model of that run (trainer.save(merged=True))"
+            f"{theirs[common[0]][:12]} and {hashes[common[0]][:12]}. Its base is {record['path']}; load that (if you "
+            "did, it has changed since), or start from the merged model of that run (trainer.save(merged=True))"
+        )
+    then, now = record.get("config", {}), numbers or {}
+    # Of keys that both have: another version of transformers may have more.
+    changed = [
+        f"{key} {then[key]!r} -> {now[key]!r}" for key in sorted(then.keys() & now.keys()) if then[key] != now[key]
+    ]
+    if changed:
+        logger.warning(
+            f"{what} was trained on a base model with another config.json: {', '.join(changed)}. The weights are the "
+            "same, what it computes may not be"
         )
 
 
@@ -69,17 +100,19 @@ def keep_base(
     rank: int,
     gather: Gather,
 ) -> dict[str, Any]:
-    """Return where the base model of a run is, with its hashes. One that is nowhere is written into the run folder.
+    """Return where the base model of a run is, with its hashes and config. One that is nowhere is written into the run
+    folder.
 
     known: the name or folder that it was loaded from, None for a module that was passed: if that says by itself what it
     was loaded from, the weights there are read and compared. Collective. Raises CheckpointError if it cannot be
     written.
     """
     hashes = base_hashes(module, dtype, rank=rank, gather=gather)
+    told = {"hashes": hashes, "config": config_numbers(module)}
     if known is None and _is_at(module.name_or_path or "", module, dtype, hashes, rank, gather):
         known = module.name_or_path
     if known is not None:
-        return {"path": str(Path(known).resolve()) if Path(known).is_dir() else known, "hashes": hashes}
+        return {"path": str(Path(known).resolve()) if Path(known).is_dir() else known, **told}
     folder = run.resolve() / FOLDER.format(next(iter(hashes.values()))[:12])
     is_there = gather((folder / MANIFEST_FILE).is_file())[0]
 
@@ -91,7 +124,7 @@ def keep_base(
 
     if not is_there:
         write_model(folder, save, rank=rank, gather=gather)
-    return {"path": str(folder), "hashes": hashes}
+    return {"path": str(folder), **told}
 
 
 def base_of(folder: Path) -> str:

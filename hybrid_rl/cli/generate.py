@@ -21,6 +21,7 @@ from hybrid_rl.errors import ConfigError, DataError, HybridRLError
 
 if TYPE_CHECKING:
     from hybrid_rl import Generation, Trainer
+    from hybrid_rl.config import TrainerConfig
 
 DEFAULT_LENGTH = 512
 KEY = re.compile(r"[A-Za-z_][\w.]*")
@@ -82,7 +83,7 @@ def generate(
     is_chat = given is None and sys.stdin.isatty()
     if given is None and not is_chat:
         given = [sys.stdin.read().strip("\n")]
-    with opened(folder, settings, sampling["max_completion_length"]) as trainer:
+    with opened(folder, settings, sampling["max_completion_length"], given, system, raw=raw) as trainer:
         if not raw and trainer.tokenizer.chat_template is None:
             raw = True
             print("the model has no chat template, so it completes the bare text", file=sys.stderr)
@@ -169,8 +170,17 @@ def checkpoint_of(model: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(model: str, settings: Sequence[str], max_completion_length: int) -> Iterator[Trainer]:
-    """Load a model with the engine that training would use, and without leaving a run folder behind."""
+def opened(
+    model: str,
+    settings: Sequence[str],
+    max_completion_length: int,
+    given: Sequence[Any] | None,
+    system: str | None,
+    *,
+    raw: bool,
+) -> Iterator[Trainer]:
+    """Load a model with the engine that training would use, and without leaving a run folder behind. given, system,
+    raw: what will be completed, as `rows_of` takes it."""
     from hybrid_rl import Trainer
     from hybrid_rl.config import load_config
 
@@ -184,8 +194,29 @@ def opened(model: str, settings: Sequence[str], max_completion_length: int) -> I
         own = {"model": {"path": model}, "output_dir": folder, "max_completion_length": max_completion_length}
         config, _ = load_config(None, {**own, "max_steps": 1}, arguments)
         with Console(stderr=True).status(f"loading {model}"):
-            trainer = Trainer(reward_funcs=_unused_reward, train_dataset=[{"prompt": "-"}], config=config)
+            rows = rows_of(config, given, system, raw=raw)
+            trainer = Trainer(reward_funcs=_unused_reward, train_dataset=rows, config=config)
         yield closing.enter_context(trainer)
+
+
+def rows_of(config: TrainerConfig, given: Sequence[Any] | None, system: str | None, *, raw: bool) -> Any:
+    """Return the training data of a Trainer that only generates. vLLM is built for the longest prompt in it, so these
+    are the prompts that will be completed; of a chat, where they are unknown (None), it is a stream, for which vLLM
+    gets room for max_prompt_length or all that the model takes."""
+    unused = [{"prompt": "-"}]
+    if config.rollout.engine != "vllm":
+        return unused
+    if given is None:
+        return lambda: iter(unused)
+    if not raw:
+        from hybrid_rl.models import load_tokenizer
+        from hybrid_rl.run.adapters import tokenizer_place
+        from hybrid_rl.run.inputs import with_template
+
+        place = tokenizer_place(str(config.model.path))
+        tokenizer = load_tokenizer(place, trust_remote_code=config.model.trust_remote_code)
+        raw = with_template(tokenizer, config).chat_template is None
+    return [{"prompt": as_prompt(one, system, raw=raw)} for one in given]
 
 
 def _unused_reward(completions: list[Any], **_: Any) -> list[float]:

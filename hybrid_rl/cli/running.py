@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from hybrid_rl.errors import HybridRLError
+from hybrid_rl.errors import ConfigError, HybridRLError
 
 INTERRUPTED = 130  # the shell's convention for Ctrl-C
+WRONG_USAGE = 2
 
 
 class Commands(TyperGroup):
@@ -23,6 +25,7 @@ class Commands(TyperGroup):
         return list(self.commands)
 
     def invoke(self, ctx: Any) -> Any:
+        words = list(ctx.args)  # all after the command's name
         try:
             return super().invoke(ctx)
         except HybridRLError as error:
@@ -30,11 +33,49 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from error
         except KeyboardInterrupt as stopped:
             raise typer.Exit(INTERRUPTED) from stopped
+        except Exception as error:
+            option = getattr(error, "option_name", None)
+            if option is not None and ctx.invoked_subcommand in ("train", "quickstart"):
+                say_error(option_error(option, words))
+                raise typer.Exit(WRONG_USAGE) from error
+            _tell_of_keys(error)
+            raise
+
+
+def _tell_of_keys(error: Any) -> None:
+    """Add to typer's error about an unknown option, whose class has no name of its own to import, how keys are given,
+    if the command takes some."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option and context is not None and any(parameter.nargs == -1 for parameter in context.command.params):
+        key = option.lstrip("-").partition("=")[0]
+        error.message = f"{error.message}. Keys have no dashes: {key}=VALUE"
 
 
 def say_error(error: HybridRLError) -> None:
     """Print an error of the library to stderr. Its notes hold additions of other ranks."""
     print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+
+
+def option_error(option: str, words: Sequence[str]) -> ConfigError:
+    """Return the error for settings that were written as options, `--lora_r 16`: how they are written here, and what
+    they are called. words: all that followed the command."""
+    from hybrid_rl.config import load_config
+
+    settings: list[str] = []
+    for word in words:
+        if word.startswith("-"):
+            settings.append(word.lstrip("-").replace("-", "_") if "=" not in word else word.lstrip("-"))
+        elif settings and "=" not in settings[-1]:
+            settings[-1] += f"={word}"
+        else:
+            settings.append(word)
+    settings = [setting if "=" in setting else f"{setting}=true" for setting in settings]
+    text = f"there is no option {option}: settings are KEY=VALUE, without dashes. Write {shlex.join(settings)}"
+    try:
+        load_config(None, arguments=[one for one in settings if not one.startswith(("reward=", "config="))])
+    except ConfigError as error:
+        text = f"{text.partition(' Write')[0]} {error}"
+    return ConfigError(text)
 
 
 def say_lookup(model: str | None) -> None:

@@ -208,9 +208,12 @@ def relevant_keys(model: PreTrainedModel, missing: set[str], unexpected: set[str
 
 
 def loaded_conversions(model: PreTrainedModel) -> list[Any] | None:
-    """Return the conversions that a model was loaded with; None if it was not loaded from a checkpoint."""
+    """Return the conversions that a model was loaded with; None if it was not loaded from a checkpoint, or if those of
+    an adapter, which load_adapter() puts in their place, are all that is left."""
     found = getattr(model, "_weight_conversions", None)
-    return None if found is None else list(found)
+    if found is None or any("lora_" in pattern for one in found for pattern in one.source_patterns):
+        return None
+    return list(found)
 
 
 def remember_conversions(model: PreTrainedModel, conversions: Sequence[Any]) -> None:

@@ -66,13 +66,14 @@ def load_config(
     flat = {paths[name]: value for name, value in preset.items() if name in paths}
     flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
-    asked, line, is_foreign = by_path(layers), dict[str, Any](), False
+    asked, line, answered = by_path(layers), dict[str, Any](), set[str]()
     for place, layer in enumerate(layers):
         given = dict[str, Any]()
         for path, value, problem in _flatten(layer, leaves, tags):
             answer = translate(habit_of(path), path, value, asked) if problem else None
             if answer is not None:
-                problem, is_foreign = f"unknown key {path!r}: {answer.advice}", True
+                problem = f"unknown key {path!r}: {answer.advice}"
+                answered.add(path)
                 line |= answer.settings
             elif not problem and place > 1:  # neither what args take over nor a file
                 line[path] = value
@@ -92,8 +93,8 @@ def load_config(
     for path, value in flat.items():
         with problems.about(path):
             values[path] = _convert(path, leaves[path].type, value, leaves[path].metadata)
-    line = {key: value for key, value in line.items() if key not in problems}
-    problems.check(f"\nWhat is clear, in one line:\n  {pasted(line)}" if is_foreign and line else "")
+    line = {key: value for key, value in line.items() if key in answered or key not in problems}
+    problems.check(f"\nWhat is clear, in one line:\n  {pasted(line)}" if answered and line else "")
     if notice := args.notice([name for layer in (layers[1], *layers[3:]) for name in layer]):
         logger.warning(notice)
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -142,10 +142,16 @@ def check_outputs(model: PackedModel) -> float:
 
 def _plain_outputs(model: PackedModel, batch: Tensor) -> dict[str, Tensor]:
     """Return the numbers to compare, [tokens of the batch, ...]; hidden states too if the head may still be zero, and
-    show nothing."""
-    outputs = {"logits": model.module(input_ids=batch, use_cache=False).logits}
-    if not model.is_language_model:
-        outputs["hidden states"] = model.backbone(input_ids=batch, use_cache=False).last_hidden_state
+    show nothing. The module runs once: every pass of its routers is recorded."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        outputs["hidden states"] = output[0]
+
+    with ExitStack() as stack:
+        if not model.is_language_model:
+            stack.callback(model.backbone.register_forward_hook(keep).remove)
+        outputs["logits"] = model.module(input_ids=batch, use_cache=False).logits
     return {what: numbers.flatten(0, 1) for what, numbers in outputs.items()}
 
 

@@ -17,7 +17,7 @@ from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
-from hybrid_rl.models.lora.sizes import copy_on_meta
+from hybrid_rl.models.lora.sizes import adapter_size, copy_on_meta
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.sources import StateSource
 
@@ -76,6 +76,8 @@ def adapted(module: PreTrainedModel, config: TrainerConfig, *, is_critic: bool =
     Raises ConfigError if it cannot have them, or without peft.
     """
     found, keys = copy_on_meta(module), vars(config.lora)
+    if not is_critic:
+        adapter_size(module, peft_config_of(keys))  # refuses names that peft ignores
     with warnings.catch_warnings(action="ignore"):  # they come when the adapters are made
         inject(found, critic_peft_config(found, keys) if is_critic else peft_config_of(keys))
     nn.Module.to(found, "meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Mapping
@@ -13,23 +14,35 @@ from transformers import PreTrainedModel
 from hybrid_rl.checkpoint.base_model import base_of
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import reference_is_policy
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.models.load import has_tokenizer
-from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, read_settings, settings_of
+from hybrid_rl.models.lora.folder import (
+    CONFIG_FILE,
+    AdapterSource,
+    is_adapter_folder,
+    load_adapter,
+    read_settings,
+    settings_of,
+)
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
-from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.plain import ADAPTER, is_adapted
+from hybrid_rl.models.lora.inject import inject, is_untouched
+from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty, wrappers
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
 
 logger = logging.getLogger("hybrid_rl")
 
+BROUGHT = "the adapter of the model that you pass"
+
 
 def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the model without peft's outer class, and the overrides with the keys of the adapters, which the run
-    folder records. Raises ConfigError if they are given twice, or cannot be trained."""
+    folder records. What adapters that were deleted have left in the model is taken out of it. Raises ConfigError if
+    they are given twice, or cannot be trained."""
     inner, brings = _of_peft_model(model)
+    if isinstance(inner, PreTrainedModel):
+        take_out_empty(inner)
     if brings and peft_config is not None:
         raise ConfigError("the model is a PeftModel with adapters of its own; leave peft_config out")
     if peft_config is None:
@@ -62,7 +75,7 @@ def _of_peft_model(model: Any) -> tuple[Any, bool]:
         )
     if not hasattr(model, "get_base_model"):
         return model, False
-    keys_of(adapters[ADAPTER])  # or a method that is not supported would be left out with peft's outer class
+    keys_of(adapters[ADAPTER], BROUGHT)  # or a method that is not supported would be left out with peft's outer class
     return model.get_base_model(), True
 
 
@@ -80,21 +93,90 @@ def record_adapters(
     """Return the config and the given keys with those of the adapters that the model brings, and their peft config,
     None if it brings none. Keys of adapters that are given stay: they must describe the same (`check_adapters`). Raises
     ConfigError if they cannot be trained."""
-    found = own_settings(config.model.path if model is None else model)
-    if found is None or config.lora.is_on:
-        return config, given, found
-    keys = {f"lora.{name}": value for name, value in keys_of(found).items()}
-    return load_config(config, keys)[0], given | keys.keys(), found
+    source = config.model.path if model is None else model
+    found = own_settings(source)
+    if found is None:
+        return config, given, None
+    name = BROUGHT
+    if isinstance(source, PreTrainedModel):
+        if not config.lora.is_on:
+            _check_user_put_in(source)
+    else:
+        name = str(Path(str(source)) / CONFIG_FILE)
+        if getattr(found, "lora_dropout", 0):
+            logger.warning(
+                f"{name}: lora_dropout={found.lora_dropout} is left out: ratios need the same network twice, and there "
+                "is no dropout here"
+            )
+            found.lora_dropout = 0.0
+    keys = {f"lora.{key}": value for key, value in keys_of(found, name).items()}
+    missing = {path: value for path, value in keys.items() if path not in given}
+    return load_config(config, missing)[0], given | keys.keys(), found
 
 
 def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: TrainerConfig) -> None:
-    """Raise ConfigError if keys describe other adapters than those that a model brings. brings: their peft config."""
+    """Raise ConfigError if keys describe other adapters than those that a model brings, or if those are merged into its
+    weights or switched off. brings: their peft config."""
+    if isinstance(model, PreTrainedModel):
+        _check_in_use(model)
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
     there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
+    if isinstance(model, PreTrainedModel):
+        own = copy.deepcopy(brings)
+        own.inference_mode = False  # or its adapters would be frozen
+        told = difference(form_of_settings(model, own), there)
+        if told is not None:
+            raise ConfigError(
+                f"{BROUGHT} is not what its peft config says: {told.replace('by the keys', 'by that')}. Saved and "
+                "loaded again it would be another; undo set_scale or scale_layer, or change lora_alpha of the config"
+            )
     if found := difference(asked, there):
+        if isinstance(model, PreTrainedModel):
+            _check_user_put_in(model)
         raise ConfigError(
             f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "
             "on training those that it has; to begin with new ones, load the model without them"
+        )
+
+
+def _check_user_put_in(module: PreTrainedModel) -> None:
+    if is_untouched(module):
+        raise ConfigError(
+            "the module has adapters of a Trainer that is still open, which have learned nothing. close() that "
+            "Trainer, which takes them out, or give the same keys of lora to train them on"
+        )
+
+
+def _check_in_use(module: PreTrainedModel) -> None:
+    names = {id(child): name for name, child in module.named_modules()}
+    for _, _, wrapper in wrappers(module):
+        name = names[id(wrapper)]
+        if getattr(wrapper, "merged", False):
+            raise ConfigError(
+                f"the adapter of {name} is merged into its weight, which would count it twice; call unmerge_adapter() "
+                "of the PeftModel"
+            )
+        if wrapper.disable_adapters:
+            raise ConfigError(
+                f"the adapter of {name} is switched off; call enable_adapters() of the module, or "
+                "base_model.enable_adapter_layers() of the PeftModel"
+            )
+
+
+def check_resumed_adapters(model: PreTrainedModel | ModelRecipe, folder: Path, config: TrainerConfig) -> None:
+    """Raise CheckpointError if the adapters of a checkpoint are others than those of the keys: its numbers, scaled by
+    another factor, are another policy. Whether both are adapters at all is checked when it is loaded."""
+    if not config.lora.is_on or not is_adapter_folder(folder):
+        return
+    try:
+        there = form_of_settings(model, read_settings(folder))
+    except ConfigError as error:
+        raise CheckpointError(f"cannot resume from {folder}: its adapters do not fit this model: {error}") from error
+    asked = form_of_settings(model, peft_config_of(vars(config.lora)))
+    if found := difference(asked, there, "in the checkpoint"):
+        raise CheckpointError(
+            f"cannot resume from {folder}: its adapters are others than those of this run: {found}. Give the keys of "
+            "lora with which it was written"
         )
 
 

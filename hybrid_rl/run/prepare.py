@@ -43,7 +43,13 @@ from hybrid_rl.models.lora.sizes import AdapterSize
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.rollout.successes import Grades, SuccessRule
-from hybrid_rl.run.adapters import check_adapters, checked_adapters, record_adapters, tell_of_reference
+from hybrid_rl.run.adapters import (
+    check_adapters,
+    check_resumed_adapters,
+    checked_adapters,
+    record_adapters,
+    tell_of_reference,
+)
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.checks import (
@@ -350,6 +356,7 @@ def prepare(
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
     if resume is not None:
         check_resumed(resume, is_auto=resolved.resume == "auto")
+        check_resumed_adapters(choice.module or choice.recipe(resolved), resume, resolved)
     models = (choice, skeleton, teacher_path, critic_path)
     scoring, params = (rewards, names), (training, evaluating)
     rest: Any = {"agents": made_by, "given": given, "adapters": adapters}

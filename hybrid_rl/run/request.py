@@ -12,8 +12,9 @@ from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.rates import Rates, rates_of
-from hybrid_rl.run.adapters import adapter_of, record_adapters
+from hybrid_rl.run.adapters import adapter_of, check_adapters, record_adapters
 
 RECIPE_ARGUMENTS = ("reward", "config")  # of recipes, besides keys
 
@@ -97,7 +98,11 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     if machine.num_gpus is not None and config.memory.device_memory is None:
         raise ConfigError("the memory of a GPU is missing: give --gpu-memory 80GB, or --gpu H100 for all of that GPU's")
     _refuse_more_than_there_is(config, machine)
-    return resolve(config, given, hardware=gpus)
+    resolved = resolve(config, given, hardware=gpus)
+    if adapter is not None:
+        trusts = resolved.model.trust_remote_code
+        check_adapters(ModelRecipe.of_folder(str(config.model.path), trust_remote_code=trusts), adapter, resolved)
+    return resolved
 
 
 def _refuse_more_than_there_is(config: TrainerConfig, machine: Machine) -> None:

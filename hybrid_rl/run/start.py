@@ -169,16 +169,17 @@ def make_sampler(run: Run) -> PromptSampler:
 
 
 def notes_of(run: Run) -> list[str]:
-    """Return what to say about the data before a run: how it is read, and whether the last prompts of its epochs are
-    never used."""
+    """Return what to say before a run: how much of the model is trained if that is not all of it, how the data is read,
+    and whether the last prompts of its epochs are never used."""
     source, config = run.data.train, run.config
+    notes = [*([] if run.adapters is None else [str(run.adapters)]), *run.data.notes]
     if not isinstance(source, SizedSource) or type(make_sampler(run)) is not PromptSampler:
-        return run.data.notes
+        return notes
     num_unused = len(source) - run.max_steps * prompts_begun(config)
     if config.max_steps is not None or config.algorithm.max_refills or num_unused <= 0:
-        return run.data.notes
+        return notes
     return [
-        *run.data.notes,
+        *notes,
         f"{num_unused:,} of {len(source):,} prompts are never used: num_train_epochs={config.num_train_epochs:g} makes "
         f"{counted(run.max_steps, 'step')} of prompts_per_step={config.data.prompts_per_step}; raise num_train_epochs "
         "or max_steps, or lower prompts_per_step",

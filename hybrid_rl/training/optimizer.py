@@ -43,7 +43,10 @@ class Optimizer:
     def __init__(self, module: nn.Module, config: OptimizerConfig, *, num_optimizer_steps: int) -> None:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters:
-            raise ConfigError("no parameter of the model requires a gradient: there is nothing to train")
+            raise ConfigError(
+                "no parameter of the model requires a gradient: there is nothing to train; call "
+                "model.requires_grad_(True) (peft's merge_and_unload leaves a model frozen), or set lora.r"
+            )
         self.names = list(self._parameters)
         self.not_finite: tuple[list[str], list[str]] = ([], [])  # gradients and weights of the last skipped update
         self._shapes = {name: (p.shape, p.dtype) for name, p in self._parameters.items()}

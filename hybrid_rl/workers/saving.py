@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, keep_base
+from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, config_numbers, keep_base
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.writing import write_checkpoint, write_model
 from hybrid_rl.controller import RankContext, dispatch
@@ -126,7 +126,8 @@ class SavingWorker(WorkerBase):
         if record is not None:
             model, context = self._actor.model, self._context
             hashes = base_hashes(model.module, model.dtype, rank=context.rank, gather=context.gather)
-            check_base(record, hashes, what)
+            numbers = config_numbers(model.module) if context.rank == 0 else None  # one rank warns
+            check_base(record, hashes, what, numbers)
 
     @dispatch(collect="leader")
     def load(self, folder: Path) -> None:

@@ -1,14 +1,16 @@
 """The base model of an adapter is known again by its weights, wherever it is and in whatever dtype it was loaded."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl.checkpoint.base_model import base_hashes, base_of, check_base, keep_base
+from hybrid_rl.checkpoint.base_model import base_hashes, base_of, check_base, config_numbers, keep_base
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.models.lora.folder import save_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject
@@ -52,6 +54,20 @@ def test_a_hash_is_of_the_values_and_names_of_the_base_weights() -> None:
         check_base({"path": "here", "hashes": plain}, changed, "the adapter x")
 
 
+def test_another_config_is_told(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """What changes numbers, not how the base is stored; keys that only one version of transformers has do not count."""
+    module = build_model()
+    record = keep_base(module, module.dtype, "a/name", tmp_path, print, **ALONE)
+    stored = json.loads(json.dumps(record)) | {"path": "x"}
+    stored["config"]["of_yesterday"] = 1
+    module.config.eos_token_id, module.config.transformers_version = 7, "0"
+    check_base(stored, hashes(module), "the adapter x", config_numbers(module))
+    assert not caplog.text
+    module.config.rms_norm_eps = 0.1
+    check_base(stored, hashes(module), "the adapter x", config_numbers(module))
+    assert "another config.json: rms_norm_eps 1e-06 -> 0.1. The" in caplog.text
+
+
 def test_a_base_that_is_nowhere_is_written_once_and_any_other_is_named(tmp_path: Path) -> None:
     folder, run, tokenizers = tmp_path / "model", tmp_path / "run", []
     build_model().save_pretrained(folder)
@@ -82,3 +98,12 @@ def test_a_base_that_is_nowhere_is_written_once_and_any_other_is_named(tmp_path:
     shutil.rmtree(moved / kept.name)
     with pytest.raises(ModelError, match=f"belongs to the model {kept}, which is not there"):
         base_of(moved / "checkpoint-1")
+
+
+def test_a_base_with_an_adapter_from_transformers_is_written_with_its_own_names(tmp_path: Path) -> None:
+    """load_adapter() leaves the renamings of the adapter's names (base_model.model.) behind, which the base has not."""
+    save_adapter(with_adapters(build_model()), tmp_path / "adapter", torch.float32, base="unknown")
+    module = build_model()
+    module.load_adapter(str(tmp_path / "adapter"))
+    kept = keep_base(module, module.dtype, None, tmp_path / "run", lambda _: None, **ALONE)["path"]
+    assert set(load_file(f"{kept}/model.safetensors")) <= set(build_model().state_dict())

@@ -90,6 +90,8 @@ def test_a_run_is_saved_merged_resumed_and_continued(make_trainer, records, tmp_
     ):
         make_trainer(other, **again)
     assert not is_adapted(other) and all(parameter.requires_grad for parameter in other.parameters())
+    with pytest.raises(CheckpointError, match="down_proj is of rank 4 and scaled by 16; in the checkpoint .* by 2"):
+        make_trainer(build_model(dtype=dtype), **again, **{"lora.lora_alpha": 64})
     with pytest.raises(CheckpointError, match="this run trains all weights, and the run of .*checkpoint-4 did not"):
         make_trainer(build_model(dtype=dtype), **{name: value for name, value in again.items() if name not in KEYS})
 

@@ -150,9 +150,10 @@ def test_adapters_that_cannot_be_trained_are_refused(refused) -> None:
     refused(ConfigError, "PromptTuningConfig learns tokens in front of the prompt", model=prompts)
 
 
-def test_a_trainer_says_how_much_of_its_model_is_trained(make_trainer) -> None:
+def test_a_trainer_says_how_much_of_its_model_is_trained(make_trainer, capsys) -> None:
     """r (in + out): q_proj of two layers, 2 * 2 * (16 + 16), of the 5,472 parameters of the model."""
     trainer = make_trainer(peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
+    assert capsys.readouterr().err.count("adapter r=2, 2.3 % trained (128 parameters)") == 1
     assert "5,472 parameters; adapter r=2, 2.3 % trained (128 parameters)" in repr(trainer)
     trainer.step()
     about = json.loads((trainer.run_folder / "environment.json").read_text())["model"]

@@ -72,7 +72,7 @@ OTHERS = tuple(
             "max_ckpt_num": "save_total_limit",
             "input_key": "prompt_column",
             "use_peft": ("lora.r", "the rank of adapters; in Python also peft_config=, a LoraConfig"),
-            "lora_r": "lora.r",
+            "lora_r": ("lora.r", "with lora_alpha=32 if TRL's default was meant"),
             "peft_config": ("lora.r", "with the other keys of lora; in Python Trainer takes a LoraConfig"),
             "lora_target_modules": "target_modules",
             "lora_target_parameters": "target_parameters",

@@ -1,4 +1,4 @@
-"""verl's settings, key and value, as settings here."""
+"""Settings of verl, and those of adapters in TRL, key and value, as settings here."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ class Answer:
 
 
 def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, Any]) -> Answer | None:
-    """Return what becomes of a setting of verl; None if that is not clear from its value.
+    """Return what becomes of a setting of verl, or of an adapter in TRL; None if that is not clear from its value.
 
     habit: the record of the key. asked: all settings, by path, because some count only with others.
     """
     if path.startswith("~"):
         return Answer(note="with ~ Hydra deletes a key; here only the keys that are set exist")
+    if path.removeprefix("lora.") == "lora_alpha" and asked.keys() & _RANKS:
+        return Answer({"lora_alpha": value})
+    if habit is not None and path in _SHORT:
+        return _SHORT[path](value, asked)
     if habit is None or habit.library != "verl":
         return None
     if habit.name in _RULES:
@@ -270,6 +274,42 @@ def _of_adapter(key: str) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
     return rule
 
 
+def _rank(name: str, rank: int, alpha: int) -> Callable[[Any, Mapping[str, Any]], Answer]:
+    """Rank and alpha of adapters. name: of the rank there; rank, alpha: the defaults there."""
+
+    def rule(value: Any, asked: Mapping[str, Any]) -> Answer:
+        if not value:
+            return Answer(note=f"{value} asks for nothing")
+        given = asked.get("lora_alpha", asked.get("lora.lora_alpha"))
+        note = "" if given is not None else f"without lora_alpha it is {alpha} there"
+        return Answer({"lora.r": asked.get(name, rank), "lora_alpha": alpha if given is None else given}, note)
+
+    return rule
+
+
+def _names(key: str) -> Callable[[Any, Mapping[str, Any]], Answer]:
+    """Ends of names of layers, one or several."""
+
+    def rule(value: Any, _: Mapping[str, Any]) -> Answer:
+        if value is None:
+            return Answer(note="None asks for nothing")
+        return Answer({key: [value] if isinstance(value, str) and value != "all-linear" else value})
+
+    return rule
+
+
+# Keys of adapters on TRL's command line, and lora_rank of verl and OpenRLHF, which share its default of alpha.
+_RANKS = frozenset({"use_peft", "lora_r", "lora_rank"})
+_SHORT: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer]] = MappingProxyType(
+    {
+        "use_peft": _rank("lora_r", 16, 32),
+        "lora_r": _rank("lora_r", 16, 32),
+        "lora_rank": _rank("lora_rank", 0, _VERLS_ALPHA),
+        "lora_target_modules": _names("target_modules"),
+        "lora_target_parameters": _names("target_parameters"),
+        "lora_modules_to_save": _names("modules_to_save"),
+    }
+)
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 _LOSS_SWITCH, _REWARD_SWITCH = ("use_kl_loss", "kl=loss and beta"), ("use_kl_in_reward", "kl=reward and beta")
 _RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = MappingProxyType(

@@ -59,7 +59,7 @@ VERL = tuple(
             f"{_MODEL}.custom_chat_template": ("chat_template_path", "a Jinja file"),
             f"{_MODEL}.enable_gradient_checkpointing": "gradient_checkpointing",
             f"{_MODEL}.enable_activation_offload": "activation_offload",
-            f"{_MODEL}.lora_rank": "lora.r",
+            f"{_MODEL}.lora_rank": ("lora.r", "with lora_alpha=16 if verl's default was meant"),
             f"{_MODEL}.lora_adapter_path": ("model.path", "the folder of an adapter, which names its base"),
             "critic.model.lora_rank critic.model.lora_alpha critic.model.target_modules": _CRITIC_ADAPTER,
             f"{_ACTOR}.optim.lr": "learning_rate",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_rl.compat.peft import is_swapped
-from hybrid_rl.errors import ModelError
 from hybrid_rl.models.lora.plain import ADAPTER, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
@@ -43,8 +42,6 @@ def _changes(wrapper: Any, dtype: torch.dtype) -> Iterator[tuple[str, LowRank]]:
         if name is None:
             change = LowRank(a, b, scale, is_transposed=bool(wrapper.fan_in_fan_out), dtype=dtype)
             if ADAPTER in wrapper.lora_magnitude_vector:
-                if change.is_transposed:
-                    raise ModelError(f"use_dora cannot be handed over for {wrapper.get_base_layer()}; leave it out")
                 magnitude = wrapper.lora_magnitude_vector[ADAPTER].weight
                 change = replace(change, row_factor=_row_factor(wrapper.get_base_layer().weight, change, magnitude))
             yield "weight", change
@@ -61,12 +58,16 @@ def _changes(wrapper: Any, dtype: torch.dtype) -> Iterator[tuple[str, LowRank]]:
 def _row_factor(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
     """Return the factors of DoRA (arXiv:2402.09353), magnitude / |W + s B A| of each row, float32 [out].
 
-    A row's norm is computed in float32 by the rank that holds the row; then norm and factor are rounded to the dtype
-    that the trainer computes in.
+    A row's norm is computed in float32 by the rank that holds the row; of a weight that is stored as [in, out] ranks
+    hold parts of all rows, so each gathers it. Then norm and factor are rounded to the dtype that the trainer computes
+    in.
     """
-    part = change.merged(local_tensor(weight), local_box(weight))
-    norm = torch.linalg.vector_norm(part, dim=1)
-    if isinstance(weight, DTensor):
+    if change.is_transposed:
+        full = _whole(weight, weight.dtype)
+        norm = torch.linalg.vector_norm(change.merged(full, local_box(full)), dim=0)
+    else:
+        norm = torch.linalg.vector_norm(change.merged(local_tensor(weight), local_box(weight)), dim=1)
+    if isinstance(weight, DTensor) and not change.is_transposed:
         shape: Any = weight.shape[:1]
         norm = DTensor.from_local(
             norm, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=(1,)

@@ -83,7 +83,7 @@ def save_adapter(
     settings.base_model_name_or_path, settings.inference_mode = base, True
     if float(settings.lora_alpha).is_integer():
         settings.lora_alpha = int(settings.lora_alpha)  # as peft has it
-    for name in ("target_modules", "exclude_modules"):
+    for name in ("target_modules", "exclude_modules", "target_parameters"):
         if isinstance(given := getattr(settings, name), set):
             setattr(settings, name, sorted(given))  # or its order, and so the file, would be another in every process
     settings.save_pretrained(str(folder))

@@ -41,10 +41,10 @@ def form_of_settings(model: PreTrainedModel | ModelRecipe, settings: Any) -> dic
     return form_of(module)
 
 
-def difference(given: dict[str, str], there: dict[str, str]) -> str | None:
-    """Describe the first difference of two forms; None if there is none."""
+def difference(given: dict[str, str], there: dict[str, str], place: str = "in the model") -> str | None:
+    """Describe the first difference of two forms; None if there is none. place: where the second one is."""
     for name in sorted({*given, *there}):
         one, other = given.get(name, "without an adapter"), there.get(name, "without an adapter")
         if one != other:
-            return f"by the keys, {name} is {one}; in the model it is {other}"
+            return f"by the keys, {name} is {one}; {place} it is {other}"
     return None

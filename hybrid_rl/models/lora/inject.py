@@ -6,6 +6,7 @@ import hashlib
 import math
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models.lora.names import not_excluded, why_refused
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 
@@ -22,6 +24,7 @@ from hybrid_rl.tensors.boxes import local_box, local_tensor
 PEFT_ALONE = (
     "fan_in_fan_out is set to False but the target module is",
     r"The following (rank|alpha)_pattern keys did not match .*: \['\.\*\\\\\.gate_up_proj'\]",  # fused experts
+    "You have passed exclude_modules=.* but no modules were excluded",  # only experts; names are checked
     "Model has `tie_word_embeddings=True`",  # refused below
 )
 
@@ -49,9 +52,13 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
             with warnings.catch_warnings():
                 for message in PEFT_ALONE:
                     warnings.filterwarnings("ignore", message)
+                given = {*(settings.target_parameters or ())}
                 inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
+                if _exclude(settings, given, parameters):
+                    take_out(module)
+                    inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise ConfigError(f"lora: {error}") from error
+            raise ConfigError(f"lora: {why_refused(error)}") from error
         _refuse_layers(module)
     except BaseException:
         take_out(module)
@@ -67,20 +74,51 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
     _trainable[module] = frozenset(name for name, is_trained in trainable.items() if is_trained)
 
 
+def _exclude(settings: Any, given: set[str], parameters: Iterable[str]) -> bool:
+    """Take what exclude_modules names out of the target_parameters of a peft config, besides those that were given;
+    return whether that changed them.
+
+    In a mixture of experts peft makes parameters of the target_modules that are routers and fused experts, when it puts
+    adapters in, and does not look at exclude_modules for them.
+    """
+    added = {*(settings.target_parameters or ())} - given
+    left = not_excluded(parameters, added, settings.exclude_modules or ())
+    if added == {*left}:
+        return False
+    settings.target_parameters = sorted(given.union(left))
+    return True
+
+
 def leave(module: PreTrainedModel) -> None:
     """Leave a module with adapters to whoever passed it. Adapters that learned nothing are taken out again if they were
     put in here, with what required a gradient before; others stay, and transformers is told: so the module's
     `save_pretrained` writes them, and `disable_adapters` switches them off."""
     if not is_adapted(module):
         return
-    products = [p for name, p in module.named_parameters() if ".lora_B." in name]
-    if module not in _trainable or any(bool(p.any()) for p in products):
+    if not is_untouched(module):
         mark_adapted(module)
         return
     take_out(module)
     before = _trainable.pop(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in before)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether a module has adapters that were put in here and have learned nothing: they go again (`leave`)."""
+    return module in _trainable and is_adapted(module) and not _has_learned(module)
+
+
+def _has_learned(module: nn.Module) -> bool:
+    """Return whether adapters change anything: B begins as zero, and what is trained whole as it is in the base."""
+    if any(bool(p.any()) for name, p in module.named_parameters() if ".lora_B." in name):
+        return True
+    return any(
+        not torch.equal(wrapper.modules_to_save[ADAPTER].get_parameter(name), original)
+        for _, _, wrapper in wrappers(module)
+        if hasattr(wrapper, "modules_to_save")
+        for name, original in wrapper.original_module.named_parameters()
+    )
 
 
 def train_adapters(module: PreTrainedModel) -> None:

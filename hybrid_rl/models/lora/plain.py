@@ -61,6 +61,15 @@ def take_out(module: nn.Module) -> None:
     vars(module).pop("peft_config", None)  # where peft notes what it has injected
 
 
+def take_out_empty(module: nn.Module) -> None:
+    """Remove peft's wrappers around layers that have no adapter any more, because it was deleted: they compute what the
+    layer does."""
+    for parent, name, wrapper in wrappers(module):
+        names = ("modules_to_save",) if hasattr(wrapper, "modules_to_save") else wrapper.adapter_layer_names
+        if not any(len(getattr(wrapper, each)) for each in names):
+            parent._modules[name] = _layer(wrapper, trained=False)
+
+
 def running(module: Any) -> Any:
     """Return what runs in the place of a module: of peft's wrapper of a module that is trained whole, the copy that is
     trained; otherwise the module itself."""

@@ -17,16 +17,19 @@ KEYS += ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 # Fields that say nothing about training here: what saved the adapter, and for what.
 SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
 SILENT |= {"inference_mode", "runtime_config"}
+SILENT |= {"fan_in_fan_out"}  # peft looks at each layer, and writes here what it has found
 TASKS = (None, "CAUSAL_LM")
 REFUSED = {
     "lora_dropout": "dropout makes the ratio of new to old probabilities noise; set lora_dropout=0",
     "bias": "biases of the model are frozen, so that a handoff changes weights only; set bias='none'",
+    "lora_bias": "a handoff changes weights only, and adapters with biases would change those; leave it out",
     "init_lora_weights": "adapters begin with A uniform and B zero, so that the first policy is the base; leave it out",
     "layers_to_transform": "give the layers as a regular expression, target_modules=r'.*\\.[0-7]\\.self_attn\\.q_proj'",
     "layer_replication": "it makes another model of the base; pass that model",
     "trainable_token_indices": "train the embeddings whole: modules_to_save=['embed_tokens']",
-    "fan_in_fan_out": "peft finds out by itself how a layer stores its weight; leave it out",
 }
+# Ways to begin that leave the base as it is: of a trained adapter they say nothing.
+HARMLESS_STARTS = (False, "gaussian", "orthogonal", "eva")
 
 
 def require_peft() -> None:
@@ -40,9 +43,11 @@ def peft_config_of(keys: Mapping[str, Any]) -> Any:
     require_peft()
     from peft import LoraConfig
 
-    if keys.get("target_modules") == []:
-        raise ConfigError("lora.target_modules=[] names no layer; leave it out for all-linear")
     given = {name: value for name, value in keys.items() if name in KEYS and value not in (None, [], {})}
+    if keys.get("target_modules") == []:
+        if "target_parameters" not in given:
+            raise ConfigError("lora.target_modules=[] names no layer; leave it out for all-linear")
+        given["target_modules"] = []  # no layer beside those parameters; without it peft would choose some
     for name in ("target_modules", "exclude_modules"):
         if given.get(name) == ["all-linear"]:
             given[name] = "all-linear"
@@ -60,8 +65,9 @@ def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
     return found
 
 
-def keys_of(peft_config: Any) -> dict[str, Any]:
-    """Return the configuration keys of a LoraConfig. Raises ConfigError for anything that is not supported."""
+def keys_of(peft_config: Any, trained: str = "") -> dict[str, Any]:
+    """Return the configuration keys of a LoraConfig. trained: whose config it is, for errors, if its adapter has been
+    trained. Raises ConfigError for anything that is not supported."""
     require_peft()
     from peft import LoraConfig, PeftConfig
 
@@ -90,6 +96,8 @@ def keys_of(peft_config: Any) -> dict[str, Any]:
             if value is not None and (value != usual or item.name in ("r", "lora_alpha")):
                 found[item.name] = sorted(value) if isinstance(value, set) else value
         elif value != usual and item.name not in SILENT:
+            if trained and item.name == "init_lora_weights" and value in HARMLESS_STARTS:
+                continue
             why = REFUSED.get(item.name, "this option of peft is not supported; leave it out")
-            raise ConfigError(f"peft_config: {item.name}={value!r}: {why}")
+            raise ConfigError(f"{trained or 'peft_config'}: {item.name}={value!r}: {why}")
     return found

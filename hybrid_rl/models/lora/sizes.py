@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
-from hybrid_rl.models.lora.names import check_names
+from hybrid_rl.models.lora.names import check_names, check_patterns
 from hybrid_rl.models.lora.plain import is_adapted
 
 
@@ -43,8 +43,10 @@ def adapter_size(module: PreTrainedModel, settings: Any) -> AdapterSize:
     if not is_adapted(module):
         check_names(module, settings)
         adapted = copy_on_meta(module)
+        patterns = {key: list(getattr(settings, key)) for key in ("rank_pattern", "alpha_pattern")}  # peft adds its own
         with warnings.catch_warnings(action="ignore"):  # they come when the adapters are made
             inject(adapted, settings)
+        check_patterns(adapted, patterns)
     sizes = {name: parameter.numel() for name, parameter in adapted.named_parameters()}
     trained = sum(size for name, size in sizes.items() if is_adapter_name(name))
     return AdapterSize(settings.r, trained, sum(sizes.values()) - trained)

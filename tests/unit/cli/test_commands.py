@@ -35,6 +35,32 @@ def test_without_a_command_the_usage_goes_to_stderr(capsys: pytest.CaptureFixtur
     assert "doctor" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--use_peft", "--lora_r", "16"], "lora.r=16 lora_alpha=32"),
+        (["--learning-rate", "1e-5", "max_steps=1"], "Write learning_rate=1e-5 max_steps=1"),
+        (["reward=a.py:f", "--lora.r=8"], "Write reward=a.py:f lora.r=8"),
+        (["-lr", "1"], "set learning_rate"),
+    ],
+)
+def test_a_setting_written_as_an_option_is_understood(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "settings are KEY=VALUE" in err and said in err
+
+
+def test_keys_that_are_given_as_options_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, told in (
+        (["plan", "--lora.r=8"], "Keys have no dashes: lora.r=VALUE"),
+        (["version", "--lora_r"], "No such option: --lora_r "),
+    ):
+        assert main(command) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_help_and_lists_import_neither_torch_nor_transformers() -> None:
     """Each of them takes seconds to import."""
     commands = [["--help"], ["version"], ["keys"], ["algorithms"], ["train", "--help"], ["plan", "--help"]]

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from hybrid_rl.cli import main
-from hybrid_rl.cli.generate import Chat, as_prompt, checkpoint_of, length_of, prompts_of, taken
+from hybrid_rl.cli.generate import Chat, as_prompt, checkpoint_of, length_of, prompts_of, rows_of, taken
+from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rollout.generations import Generation
 from tests.tiny import build_model, build_tokenizer
@@ -70,6 +71,28 @@ def test_a_checkpoint_brings_the_length_of_its_run(tmp_path: Path) -> None:
     state = {"global_step": 3, "config": {"rollout": {"max_completion_length": 12}}}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     assert length_of(str(tmp_path)) == 12
+
+
+def test_vllm_is_built_for_the_prompts_that_are_completed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def refuse(train_dataset: Any, **_: Any) -> None:
+        seen.append(train_dataset)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("hybrid_rl.Trainer", refuse)
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    words = ["generate", str(tmp_path), "--prompt", "Count to 7:", "--prompt", "3"]
+    for more in (["engine=vllm", "--raw"], ["engine=vllm"], ["engine=vllm", "chat_template_path=t"], []):
+        (tmp_path / "t").write_text("chat")
+        monkeypatch.chdir(tmp_path)
+        assert main([*words, *more]) == 1
+    texts = [{"prompt": "Count to 7:"}, {"prompt": "3"}]
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in texts]
+    assert seen == [texts, texts, chats, [{"prompt": "-"}]]
+    stream = rows_of(load_config({"engine": "vllm"})[0], None, None, raw=False)  # a chat
+    assert list(stream()) == list(stream()) == [{"prompt": "-"}]
 
 
 class Echo:

@@ -105,5 +105,31 @@ MODEL = "actor_rollout_ref.model"
         ([f"{MODEL}.lora_adapter_path=adapter", f"{MODEL}.exclude_modules=null"], {"model.path": "adapter"}),
     ],
 )
-def test_adapters(arguments: list[str], expected: dict[str, str]) -> None:
+def test_adapters_of_verl(arguments: list[str], expected: dict[str, str]) -> None:
     assert line_of(refusal(*arguments)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # TRL's command line: rank 16 and alpha 32 unless they are given.
+        (["use_peft=true"], {"lora.r": "16", "lora_alpha": "32"}),
+        (["use_peft=true", "lora_r=8"], {"lora.r": "8", "lora_alpha": "32"}),
+        (["use_peft=true", "lora_r=8", "lora_alpha=4"], {"lora.r": "8", "lora_alpha": "4"}),
+        (["use_peft=false", "bogus=1"], {}),
+        (["lora_r=8", "lora_target_modules=q_proj"], {"lora.r": "8", "lora_alpha": "32", "target_modules": "[q_proj]"}),
+        (
+            ["lora_r=8", "lora_target_modules=all-linear", "lora_modules_to_save=[a,b]"],
+            {"lora.r": "8", "lora_alpha": "32", "target_modules": "all-linear", "modules_to_save": "[a, b]"},
+        ),
+        # verl's and OpenRLHF's alpha is 16.
+        (["lora_rank=32", "lora_target_modules=null"], {"lora.r": "32", "lora_alpha": "16"}),
+        (["lora_rank=32", "lora_alpha=64"], {"lora.r": "32", "lora_alpha": "64"}),
+    ],
+)
+def test_adapters_by_short_names(arguments: list[str], expected: dict[str, str]) -> None:
+    text = refusal(*arguments, "zzz=1")  # of two wrong keys the error is a table, with the line
+    assert line_of(text) == expected and "would do nothing" not in text
+    assert ("without lora_alpha it is" in " ".join(text.split())) is (
+        bool(expected) and "lora_alpha=" not in str(arguments)
+    )

@@ -125,6 +125,13 @@ def test_supported_families_pass_verification(name: str) -> None:
     assert 0 < CausalLM(give_head(critic)).verify() < 2e-6
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_mixtures_of_experts_pass_verification(name: str) -> None:
+    """Each pass of a router is recorded once, or tokens would get the experts of others."""
+    model = CausalLM(value_model_of(build(name)))
+    assert 0 < model.verify() < 2e-6
+
+
 @pytest.mark.parametrize("name", ["attention sinks", "position in the mask", "convolutions", "an encoder"])
 def test_a_backbone_that_cannot_run_packed_is_refused_under_a_head_of_zeros_too(name: str) -> None:
     with pytest.raises(ModelError):

@@ -22,6 +22,7 @@ CASES = {
     ),
     "DoRA": ("qwen2", {"use_dora": True, "target_modules": ATTENTION}),
     "weights that are stored as [in, out]": ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
+    "DoRA of those": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
     "experts as [experts, out, in]": (
         "qwen3-moe",
         {

@@ -1,7 +1,9 @@
 """Adapters put into a module: what they start with, what the module is without them, and what is refused."""
 
+import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,11 @@ from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name
-from hybrid_rl.models.lora.plain import is_adapted, plain
+from hybrid_rl.models.lora.factors import adapter_ranks
+from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name, leave
+from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.sizes import adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_model
 from hybrid_rl.weights.sources import ObjectSource
@@ -88,7 +92,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an embedding": ("llama", {"target_modules": ["embed_tokens"]}, "names model.embed_tokens, which is a Embedding"),
     "one of two that are tied": ("gemma2", {"modules_to_save": ["lm_head"]}, "names lm_head, but this model's head is"),
     "the other": ("gemma2", {"modules_to_save": ["embed_tokens"]}, "names model.embed_tokens, but this model's head"),
-    "DoRA of experts": ("qwen3-moe", {"target_modules": "all-linear", "use_dora": True}, "use_dora"),
+    "DoRA of experts": (
+        "qwen3-moe",
+        {"target_modules": "all-linear", "use_dora": True},
+        "use_dora .* routers and fused experts",
+    ),
 }
 
 
@@ -108,6 +116,38 @@ def test_what_is_refused_leaves_the_module_as_it_was(case: str) -> None:
         inject(module, peft_config_of({"r": 2, "target_modules": ["q_proj"]}))
 
 
+EXCLUDED: dict[str, tuple[list[str] | str, set[str]]] = {
+    "the router": (["gate"], {"experts.down_proj", "experts.gate_up_proj"}),
+    "the experts": (["mlp.experts"], {"gate.weight"}),
+    "one parameter": (["down_proj"], {"experts.gate_up_proj", "gate.weight"}),
+    "all, of one layer": (
+        r".*layers\.0\.mlp\..*",
+        {"1.mlp.experts.down_proj", "1.mlp.experts.gate_up_proj", "1.mlp.gate.weight"},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The following .* did not match", "ignore:You have passed exclude_modules")
+@pytest.mark.parametrize("case", EXCLUDED)
+def test_routers_and_experts_can_be_excluded(case: str) -> None:
+    """peft makes them parameters to be targeted, and excludes modules only. Its config must say the same: the folder of
+    an adapter is read by it."""
+    excluded, left = EXCLUDED[case]
+    module, again = build("qwen3-moe"), build("qwen3-moe")
+    keys = {**ALL, "exclude_modules": excluded, "rank_pattern": {"q_proj": 2}}
+    adapter_size(module, peft_config_of(keys))  # which checks names
+    settings = peft_config_of(keys)
+    inject(module, settings)
+    found = {name for name in adapter_ranks(module) if "attn" not in name}
+    assert found == {name for name, _ in again.named_parameters() if any(name.endswith(end) for end in left)}
+    assert adapter_ranks(module)["model.layers.0.self_attn.q_proj.weight"] == 2
+    peft.inject_adapter_in_model(copy.deepcopy(settings), again)
+    assert adapter_ranks(again) == adapter_ranks(module)
+    named = peft_config_of({**ALL, "exclude_modules": ["gate"], "target_parameters": ["gate.weight"]})
+    inject(module := build("qwen3-moe"), named)
+    assert "model.layers.0.mlp.gate.weight" in adapter_ranks(module)
+
+
 def test_a_seed_draws_each_tensor_alone() -> None:
     """Two layers of one shape differ, and a layer more does not change the others."""
     drawn = []
@@ -122,3 +162,16 @@ def test_a_seed_draws_each_tensor_alone() -> None:
     assert not torch.equal(values[0], values[1])
     bound = 32**-0.5  # of nn.Linear with 32 inputs
     assert all(bound / 2 < p.abs().max().item() <= bound for p in values)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_was_trained_whole_stays_in_the_module_even_if_no_adapter_learned(is_trained: bool) -> None:
+    module = build("qwen2")
+    inject(module, peft_config_of({**ALL, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}))
+    init_adapters(module, seed=0)
+    if is_trained:
+        with torch.no_grad():
+            running(module.get_output_embeddings()).weight[0, 0] += 1.0
+    expected = logprobs(module)
+    leave(module)
+    assert is_adapted(module) == is_trained and torch.equal(logprobs(module), expected)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig, PrefixTuningConfig, VeraConfig
 
+from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.lora.folder import read_settings, settings_of
+from hybrid_rl.models.lora.form import difference, form_of
+from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import adapter_size, copy_on_meta
 from tests.tiny import build_model
+from tests.unit.models.families import build
 
 MODEL = build_model()  # hidden 16, inner 32, 2 layers, 2 heads of 8, 1 of keys and values
 ALL = {"r": 4, "target_modules": "all-linear"}
@@ -54,13 +60,24 @@ def test_counting_touches_nothing() -> None:
         ),
         ({"target_modules": "q_proj"}, r"'q_proj' matches nothing .*regular expression of whole names .*\[q_proj\]"),
         ({"target_modules": "(q_proj"}, "is no regular expression"),
+        (
+            {"target_modules": "all_linear"},
+            "matches nothing in this model; all-linear is meant; .* down_proj$",
+        ),
         ({"target_modules": []}, "names no layer"),
         ({"exclude_modules": ["nothing"]}, "exclude_modules: nothing is not"),
         ({"modules_to_save": ["score"]}, "modules_to_save: score is not .* embed_tokens, .*, lm_head$"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "experts.gate_up_proj is not .* no experts that are fused"),
         ({"rank_pattern": {"query": 3}}, "rank_pattern='query' matches nothing"),
-        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj=0 must be a number above 0"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: q_proj=0 must be a whole number above 0"),
+        ({"rank_pattern": {"q_proj": 2.0}}, "rank_pattern: q_proj=2.0 must be a whole number above 0"),
+        ({"rank_pattern": {"q_proj": True}}, "rank_pattern: q_proj=True must be a whole number above 0"),
+        (
+            {"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 2}},
+            "alpha_pattern: no layer of 'v_proj' has an adapter; there are q_proj$",
+        ),
         ({"target_modules": ["norm"]}, "RMSNorm"),
+        ({"target_modules": ["self_attn"]}, "layer of type Qwen2Attention: only linear layers .* inside it$"),
     ],
 )
 def test_names_that_are_not_there_are_refused(keys: dict[str, Any], sentence: str) -> None:
@@ -77,6 +94,7 @@ def test_names_that_are_not_there_are_refused(keys: dict[str, Any], sentence: st
         (VeraConfig(), "VeraConfig: of peft's methods only LoRA"),
         (LoraConfig(lora_dropout=0.05), "lora_dropout=0.05: dropout makes the ratio .* set lora_dropout=0"),
         (LoraConfig(bias="all"), "bias='all': biases of the model are frozen"),
+        (LoraConfig(lora_bias=True), "lora_bias=True: a handoff changes weights only"),
         (LoraConfig(init_lora_weights="pissa"), "init_lora_weights='pissa': adapters begin with"),
         (LoraConfig(layers_to_transform=[0], target_modules=["q_proj"]), "layers_to_transform=.*regular expression"),
         (LoraConfig(task_type="SEQ_CLS"), "task_type=SEQ_CLS: a policy is a causal language model"),
@@ -110,6 +128,18 @@ def test_keys_give_back_the_same_config(config: LoraConfig) -> None:
     for name, value in same.items():
         other = found[name]
         assert value == (sorted(other) if isinstance(other, set | list) else other), name
+
+
+@pytest.mark.parametrize(("family", "layer"), [("gpt2", "c_attn"), ("qwen3-moe", "gate")])
+def test_what_peft_adds_to_a_config_is_read_back(family: str, layer: str, tmp_path: Path) -> None:
+    """How GPT-2 stores weights, and routers as parameters: target_modules is empty then."""
+    module = build(family)
+    inject(module, peft_config_of({"r": 2, "target_modules": [layer]}))
+    settings_of(module).save_pretrained(str(tmp_path))
+    keys = {f"lora.{name}": value for name, value in keys_of(read_settings(tmp_path)).items()}
+    again = build(family)
+    inject(again, peft_config_of(vars(load_config(keys)[0].lora)))
+    assert len(form_of(module)) > 2 and difference(form_of(module), form_of(again)) is None
 
 
 def test_without_peft_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
