@@ -25,7 +25,7 @@ from hybrid_rl.models.lora.folder import (
     settings_of,
 )
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
-from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.inject import inject, is_untouched
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty, wrappers
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
@@ -98,7 +98,10 @@ def record_adapters(
     if found is None:
         return config, given, None
     name = BROUGHT
-    if not isinstance(source, PreTrainedModel):
+    if isinstance(source, PreTrainedModel):
+        if not config.lora.is_on:
+            _check_user_put_in(source)
+    else:
         name = str(Path(str(source)) / CONFIG_FILE)
         if getattr(found, "lora_dropout", 0):
             logger.warning(
@@ -119,16 +122,28 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
     there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
     if isinstance(model, PreTrainedModel):
-        told = difference(form_of_settings(model, copy.deepcopy(brings)), there)
+        own = copy.deepcopy(brings)
+        own.inference_mode = False  # or its adapters would be frozen
+        told = difference(form_of_settings(model, own), there)
         if told is not None:
             raise ConfigError(
                 f"{BROUGHT} is not what its peft config says: {told.replace('by the keys', 'by that')}. Saved and "
                 "loaded again it would be another; undo set_scale or scale_layer, or change lora_alpha of the config"
             )
     if found := difference(asked, there):
+        if isinstance(model, PreTrainedModel):
+            _check_user_put_in(model)
         raise ConfigError(
             f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "
             "on training those that it has; to begin with new ones, load the model without them"
+        )
+
+
+def _check_user_put_in(module: PreTrainedModel) -> None:
+    if is_untouched(module):
+        raise ConfigError(
+            "the module has adapters of a Trainer that is still open, which have learned nothing. close() that "
+            "Trainer, which takes them out, or give the same keys of lora to train them on"
         )
 
 

@@ -95,13 +95,18 @@ def leave(module: PreTrainedModel) -> None:
     `save_pretrained` writes them, and `disable_adapters` switches them off."""
     if not is_adapted(module):
         return
-    if module not in _trainable or _has_learned(module):
+    if not is_untouched(module):
         mark_adapted(module)
         return
     take_out(module)
     before = _trainable.pop(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in before)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Return whether a module has adapters that were put in here and have learned nothing: they go again (`leave`)."""
+    return module in _trainable and is_adapted(module) and not _has_learned(module)
 
 
 def _has_learned(module: nn.Module) -> bool:

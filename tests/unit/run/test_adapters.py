@@ -13,7 +13,7 @@ from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.models.lora.folder import CONFIG_FILE, save_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.settings import peft_config_of
-from hybrid_rl.run.adapters import check_adapters, check_resumed_adapters, own_settings, with_adapters
+from hybrid_rl.run.adapters import check_adapters, check_resumed_adapters, own_settings, record_adapters, with_adapters
 from tests.tiny import build_model
 
 KEYS: dict[str, Any] = {"lora.r": 4, "lora.target_modules": ["q_proj"]}
@@ -73,3 +73,23 @@ def test_adapters_that_are_merged_or_switched_off_are_refused() -> None:
         check_adapters(module, brings, config)
     model.base_model.enable_adapter_layers()
     check_adapters(module, brings, config)
+
+
+def test_adapters_that_an_open_trainer_put_in_are_not_those_of_the_user() -> None:
+    """Until they have learned something: close() would take them out."""
+    module, config = build_model(), load_config(None, KEYS)[0]
+    full, told = load_config(None, {})[0], "adapters of a Trainer that is still open, which have learned nothing"
+    inject(module, peft_config_of(vars(config.lora)))
+    init_adapters(module, seed=0)
+    with pytest.raises(ConfigError, match=told):
+        record_adapters(full, frozenset(), module)
+    _, _, brings = record_adapters(config, frozenset(), module)
+    check_adapters(module, brings, config)
+    other = load_config(None, KEYS | {"lora.r": 8})[0]
+    with pytest.raises(ConfigError, match=told):
+        check_adapters(module, brings, other)
+    with torch.no_grad():
+        module.model.layers[0].self_attn.q_proj.lora_B["default"].weight += 1.0
+    assert record_adapters(full, frozenset(), module)[0].lora.r == 4
+    with pytest.raises(ConfigError, match="the keys of lora describe others"):
+        check_adapters(module, brings, other)

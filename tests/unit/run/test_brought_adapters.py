@@ -53,6 +53,7 @@ def test_keys_that_are_not_given_are_those_of_the_adapter(folder: Path, caplog: 
 def test_a_scale_that_the_config_does_not_have_is_named() -> None:
     module = build_model()
     inject(module, peft_config_of({"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}))
+    module.peft_config["default"].inference_mode = True  # as PeftModel.from_pretrained leaves it
     config, _, brings = record_adapters(*load_config(), module)
     check_adapters(module, brings, config)
     module.model.layers[0].self_attn.q_proj.set_scale("default", 0.25)
