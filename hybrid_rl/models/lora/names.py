@@ -51,6 +51,8 @@ def why_refused(error: Exception) -> str:
         return f"target_modules has a layer of type {kind}: only linear layers can have adapters; name those inside it"
     if "specify `target_modules`" in told:
         return "peft knows no layers for this architecture; set target_modules=all-linear, or name them"
+    if "No modules were targeted" in told or "All modules were excluded" in told:
+        return "no layer is left for an adapter: exclude_modules or modules_to_save has all that target_modules names"
     return told
 
 
@@ -98,7 +100,8 @@ def _check(
         try:
             is_found = any(re.fullmatch(wanted, name) for name in names)
         except re.error as error:
-            raise ConfigError(f"lora.{key}={shown or wanted!r} is no regular expression: {error}") from error
+            meant = f"; .{wanted} is meant" if wanted.startswith("*") else ""
+            raise ConfigError(f"lora.{key}={shown or wanted!r} is no regular expression: {error}{meant}") from error
         if not is_found:
             form = (
                 "; all-linear is meant"

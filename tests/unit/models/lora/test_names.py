@@ -60,6 +60,9 @@ def test_counting_touches_nothing() -> None:
         ),
         ({"target_modules": "q_proj"}, r"'q_proj' matches nothing .*regular expression of whole names .*\[q_proj\]"),
         ({"target_modules": "(q_proj"}, "is no regular expression"),
+        ({"target_modules": "*.q_proj"}, r"is no regular expression: .*; \.\*\.q_proj is meant$"),
+        ({"exclude_modules": ".*"}, "lora: no layer is left for an adapter: exclude_modules or"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "lora: no layer is left for an adapter"),
         (
             {"target_modules": "all_linear"},
             "matches nothing in this model; all-linear is meant; .* down_proj$",
