@@ -170,10 +170,6 @@ class RolloutGroup(PolicyGroup):
         metrics = joined(metrics for metrics, _, _ in found) | use_metrics(uses)
         return metrics, max(seconds for _, _, seconds in found)
 
-    def held_texts(self, step: int) -> list[str]:
-        """Return what each rank holds after a training step, as checkpoints have it."""
-        return self._ranks.call(RolloutWorker.held_texts, step)
-
 
 class _TrainingRanks:
     """A backend whose errors may be consequences: a batch is lost if the rank that made it dies. cause: finds the error
@@ -267,7 +263,7 @@ class SplitGroup(PolicyGroup):
     def update_weights(self, version: int) -> list[dict[str, float]]:
         """Write the weights as this policy version, wait for the next step's batch, and have the generating ranks take
         the version. Returns metrics of the handoff, of what is held, and of how busy both sides were."""
-        seconds = self._ranks.call(HybridWorker.write_weights, self._root, version)
+        seconds = self.write_weights(self._root, version)
         trained, metrics = now(), dict[str, float]()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -289,10 +285,9 @@ class SplitGroup(PolicyGroup):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
+    def save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> None:
         """Write a checkpoint, with what the generating ranks hold."""
-        held = self._generating.held_texts(state["global_step"])
-        self._ranks.call(HybridWorker.save, folder, state, held)
+        super().save(folder, state, held or self._generating.held_texts(state["global_step"]))
 
     def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
         """Return the prompts that the generating ranks hold."""

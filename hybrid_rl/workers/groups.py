@@ -157,9 +157,19 @@ class PolicyGroup(RankGroup):
                 raise
             logger.warning("the rollout of step %d is not saved: %s", step, error)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint. state: of the driver. Raises CheckpointError."""
-        self._ranks.call(HybridWorker.save, folder, state)
+    def save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> None:
+        """Write a checkpoint. state: of the driver; held: what other ranks hold (`held_texts`), None = these ranks do.
+        Raises CheckpointError."""
+        self._ranks.call(HybridWorker.save, folder, state, held)
+
+    def write_weights(self, root: Path, version: int) -> float:
+        """Write the weights as this policy version for ranks that only generate. root: the folder of all versions.
+        Returns seconds. Raises HandoffError if they cannot be written."""
+        return self._ranks.call(HybridWorker.write_weights, root, version)
+
+    def held_texts(self, step: int) -> list[str]:
+        """Return what each rank holds after a training step, as checkpoints have it."""
+        return self._ranks.call(HybridWorker.held_texts, step)
 
     def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
         """Return the prompts of the groups that all ranks hold after a training step, by group. folder: of a checkpoint

@@ -72,6 +72,11 @@ def test_rollouts_are_not_saved_unless_asked_for(make_trainer) -> None:
 # --------------------------------------------------------------------------------------------------------------- train
 
 
+def without_engine(lines: list[dict]) -> list[dict]:
+    """Metrics without those of the engine, which makes nothing while saved rollouts are trained on."""
+    return [{name: value for name, value in line.items() if not name.startswith("engine/")} for line in lines]
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -95,7 +100,7 @@ def test_training_on_saved_rollouts_is_the_run_that_saved_them(make_trainer, rec
     replayed = make_trainer(replayed_model, mode="train", rollouts_path=str(folder), **keys)
     replayed.fit()
     mine, theirs = records(replayed, comparable=True), records(recorded, comparable=True)
-    assert mine == theirs
+    assert mine == without_engine(theirs)
     assert {"loss", "grad_norm", "entropy", "reward", "num_tokens", "epoch"} <= mine[-1].keys()
     assert same_weights(weights(replayed_model), weights(recorded_model))
     assert not same_weights(weights(replayed_model), initial)
@@ -123,7 +128,7 @@ def test_saved_rollouts_are_trained_on_at_the_temperature_that_they_were_made_at
     replayed = make_trainer(replayed_model, mode="train", rollouts_path=path, temperature=1.0, **keys)
     replayed.fit()
     mine = records(replayed, comparable=True)
-    assert mine == records(recorded, comparable=True)
+    assert mine == without_engine(records(recorded, comparable=True))
     # The engine sampled at 0.7, and so does the trainer compute.
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-5 for line in mine if "loss" in line)
     assert same_weights(weights(replayed_model), weights(recorded_model))

@@ -25,7 +25,7 @@ PAIRS = [
     for name in dispatched_methods(worker)
 ]
 # Of these the group's method does more than to pass on a call.
-RENAMED = {"flush_samples": "lost_samples"}
+RENAMED = {"flush_samples": "lost_samples", "held_prompts": "held_prompts"}
 JOINED = {"records"}  # lists of the ranks, as one list
 
 
