@@ -16,6 +16,7 @@ from hybrid_rl.planning.models import adapted
 from hybrid_rl.run.adapters import check_adapters, record_adapters
 from hybrid_rl.run.request import Machine, planned_config
 from tests.tiny import build_model
+from tests.unit.training.lora_case import give_values
 
 MODEL = build_model()
 
@@ -53,6 +54,7 @@ def test_keys_that_are_not_given_are_those_of_the_adapter(folder: Path, caplog: 
 def test_a_scale_that_the_config_does_not_have_is_named() -> None:
     module = build_model()
     inject(module, peft_config_of({"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}))
+    give_values(module)
     module.peft_config["default"].inference_mode = True  # as PeftModel.from_pretrained leaves it
     config, _, brings = record_adapters(*load_config(), module)
     check_adapters(module, brings, config)
