@@ -24,8 +24,8 @@ HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
 class OpenGroup:
     """A group of samples of one prompt. born: the training step that began it. requests: by trajectory, as they were at
     first; finished: samples by trajectory; begun: the beginnings of the others. whole_in: the state of the run when it
-    became whole, which reward functions are told; scoring: their calls. expected: tokens that earlier completions had
-    on average; None = not known."""
+    became whole, which reward functions are told; scoring: their calls; texts: of its samples, once they were decoded.
+    expected: tokens that earlier completions had on average; None = not known."""
 
     row: PromptRow
     group: int
@@ -35,6 +35,7 @@ class OpenGroup:
     begun: dict[int, Beginning] = field(default_factory=dict)
     whole_in: TrainerState | None = None
     scoring: Future[list[tuple[int, Part]]] | None = None
+    texts: list[str] | None = None
     expected: int | None = None
 
     @property
@@ -56,8 +57,9 @@ class OpenGroup:
     @property
     def oldest_version(self) -> int | None:
         """The version of the weights that made its oldest token; None if it has none."""
+        # It is asked for at every look, and the versions of a sample only grow: the first token is the oldest.
         made = (*(sample.versions for sample in self.finished.values()), *(one.versions for one in self.begun.values()))
-        return min((version for versions in made for version in versions), default=None)
+        return min((versions[0] for versions in made if versions), default=None)
 
     @property
     def num_tokens(self) -> int:

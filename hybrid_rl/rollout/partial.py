@@ -192,9 +192,17 @@ class PartialRollout(ScoredRollout):
     def _score(self, group: OpenGroup, call: RolloutCall) -> None:
         if self._rewards is None or not call.is_scored or group.is_scored:
             return
-        texts = (self._decode(sample.completion_ids) for sample in group.samples)
-        inputs = [reward_input(s, group.row, text, group.group) for s, text in zip(group.samples, texts, strict=True)]
+        inputs = [
+            reward_input(sample, group.row, text, group.group)
+            for sample, text in zip(group.samples, self._texts(group), strict=True)
+        ]
         group.scoring = self._rewards.submit(inputs, group.whole_in)
+
+    def _texts(self, group: OpenGroup) -> list[str]:
+        """Return the texts of a whole group, which are decoded once."""
+        if group.texts is None:
+            group.texts = [self._decode(sample.completion_ids) for sample in group.samples]
+        return group.texts
 
     def _delivered(
         self, groups: Sequence[OpenGroup], timings: Timings, call: RolloutCall
@@ -204,7 +212,7 @@ class PartialRollout(ScoredRollout):
         rows = [group.row for group in groups for _ in group.requests]
         ids = [group.group for group in groups for _ in group.requests]
         columns = columns_of(rows, ids, samples, call.params.temperature)
-        columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
+        columns["completion"] = [text for group in groups for text in self._texts(group)]
         inputs = [reward_input(*given) for given in zip(samples, rows, columns["completion"], ids, strict=True)]
         for group in groups:
             self._score(group, call)
