@@ -45,3 +45,21 @@ def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def worker(trainer):
+    """The only rank of the module's trainer."""
+    return trainer.policy._backend._worker
+
+
+@pytest.fixture
+def publish(trainer):
+    """Publish the next version. What a test broke is whole again afterwards."""
+
+    def publish():
+        trainer._policy_version += 1
+        return trainer.policy.update_weights(trainer.policy_version)[0]
+
+    yield publish
+    publish()

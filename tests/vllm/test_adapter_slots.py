@@ -43,25 +43,8 @@ def trainer(tmp_path_factory):
 
 
 @pytest.fixture
-def worker(trainer):
-    return trainer.policy._backend._worker
-
-
-@pytest.fixture
 def writer(worker):
     return worker._side._engine._writer
-
-
-@pytest.fixture
-def publish(trainer):
-    """Publish the next version. What a test broke is whole again afterwards."""
-
-    def publish():
-        trainer._policy_version += 1
-        return trainer.policy.update_weights(trainer.policy_version)[0]
-
-    yield publish
-    publish()
 
 
 def check_steps(trainer, num_steps, base_bytes, adapter_bytes):

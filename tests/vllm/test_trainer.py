@@ -39,11 +39,6 @@ def trainer(tmp_path_factory):
 
 
 @pytest.fixture
-def worker(trainer):
-    return trainer.policy._backend._worker
-
-
-@pytest.fixture
 def writer(worker):
     return worker._side._engine._writer
 

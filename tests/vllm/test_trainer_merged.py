@@ -37,23 +37,6 @@ def trainer(tmp_path_factory):
         yield trainer
 
 
-@pytest.fixture
-def worker(trainer):
-    return trainer.policy._backend._worker
-
-
-@pytest.fixture
-def publish(trainer):
-    """Publish the next version. What a test broke is whole again afterwards."""
-
-    def publish():
-        trainer._policy_version += 1
-        return trainer.policy.update_weights(trainer.policy_version)[0]
-
-    yield publish
-    publish()
-
-
 def test_in_every_step_every_logprob_is_the_trainers(trainer, worker):
     module = worker._actor.model.module
     with plain(module):
