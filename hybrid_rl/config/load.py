@@ -257,8 +257,8 @@ def _paths_by_name(leaves: Iterable[str]) -> dict[str, str]:
 class _Places:
     """Where keys may stand: found once for all layers of a config, which takes longer than to go through these.
 
-    by_name: paths by leaf name. sections: paths above those of keys. mappings: keys that are mappings. rests: by section
-    the key that takes what is no other key of it.
+    by_name: paths by leaf name. sections: paths above those of keys. mappings: keys that are mappings. rests: by
+    section, the key that takes what is no other key of it.
     """
 
     by_name: dict[str, str]
