@@ -4,6 +4,7 @@ checkpoint that each kill leaves, and at the end all samples, metrics and weight
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import re
 import shutil
@@ -127,9 +128,9 @@ class Killed:
             names = {path.name for path in self.whole.glob(f"rollouts/step-{step:06d}-*.safetensors")}
             assert len(names) == self._num_ranks
             for name in names:
-                ours, theirs = ((run / "rollouts" / name).read_bytes() for run in (self.whole, self.killed))
+                ours, theirs = (tensors_of(run / "rollouts" / name) for run in (self.whole, self.killed))
                 assert ours == theirs, name
-                num_bytes += len(ours)
+                num_bytes += len(ours[1])
         return num_bytes
 
     def _compare_all(self) -> None:
@@ -141,11 +142,20 @@ class Killed:
         assert ours == theirs
 
 
+def tensors_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    """What a file of safetensors describes, in whatever order its header has it, and the bytes of its tensors."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
 def last_lines(path: Path) -> list[Mapping[str, Any]]:
     """What is logged of every step, without what chance decides."""
     found = {line["step"]: line for line in read_jsonl(path) if line["step"]}
     assert [*found] == [*range(1, NUM_STEPS + 1)]
-    return [
-        {name: value for name, value in line.items() if not any(fnmatch(name, pattern) for pattern in BY_CHANCE)}
-        for line in found.values()
-    ]
+    return [without_chance(line) for line in found.values()]
+
+
+def without_chance(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is logged of a step, without what its own time and machine decide."""
+    return {name: value for name, value in line.items() if not any(fnmatch(name, pattern) for pattern in BY_CHANCE)}
