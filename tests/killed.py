@@ -34,6 +34,7 @@ KEYS: dict[str, Any] = {
     "max_steps": NUM_STEPS,
     "save_steps": 1,
     "save_rollouts": True,
+    "probe_steps": 1,  # otherwise the first handoffs of a process are probed
     "run_name": "run",
     "resume": "auto",
 }
@@ -110,7 +111,9 @@ class Killed:
             self._compare_checkpoint(step)
         num_bytes = self._compare_rollouts(step)
         is_collected = len([*self.killed.glob(f"rollouts/step-{step + 1:06d}-*.safetensors")]) == self._num_ranks
-        doing = "trained, or was saved" if is_collected else "generated, or began"
+        doing = (
+            "trained, or was saved" if is_collected else "generated, or began" if step < NUM_STEPS else "was not there"
+        )
         return (
             f"step {step + 1} {doing}; checkpoint {step} and {num_bytes} bytes of rollouts are those of the whole run"
         )

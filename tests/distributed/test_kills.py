@@ -69,7 +69,7 @@ class Starter:
 
 @pytest.mark.parametrize(
     ("holding", "num_kills"),
-    [("both", 3), *(pytest.param(holding, 30, marks=SWEEP) for holding in HOLDING)],
+    [("both", 3), *(pytest.param(holding, 10, marks=SWEEP) for holding in HOLDING)],
 )
 def test_a_run_that_is_killed_at_random_moments_is_the_uninterrupted_one(holding, num_kills, tmp_path):
     """SIGKILL after a random part of the CPU time in which the whole run trains."""
@@ -79,7 +79,7 @@ def test_a_run_that_is_killed_at_random_moments_is_the_uninterrupted_one(holding
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("holding", "num_kills"), [("partial", 10), ("both", 5)])
+@pytest.mark.parametrize(("holding", "num_kills"), [("partial", 4), ("both", 3)])
 def test_a_run_on_two_ranks_that_is_killed_at_random_moments_is_the_uninterrupted_one(
     forks, holding, num_kills, tmp_path
 ):

@@ -236,5 +236,5 @@ def test_a_replay_learns_from_the_order_in_which_slow_tools_answered(make: Any) 
     replayed = make("replayed", environment_factory=LateSums, mode="train", rollouts_path=str(rollouts))
     replayed.fit()
     lines = assert_learned_alike(recorded, replayed)
-    assert all(line["engine/steps"] >= 1 for line in lines)
+    assert lines[0]["engine/steps"] >= 1
     assert max(line["staleness/mean_age"] for line in lines) > 0
