@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.metrics import MetricSums, Timings
@@ -184,11 +184,13 @@ class HeldAgentRollout(AgentRollout):
         before = self._client.stats()
         groups, metrics = self._taken_up(step - 1)
         born = dataclasses.replace(call, hold=None)
+        self._client.take_use()
         groups += [AgentGroup(task, born) for task in tasks]
         with self._client.session():
             with timings.measure("rollout"), turns.rollout(call.version):
                 metrics.total("buffer/continued_tokens", turns.num_begun)
                 self._generate(groups, rule, call)
+            use = SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             everywhere = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
             all_keys = [key for of_rank, _ in everywhere for key in of_rank]
@@ -204,6 +206,7 @@ class HeldAgentRollout(AgentRollout):
             agents = agent_metrics(attempts, before, self._client.stats(), self._room.most_open)
             batch, report = self._delivered(made, call, timings, agents)
         report.metrics.merge(metrics)
+        report.use = use
         for group in mine:
             group.end()
         self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}

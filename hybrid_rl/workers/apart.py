@@ -236,7 +236,8 @@ class SplitGroup(PolicyGroup):
         answer = self._generating.rollout(present, call)
         self._begun = now()
         self._ahead = self._generating.submit(RolloutGroup.go_ahead, next_, call, self._root)
-        return answer
+        # Its samples were made beside the training of the step before: what that took is no part of this step.
+        return answer[0], [replace(report, use=replace(report.use, cost=None)) for report in answer[1]]
 
     @property
     def _ranks(self) -> Backend:
