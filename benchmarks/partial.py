@@ -2,9 +2,13 @@
 
 Completions end by themselves, with a mean of a tenth of the limit: geometric (a model whose probability of EOS was
 fitted, `workload.py`), or with `--lengths lognormal` at a length that depends on the seed of the sample alone. The
-variants take turns, one training step after the other, in one process, each with a Trainer and a model of its own; a
+variants take turns, one training step after the other, each with a Trainer and a model of its own; a
 step trains on the same number of samples. `--reward-seconds` makes a reward wait for each group: log-normal, with this
 mean. Prints one line of JSON.
+
+`--rollout-ranks n` has n more ranks that only generate (each on its own cores: `--cpus-per-rank`), and says which share
+of a step both sides worked. What it is to be compared with are runs of their own, `--variants synchronous` with
+`--ranks` 1 and 2, or as many as train and generate together.
 """
 
 from __future__ import annotations
@@ -115,6 +119,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "median_seconds": {name: round(statistics.median(its), 4) for name, its in seconds.items()},
         "faster": {name: round(means[options.variants[0]] / value, 2) for name, value in means.items()},
         "mean_length": mean("completions/mean_length"),
+        "generating_busy": mean("ranks/generating_busy"),
+        "training_busy": mean("ranks/training_busy"),
+        "handoff_seconds": mean("timing/handoff"),
+        "handoff_write_seconds": mean("timing/handoff_write"),
         "generation_seconds": mean("timing/rollout"),
         "update_seconds": mean("timing/update"),
         "reward_seconds_waited": mean("timing/reward"),
@@ -125,6 +133,10 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant:
     """Make the Trainer of a variant. All have the same model, data and noise."""
     model, tokenizer = load(folder / "model")
     held = {"oversample": options.oversample, "max_staleness": options.max_staleness} if "partial" in variant else {}
+    if options.rollout_ranks:
+        variant = {**variant, "rollout_ranks": options.rollout_ranks}
+    if options.cpus_per_rank:
+        variant = {**variant, "cpus_per_rank": options.cpus_per_rank}
     return Trainer(
         model,
         Reward(options.reward_seconds),
@@ -153,6 +165,8 @@ def main() -> None:
     parser.add_argument("--engine", default="inplace")
     parser.add_argument("--lengths", choices=["geometric", "lognormal"], default="geometric")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rollout-ranks", type=int, default=0, help="more ranks, which only generate")
+    parser.add_argument("--cpus-per-rank", type=int, help="of runs of several processes")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--limit", type=int, default=256)
@@ -163,7 +177,14 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int)
     parser.add_argument("--reward-seconds", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=16)
-    print(json.dumps(compare(parser.parse_args())))
+    options = parser.parse_args()
+    off = [name for name in options.variants if not VARIANTS[name].get("async_level")]
+    if options.rollout_ranks and off:
+        parser.error(
+            f"--rollout-ranks={options.rollout_ranks} is one step off, unlike {', '.join(off)}; add --variants "
+            '"one step off", "partial, one step off", or both'
+        )
+    print(json.dumps(compare(options)))
 
 
 if __name__ == "__main__":

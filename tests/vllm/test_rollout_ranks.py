@@ -1,5 +1,5 @@
-"""vLLM on ranks that only generate: each version of the weights goes from the files into the engine, and nothing else of
-the policy is on these ranks."""
+"""vLLM on ranks that only generate: each version of the weights goes from the files into the engine, and nothing else
+of the policy is on these ranks."""
 
 from collections import Counter
 from pathlib import Path
