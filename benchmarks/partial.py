@@ -178,6 +178,8 @@ def main() -> None:
     parser.add_argument("--reward-seconds", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
+    if options.lengths == "lognormal" and (options.ranks > 1 or options.rollout_ranks):
+        parser.error("--lengths lognormal ends completions in this process only; use geometric with several ranks")
     off = [name for name in options.variants if not VARIANTS[name].get("async_level")]
     if options.rollout_ranks and off:
         parser.error(
