@@ -146,7 +146,7 @@ class RolloutWorker(GeneratingWorker):
         return self._reader.probe
 
     def _require_weights(self, version: int) -> None:
-        """They were taken, and stay: nothing sleeps here that cannot be given to the engine again from this rank."""
+        """Do nothing: they were taken, and no phase of these ranks puts them to sleep."""
 
     @dispatch(split="items", collect="all")
     def go_ahead(
