@@ -1,14 +1,14 @@
-"""Seconds of a training step with heavy-tailed completions: synchronous, partial, one step off, and both.
+"""Seconds of a training step with heavy-tailed completions: synchronous, partial, one step off, and both; and with ranks
+that only generate.
 
 Completions end by themselves, with a mean of a tenth of the limit: geometric (a model whose probability of EOS was
 fitted, `workload.py`), or with `--lengths lognormal` at a length that depends on the seed of the sample alone. The
-variants take turns, one training step after the other, each with a Trainer and a model of its own; a
-step trains on the same number of samples. `--reward-seconds` makes a reward wait for each group: log-normal, with this
-mean. Prints one line of JSON.
+variants take turns, one training step after the other, each in a process of its own; a step trains on the same number
+of samples. `--reward-seconds` makes a reward wait for each group: log-normal, with this mean. Prints one line of JSON.
 
-`--rollout-ranks n` has n more ranks that only generate (each on its own cores: `--cpus-per-rank`), and says which share
-of a step both sides worked. What it is to be compared with are runs of their own, `--variants synchronous` with
-`--ranks` 1 and 2, or as many as train and generate together.
+With `--rollout-ranks n` the variants "apart" and "partial, apart" have n ranks that only generate beside those of
+`--ranks`, and the line says which share of a step both sides worked. "synchronous, all ranks" has as many in all, which
+train and generate in turn.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one step off": {"async_level": 1},
     "partial, one step off": {"partial": True, "async_level": 1},
 }
+APART: dict[str, dict[str, Any]] = {"apart": {}, "partial, apart": {"partial": True}}
+ALL_RANKS = "synchronous, all ranks"
 FIRST_RUN = 4  # steps before any is counted: compilers, caches, and a buffer that fills
 
 
@@ -82,42 +87,32 @@ class Reward:
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Alternate the steps of the variants, and return their seconds, and how much faster they are than the first."""
-    work = Work(
-        "partial",
-        hidden_size=options.hidden,
-        num_layers=options.layers,
-        mean_length=MEAN_SHARE * options.limit,
-        max_completion_length=options.limit,
-        prompts_per_step=options.prompts,
-        num_generations=options.generations,
-    )
-    if options.lengths == "lognormal":
-        end_by_schedule()
-    with tempfile.TemporaryDirectory(prefix="hybrid-rl-partial-") as folder:
-        save_fitted(work, Path(folder) / "model", 0)
-        trainers = {name: make_trainer(options, work, Path(folder), VARIANTS[name]) for name in options.variants}
-        seconds: dict[str, list[float]] = {name: [] for name in options.variants}
-        metrics: dict[str, list[dict[str, float]]] = {name: [] for name in options.variants}
+    seconds: dict[str, list[float]] = {name: [] for name in options.variants}
+    metrics: dict[str, list[dict[str, float]]] = {name: [] for name in options.variants}
+    with tempfile.TemporaryDirectory(prefix="hybrid-rl-partial-") as folder, ExitStack() as running:
+        save_fitted(work_of(options), Path(folder) / "model", 0)
+        processes = {name: running.enter_context(process_of(options, Path(folder), name)) for name in options.variants}
         for step in range(FIRST_RUN + options.steps):
-            for name, trainer in trainers.items():
-                start = time.perf_counter()
-                found = trainer.step().metrics
+            for name, process in processes.items():
+                process.send("step")
+                taken, found = process.recv()
                 if step >= FIRST_RUN:
-                    seconds[name].append(time.perf_counter() - start)
-                    metrics[name].append(dict(found))
-        for trainer in trainers.values():
-            trainer.close()
+                    seconds[name].append(taken)
+                    metrics[name].append(found)
     means = {name: statistics.fmean(its) for name, its in seconds.items()}
+    medians = {name: statistics.median(its) for name, its in seconds.items()}
 
     def mean(metric: str) -> dict[str, float]:
         return {name: round(statistics.fmean(one.get(metric, 0.0) for one in its), 4) for name, its in metrics.items()}
 
+    first = options.variants[0]
     return {
         "benchmark": "partial",
         **{name: value for name, value in vars(options).items() if name != "variants"},
         "seconds_per_step": {name: round(value, 4) for name, value in means.items()},
-        "median_seconds": {name: round(statistics.median(its), 4) for name, its in seconds.items()},
-        "faster": {name: round(means[options.variants[0]] / value, 2) for name, value in means.items()},
+        "median_seconds": {name: round(value, 4) for name, value in medians.items()},
+        "faster": {name: round(means[first] / value, 2) for name, value in means.items()},
+        "faster_by_medians": {name: round(medians[first] / value, 2) for name, value in medians.items()},
         "mean_length": mean("completions/mean_length"),
         "generating_busy": mean("ranks/generating_busy"),
         "training_busy": mean("ranks/training_busy"),
@@ -126,17 +121,72 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "generation_seconds": mean("timing/rollout"),
         "update_seconds": mean("timing/update"),
         "reward_seconds_waited": mean("timing/reward"),
+        "mean_age": mean("staleness/mean_age"),
+        "idle_share": mean("engine/idle_share"),
     }
+
+
+def work_of(options: argparse.Namespace) -> Work:
+    """Return the work that the command line describes."""
+    return Work(
+        "partial",
+        hidden_size=options.hidden,
+        num_layers=options.layers,
+        mean_length=MEAN_SHARE * options.limit,
+        max_completion_length=options.limit,
+        prompts_per_step=options.prompts,
+        num_generations=options.generations,
+    )
+
+
+@contextmanager
+def process_of(options: argparse.Namespace, folder: Path, name: str) -> Iterator[Connection]:
+    """Start the process of a variant; for whatever is sent to it, it takes a training step and answers."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=take_steps, args=(there, options, folder, name))
+    process.start()
+    there.close()  # so that the end of the process is the end of what is read here
+    try:
+        yield here
+    finally:
+        here.close()
+        process.join()
+
+
+def take_steps(pipe: Connection, options: argparse.Namespace, folder: Path, name: str) -> None:
+    """Take a training step whenever something comes, and answer with its seconds and metrics, until the pipe closes."""
+    if options.lengths == "lognormal":
+        end_by_schedule()
+    with make_trainer(options, work_of(options), folder, keys_of(options, name)) as trainer:
+        while True:
+            try:
+                pipe.recv()
+            except EOFError:
+                return
+            start = time.perf_counter()
+            found = dict(trainer.step().metrics)
+            pipe.send((time.perf_counter() - start, found))
+
+
+def keys_of(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the keys in which a variant differs from the others."""
+    keys: dict[str, Any] = {"num_ranks": options.ranks}
+    if name in APART:
+        keys |= {**APART[name], "rollout_ranks": options.rollout_ranks}
+    elif name == ALL_RANKS:
+        keys["num_ranks"] += options.rollout_ranks
+    else:
+        keys |= VARIANTS[name]
+    if options.cpus_per_rank is not None and (keys["num_ranks"] > 1 or name in APART):
+        keys["cpus_per_rank"] = options.cpus_per_rank
+    return keys
 
 
 def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant: dict[str, Any]) -> Trainer:
     """Make the Trainer of a variant. All have the same model, data and noise."""
     model, tokenizer = load(folder / "model")
     held = {"oversample": options.oversample, "max_staleness": options.max_staleness} if "partial" in variant else {}
-    if options.rollout_ranks:
-        variant = {**variant, "rollout_ranks": options.rollout_ranks}
-    if options.cpus_per_rank:
-        variant = {**variant, "cpus_per_rank": options.cpus_per_rank}
     return Trainer(
         model,
         Reward(options.reward_seconds),
@@ -148,7 +198,6 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant:
         max_num_seqs=options.max_num_seqs,
         max_steps=10_000,
         learning_rate=1e-6,  # lengths stay what they were fitted to
-        num_ranks=options.ranks,
         engine=options.engine,
         score_by="group",
         log_level="quiet",
@@ -161,12 +210,13 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant:
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS])
+    names = [*VARIANTS, *APART, ALL_RANKS]
+    parser.add_argument("--variants", nargs="+", choices=names, default=[*VARIANTS])
     parser.add_argument("--engine", default="inplace")
     parser.add_argument("--lengths", choices=["geometric", "lognormal"], default="geometric")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rollout-ranks", type=int, default=0, help="more ranks, which only generate")
-    parser.add_argument("--cpus-per-rank", type=int, help="of runs of several processes")
+    parser.add_argument("--rollout-ranks", type=int, default=0, help="of variants that need more ranks")
+    parser.add_argument("--cpus-per-rank", type=int, help="of variants with several processes")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--limit", type=int, default=256)
@@ -178,14 +228,11 @@ def main() -> None:
     parser.add_argument("--reward-seconds", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
-    if options.lengths == "lognormal" and (options.ranks > 1 or options.rollout_ranks):
-        parser.error("--lengths lognormal ends completions in this process only; use geometric with several ranks")
-    off = [name for name in options.variants if not VARIANTS[name].get("async_level")]
-    if options.rollout_ranks and off:
-        parser.error(
-            f"--rollout-ranks={options.rollout_ranks} is one step off, unlike {', '.join(off)}; add --variants "
-            '"one step off", "partial, one step off", or both'
-        )
+    apart = {*APART, ALL_RANKS} & {*options.variants}
+    if bool(apart) != bool(options.rollout_ranks):
+        parser.error(f"--rollout-ranks is for --variants {', '.join([*APART, ALL_RANKS])}: give both, or neither")
+    if options.lengths == "lognormal" and (options.engine != "inplace" or options.ranks > 1 or apart):
+        parser.error("--lengths lognormal tells the engine of this process when to end: it needs inplace and one rank")
     print(json.dumps(compare(options)))
 
 
