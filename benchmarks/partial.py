@@ -1,5 +1,4 @@
-"""Seconds of a training step with heavy-tailed completions: synchronous, partial, one step off, and both; and with ranks
-that only generate.
+"""Seconds of a training step with heavy-tailed completions: synchronous, partial, one step off, and both.
 
 Completions end by themselves, with a mean of a tenth of the limit: geometric (a model whose probability of EOS was
 fitted, `workload.py`), or with `--lengths lognormal` at a length that depends on the seed of the sample alone. The
