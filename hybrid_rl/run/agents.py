@@ -76,12 +76,6 @@ def check_agents(
             f"{' and '.join(names)} make trajectories, which are held between steps but not dropped; leave out "
             "buffer.unfinished=drop"
         )
-    if isinstance(config.buffer, HeldConfig) and config.num_ranks != 1 and config.rollout.library is not None:
-        raise ConfigError(
-            f"{' and '.join(names)} make trajectories, and ranks of one vLLM, which step together, do not hold them "
-            "between steps yet; leave out rollout.partial and rollout.async_level, or use num_ranks=1 or "
-            "rollout.engine=inplace"
-        )
     if rollout_ranks(config):
         raise ConfigError(
             f"{' and '.join(names)} make trajectories, which ranks that only generate do not make yet; leave out "

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.errors import PeerFailedError
+from hybrid_rl.process import threads
 from hybrid_rl.rollout import held_turns
 from tests.unit.rollout.holding import RankFailedError, Script, Setting, listen
 from tests.unit.rollout.holding_agents import AgentRun, Environments, sleepy
@@ -61,18 +62,20 @@ def play(seed: int, folder: Path, scripts: list[Script]) -> None:
             run.script.looks = {rank: rng.randint(1, 12)}
         elif chance < 0.4 and not setting.is_shared:
             run.script.engine_steps = {rank: rng.randint(1, 30)}
+        elif chance < 0.4:  # a shared engine that fails ends the run; what fails beside it ends the step
+            run.script.watches = {rank: rng.randint(1, 30)}
         is_scored = rng.random() > 0.15
         try:
             run.one_step(scores=is_scored)
         except BROKEN_OFF:
-            run.script.looks, run.script.engine_steps = {}, {}
+            run.script.forgive()
             if is_scored and run.num_ranks == 1:  # others may have finished the step, and end theirs in the next
                 assert environments.num_rented == environments.num_open == 0
             if rng.random() < 0.4:
                 run.kill(rng.randint(1, 3))
                 scripts[:] = [run.script]
             continue
-        run.script.looks, run.script.engine_steps = {}, {}
+        run.script.forgive()
         run.check_prompts()
         if rng.random() < 0.3:
             run.evaluate()
@@ -93,6 +96,9 @@ def test_random_schedules_lose_nothing_use_nothing_twice_and_keep_the_bound(seed
     scripts: list[Script] = []
     listen(monkeypatch, lambda: scripts[0])
     monkeypatch.setattr(held_turns, "PATIENCE_SECONDS", 0.001)
+    monkeypatch.setattr(threads, "WATCH_SECONDS", 0.0)
+    look = threads.LoopWatch.look
+    monkeypatch.setattr(threads.LoopWatch, "look", lambda watch: (look(watch), scripts[0].watch()))
     for seed in seeds:
         try:
             play(seed, tmp_path / str(seed), scripts)
