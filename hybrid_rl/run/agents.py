@@ -19,7 +19,6 @@ from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, rollout_ranks
-from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import GivenReward
@@ -70,11 +69,6 @@ def check_agents(
         raise ConfigError(
             f"{' and '.join(names)} make trajectories, but {config.algorithm.name} learns from the dataset's own "
             "completions; choose another algorithm, or leave them out"
-        )
-    if isinstance(config.buffer, HeldConfig) and config.buffer.unfinished == "drop":
-        raise ConfigError(
-            f"{' and '.join(names)} make trajectories, which are held between steps but not dropped; leave out "
-            "buffer.unfinished=drop"
         )
     if rollout_ranks(config):
         raise ConfigError(
