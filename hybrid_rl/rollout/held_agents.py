@@ -293,7 +293,7 @@ class HeldAgentRollout(AgentRollout):
         if not self._client.is_shared:
             return agreed(both, self._gather)
         if steps is not None:
-            steps()  # if they fail, the engine tells the others, who may wait for this rank's next step
+            steps()  # only the engine fails in them; `action` tells what else did, after the same number of steps
         return agreed(action, self._gather)
 
 
