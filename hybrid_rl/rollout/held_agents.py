@@ -188,7 +188,8 @@ class HeldAgentRollout(AgentRollout):
         groups += [AgentGroup(task, born) for task in tasks]
         with self._client.session():
             with timings.measure("rollout"), turns.rollout(call.version):
-                metrics.total("buffer/continued_tokens", turns.num_begun)
+                if not rule.drops:
+                    metrics.total("buffer/continued_tokens", turns.num_begun)
                 self._generate(groups, rule, call)
             use = SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
@@ -197,8 +198,9 @@ class HeldAgentRollout(AgentRollout):
             taken = rule.chosen(all_keys, [standing for _, standing in everywhere], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
-            metrics.total("buffer/held_groups", len(left))
-            metrics.total("buffer/held_tokens", turns.num_begun + sum(group.num_tokens for group in left))
+            what = "dropped" if rule.drops else "held"
+            metrics.total(f"buffer/{what}_groups", len(left))
+            metrics.total(f"buffer/{what}_tokens", turns.num_begun + sum(group.num_tokens for group in left))
             made = [group.episodes for group in mine if group.episodes is not None]
             with timings.measure("reward"), progress.doing("rewards"):
                 _wait([group.running for group in mine if group.running is not None])
@@ -211,6 +213,9 @@ class HeldAgentRollout(AgentRollout):
             group.end()
         self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
         self._alive_after = step
+        if rule.drops:  # so nothing is alive that the next step needs
+            self._release()
+            self._held[step] = []
         return batch, report
 
     def _taken_up(self, step: int) -> tuple[list[AgentGroup], MetricSums]:
@@ -291,7 +296,7 @@ class HeldAgentRollout(AgentRollout):
         if not self._client.is_shared:
             return agreed(both, self._gather)
         if steps is not None:
-            steps()  # if they fail, the engine tells the others, who may wait for this rank's next step
+            steps()  # only the engine fails in them; `action` tells what else did, after the same number of steps
         return agreed(action, self._gather)
 
 
