@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from hybrid_rl.algos import Needs
+from hybrid_rl.algos import GRPO, Clip, Needs
+from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.schema import ColocatedRolloutConfig, TrainerConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, CriticConfig, FSDPConfig, MemoryConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 
@@ -41,6 +42,20 @@ def with_rollout_ranks(config: TrainerConfig, given: Collection[str]) -> Trainer
         if is_so:
             raise ConfigError(f"rollout_ranks={number} cannot be combined with {what}; leave one of them out")
     return replace(config, rollout=replace(config.rollout, async_level=1))
+
+
+def rollout_config(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration of the ranks that only generate: the policy without what only training needs."""
+    return replace(
+        config,
+        num_ranks=rollout_ranks(config),
+        advantage=GRPO(),
+        policy_loss=Clip(),
+        kl=NoKL(),
+        critic=CriticConfig(),
+        fsdp=FSDPConfig(),
+        memory=MemoryConfig(offload=[], optimizer_on_host=False),
+    )
 
 
 def check_rollout_rewards(config: TrainerConfig, *, has_models: bool, has_judges: bool) -> None:

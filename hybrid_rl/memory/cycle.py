@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ TRAINED = (ACTOR, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
 FROZEN = (REFERENCE, TEACHER, REWARD_MODELS)
 ENGINE = (ENGINE_WEIGHTS, KV_CACHE)
 RESIDENTS = (*TRAINED, *FROZEN, *ENGINE)
+GENERATING = ("publish", "check", "generate", "reward")  # phases of ranks that generate
 
 # What tables say of a resident in a phase.
 NEEDED, STAYS, ON_HOST, GIVEN_UP = "needed", "stays", "host", "-"
@@ -112,6 +113,11 @@ class Cycle:
         if rewards_beside_engine and REWARD_MODELS in residents:
             needs["reward"] |= needs["generate"]
         return cls(**{name: Phase(name, frozenset(tags) & residents) for name, tags in needs.items()})
+
+    def of_ranks(self, *, trains: bool, generates: bool) -> Cycle:
+        """Return the cycle of ranks that only train or only generate: the phases of the others need nothing here."""
+        not_taken = {phase.name for phase in self if not (generates if phase.name in GENERATING else trains)}
+        return replace(self, **{name: Phase(name, frozenset()) for name in not_taken})
 
     def __iter__(self) -> Iterator[Phase]:
         """Iterate over the phases, in order."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.memory_keys import Movable
+from hybrid_rl.config.rollout_ranks import rollout_config
 from hybrid_rl.memory.cycle import (
     ACTOR,
     CRITIC,
@@ -42,7 +43,40 @@ def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passe
     Raises ModelError for a model that cannot be counted, ConfigError for keys that do not go together.
     """
     passes = passes or Passes(shape)
-    attempts = list(_attempts(config, shape))
+    plans = [_plan_side(side, shape, budget, passes) for side in _sides(config)]
+    return plans[0] if len(plans) == 1 else _of_both(*plans)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Ranks of a run that do the same. config: theirs."""
+
+    config: TrainerConfig
+    trains: bool = True
+    generates: bool = True
+
+
+def _sides(config: TrainerConfig) -> list[Side]:
+    """Return the ranks that do different things: all at once, or those that train and those that only generate."""
+    if not rollout_ranks(config):
+        return [Side(config)]
+    return [Side(config, generates=False), Side(rollout_config(config), trains=False)]
+
+
+def _of_both(training: MemoryPlan, generating: MemoryPlan) -> MemoryPlan:
+    """Return the plan of a run whose ranks train or generate; the cache is that of the ranks that have an engine."""
+    name = "kv_cache_memory_bytes"
+    chosen, reasons = generating.choices, dict(training.choices.reasons)
+    if name in chosen.reasons:
+        reasons[name] = chosen.reasons[name]
+    choices = dataclasses.replace(
+        training.choices, kv_cache_memory_bytes=chosen.kv_cache_memory_bytes, reasons=reasons
+    )
+    return dataclasses.replace(training, choices=choices, generating=generating)
+
+
+def _plan_side(side: Side, shape: RunShape, budget: Budget, passes: Passes) -> MemoryPlan:
+    attempts = list(_attempts(side, shape))
     if fitting(attempts, passes, budget) is None:
         return least_demanding(attempts, passes, budget)
     reserve = int(RESERVE_SHARE * (budget.device_bytes or 0))
@@ -60,12 +94,13 @@ def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passe
 
 def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
     """Return whether some choice of what is `auto` makes a run fit."""
-    return fitting(list(_attempts(config, shape)), passes, budget) is not None
+    return all(fitting(list(_attempts(side, shape)), passes, budget) is not None for side in _sides(config))
 
 
 def smallest_plan(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> MemoryPlan:
     """Return the plan of a run that demands least, whether it fits or not."""
-    return least_demanding(list(_attempts(config, shape)), passes, budget)
+    plans = [least_demanding(list(_attempts(side, shape)), passes, budget) for side in _sides(config)]
+    return plans[0] if len(plans) == 1 else _of_both(*plans)
 
 
 def fitting(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> MemoryPlan | None:
@@ -97,10 +132,15 @@ def _frugal(attempts: Sequence[Attempt], passes: Passes, budget: Budget) -> Iter
 class Attempt:
     """A choice that may fit."""
 
-    config: TrainerConfig
+    side: Side
     offload: tuple[str, ...]
     optimizer_on_host: bool
     max_tokens: int
+
+    @property
+    def config(self) -> TrainerConfig:
+        """The configuration of these ranks."""
+        return self.side.config
 
     @property
     def decided(self) -> TrainerConfig:
@@ -115,11 +155,13 @@ class Attempt:
 
     def step(self, passes: Passes) -> StepMemory:
         """Return the memory of a step."""
-        return StepMemory(passes, self.decided, self.optimizer_on_host)
+        side = self.side
+        return StepMemory(passes, self.decided, self.optimizer_on_host, trains=side.trains, generates=side.generates)
 
     def plan(self, passes: Passes, budget: Budget) -> MemoryPlan:
         """Plan it, with the largest cache that fits."""
-        step, given = self.step(passes), given_cache_bytes(self.config)
+        step = self.step(passes)
+        given = given_cache_bytes(self.config) if step.generates else 0
         cache_bytes, limit = _cache_bytes(step, budget) if given is None else (given, "")
         config = self.config
         assert config.num_ranks != "auto"
@@ -138,12 +180,13 @@ class Attempt:
         return MemoryPlan(config.num_ranks, device, budget, choices, phases, _notes(step, given))
 
 
-def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
+def _attempts(side: Side, shape: RunShape) -> Iterator[Attempt]:
     """Yield what may be chosen, the cheapest first: nothing; residents that leave, one more at a time; smaller
     micro-batches; the optimizer on the host."""
-    memory = config.memory
+    config, memory = side.config, side.config.memory
     base = dataclasses.replace(config, memory=dataclasses.replace(memory, offload=[], optimizer_on_host=False))
-    phases = memory_phases(base, has_reward_models=bool(shape.models.rewards))
+    kinds: Any = {"trains": side.trains, "generates": side.generates}
+    phases = memory_phases(base, has_reward_models=side.trains and bool(shape.models.rewards), **kinds)
     may_leave = [tag for tag in ORDER if tag in phases.residents]
     if ACTOR in phases.cycle.generate.tags:
         may_leave.remove(ACTOR)
@@ -155,7 +198,7 @@ def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
         hosts.append(True)
     most = tokens_per_micro_batch(config, shape.max_length)
     sizes = [most]
-    if config.optimizer.tokens_per_micro_batch is None:
+    if config.optimizer.tokens_per_micro_batch is None and side.trains:
         fewest = max(shape.max_length, FEWEST_TOKENS)
         while sizes[-1] > fewest:
             sizes.append(max(sizes[-1] // 2, fewest))
@@ -164,7 +207,7 @@ def _attempts(config: TrainerConfig, shape: RunShape) -> Iterator[Attempt]:
         sets = [own[:count] for count in range(len(own) + 1)] if memory.offload is None else [memory.offload]
         for size in sizes:
             for leaving in sets:
-                yield Attempt(config, tuple(leaving), on_host, size)
+                yield Attempt(side, tuple(leaving), on_host, size)
 
 
 def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:
@@ -189,12 +232,8 @@ def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:
 def _notes(step: StepMemory, given: int | None) -> tuple[str, ...]:
     """Return what a plan says besides its numbers. given: the size of the cache, if it is not auto."""
     notes, smallest = NOTES[step.config.model.device], step.cache().smallest_bytes
-    if number := rollout_ranks(step.config):
-        notes = (
-            *notes,
-            f"rollout_ranks={number}: every rank is counted as one that trains and generates in turn; ranks that train "
-            "hold no engine, and those that only generate no optimizer",
-        )
+    if not step.generates:
+        return notes
     if given is None or given >= smallest:
         return notes
     length = step.passes.shape.engine_length
@@ -212,7 +251,7 @@ def _has_cache(step: StepMemory, name: str) -> bool:
 
 def _is_cramped(plan: MemoryPlan, passes: Passes, attempt: Attempt) -> bool:
     """Whether the cache got much less than it wants, and more could leave for it."""
-    if given_cache_bytes(attempt.config) is not None or attempt.config.memory.offload is not None:
+    if not attempt.side.generates or given_cache_bytes(attempt.config) is not None or attempt.config.memory.offload is not None:
         return False
     wanted = attempt.step(passes).cache().wanted_bytes
     return (plan.choices.kv_cache_memory_bytes or 0) < CACHE_SHARE * wanted

@@ -99,8 +99,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of every rank of a run. phases: in the order of a step; one that has several peaks comes once for
-    each. device: "cuda" or "cpu". notes: what was assumed."""
+    """The memory of every rank of a run; with rollout_ranks, of those that train. phases: in the order of a step; one that has several peaks comes once for
+    each. device: "cuda" or "cpu". notes: what was assumed. generating: the
+    memory of the ranks that only generate, if there are any."""
 
     num_ranks: int
     device: str
@@ -108,6 +109,7 @@ class MemoryPlan:
     choices: Choices
     phases: tuple[PhaseMemory, ...]
     notes: tuple[str, ...] = ()
+    generating: MemoryPlan | None = None
 
     @property
     def peak(self) -> PhaseMemory:
@@ -136,7 +138,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits on the device and on the host; what is unknown is taken to suffice."""
+        """Whether every phase of all ranks fits on device and host; what is unknown is taken to suffice."""
+        return self.has_room and (self.generating is None or self.generating.has_room)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether every phase of these ranks alone fits."""
         device, host = self.budget.device_bytes, self.budget.host_bytes
         return (device is None or self.peak.device_bytes <= device) and (host is None or self.bytes_of_host <= host)
 

@@ -71,16 +71,24 @@ NOTES = {
 @dataclass(frozen=True)
 class StepMemory:
     """The memory of one rank over a step, for a configuration in which nothing is `auto` any more but, with
-    kv_cache_bytes=None, the size of the cache."""
+    kv_cache_bytes=None, the size of the cache. trains, generates: whether it does (`memory_phases`); config: of those
+    that only generate, `rollout_config`."""
 
     passes: Passes
     config: TrainerConfig
     optimizer_on_host: bool
+    trains: bool = True
+    generates: bool = True
 
     @property
     def plan(self) -> MemoryPhases:
         """The cycle, the residents of the run, and those that go to host memory."""
-        return memory_phases(self.config, has_reward_models=bool(self.passes.shape.models.rewards))
+        return memory_phases(
+            self.config,
+            has_reward_models=self.trains and bool(self.passes.shape.models.rewards),
+            trains=self.trains,
+            generates=self.generates,
+        )
 
     # ---------------------------------------------------------------------------------------------- residents
 
@@ -96,9 +104,11 @@ class StepMemory:
     def residents(self, kv_cache_bytes: int) -> dict[str, Share]:
         """Return what the run has, by tag."""
         config = self.config
-        key = (sharding_of(config), config.rollout, config.model.dtype, self.optimizer_on_host, config.lora)
+        key = (sharding_of(config), config.rollout, config.model.dtype, self.optimizer_on_host, config.lora, config.kl)
         weights = self.passes.remember(("residents", *map(repr, key)), self._weights)
-        return {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
+        found = {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
+        there = self.plan.residents
+        return {tag: share for tag, share in found.items() if tag in there}
 
     def _weights(self) -> dict[str, Share]:
         models, sharding = self.passes.shape.models, sharding_of(self.config)
@@ -304,7 +314,7 @@ class StepMemory:
     def _publishing(self) -> Iterator[tuple[str, list[Share]]]:
         """Yield the peaks of publishing: the handoff, and the trainer's half of its probe."""
         config, handoff = self.config, self._handoff()
-        if not config.rollout.probe_steps:
+        if not config.rollout.probe_steps or not self.trains:  # the trainer's half comes from ranks that train
             yield "", handoff
             return
         held, num_tokens = self.passes.probe(config).fullest, self.passes.longest_prompt(config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.schema import RolloutConfig, VLLMConfig, VLLMRolloutConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
@@ -70,9 +71,10 @@ def check_fits(plan: MemoryPlan, shape: RunShape, config: TrainerConfig, passes:
     """Raise ConfigError for a plan that does not fit, with its arithmetic line by line, and what was found to help."""
     if plan.fits:
         return
+    short = plan.generating if plan.has_room and plan.generating is not None else plan
     words = [remedy.words for remedy in find_remedies(shape, config, plan.budget, passes)]
     help_ = "it fits with " + ", or with ".join(words) if words else NO_REMEDY
-    raise ConfigError(f"this run does not fit into memory: {too_much(plan)}\n{help_}")
+    raise ConfigError(f"this run does not fit into memory: {too_much(short)}\n{help_}")
 
 
 def too_much(plan: MemoryPlan) -> str:
@@ -246,7 +248,8 @@ def _replica_sizes(config: TrainerConfig, shape: RunShape) -> list[int]:
     """Return the numbers of ranks over which vLLM can cut the model."""
     heads = getattr(shape.models.policy.config.get_text_config(), "num_attention_heads", None) or 1
     assert config.num_ranks != "auto"
-    return [number for number in (2, 4, 8, 16) if config.num_ranks % number == 0 and heads % number == 0]
+    count = rollout_ranks(config) or config.num_ranks
+    return [number for number in (2, 4, 8, 16) if count % number == 0 and heads % number == 0]
 
 
 def _vllm(config: TrainerConfig, shape: RunShape) -> list[Remedy]:
@@ -272,7 +275,7 @@ def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:
     assert config.num_ranks != "auto"
     host = max(budget.gpus_per_host, 1)
     numbers = {first << power for first in (config.num_ranks, host) for power in range(7)}
-    divisors = (config.rollout.ranks_per_engine, config.fsdp.dp_replicate)
+    divisors = (1 if rollout_ranks(config) else config.rollout.ranks_per_engine, config.fsdp.dp_replicate)
     for number in sorted(numbers):
         is_whole = (number <= host or number % host == 0) and not any(number % divisor for divisor in divisors)
         if config.num_ranks < number <= MOST_RANKS and is_whole:

@@ -71,7 +71,7 @@ def tables(
     workload: str,
 ) -> RenderableType:
     """Return all parts of a plan, in the order in which they are read."""
-    parts: list[RenderableType] = [Text(title, style="bold"), *map(Text, _given(workload, memory)), _verdict(memory)]
+    parts: list[RenderableType] = [Text(title, style="bold"), *map(Text, _given(workload, memory)), *_verdicts(memory)]
     if remedies:
         parts += [*_section("What would make it fit"), *_lines(remedies)]
     elif not memory.fits:
@@ -79,7 +79,13 @@ def tables(
     parts += [*_section("Cycle: what each phase of a step needs, and where the rest is"), phase_table(cycle, memory)]
     parts += [Text(_legend(cycle, memory), style="dim")]
     parts += [*_section(f"Memory of a rank, {_units(memory)}"), memory_table(memory), *_lines(memory.notes)]
-    parts += [*_section(f"The peak, {memory.peak.name}, line by line"), arithmetic(memory.peak.device)]
+    parts += _peak(memory)
+    if memory.generating is not None:
+        generating = memory.generating
+        title = f"Memory of one of the {generating.num_ranks} ranks that only generate, {_units(generating)}"
+        if generating.num_ranks == 1:
+            title = f"Memory of the rank that only generates, {_units(generating)}"
+        parts += [*_section(title), memory_table(generating), *_lines(generating.notes), *_peak(generating)]
     host = memory.host_peak
     if host.host_bytes:
         parts += [*_section(f"Host memory of a rank at its fullest, {host.name}"), arithmetic(host.host)]
@@ -208,6 +214,20 @@ def _given(workload: str, memory: MemoryPlan) -> Iterator[str]:
     known = [f"{size_text(size)} of {of}" + (f" ({source})" if source else "") for of, size, source in sizes if size]
     if known:
         yield f"memory: {', '.join(known)}"
+
+
+def _peak(memory: MemoryPlan) -> list[RenderableType]:
+    return [*_section(f"The peak, {memory.peak.name}, line by line"), arithmetic(memory.peak.device)]
+
+
+def _verdicts(memory: MemoryPlan) -> Iterator[Text]:
+    """Yield whether the run fits; of ranks that train and ranks that generate, for each."""
+    if memory.generating is None:
+        yield _verdict(memory)
+        return
+    for words, plan in (("ranks that train: ", memory), ("ranks that only generate: ", memory.generating)):
+        found = _verdict(plan)
+        yield Text.assemble((words, found.style), found)
 
 
 def _verdict(memory: MemoryPlan) -> Text:

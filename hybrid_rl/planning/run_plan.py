@@ -70,8 +70,12 @@ class RunPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as plain containers, in bytes and seconds."""
         memory = dataclasses.asdict(self.memory)
-        for phase, found in zip(memory["phases"], self.memory.phases, strict=True):
-            phase |= {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
+        sides = [(memory, self.memory)]
+        if self.memory.generating is not None:
+            sides.append((memory["generating"], self.memory.generating))
+        for side, plan in sides:
+            for phase, found in zip(side["phases"], plan.phases, strict=True):
+                phase |= {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
         memory |= {"peak": self.memory.peak.name, "free_bytes": self.memory.free_bytes, "fits": self.fits}
         return {
             "title": self.title,

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
@@ -50,7 +51,9 @@ def planned(run: Run) -> Run:
     check_fits(plan, shape, config, passes)
     _tell(plan)
     chosen = with_choices(config, plan.choices)
-    phases = memory_phases(chosen, has_reward_models=run.rewards.has_models)
+    phases = memory_phases(
+        chosen, has_reward_models=run.rewards.has_models, generates=not rollout_ranks(chosen)
+    )
     return dataclasses.replace(run, config=chosen, memory=phases, plan=plan)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import ranks_apart
+from hybrid_rl.config.algorithm import ranks_apart, rollout_ranks
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.adapters import has_slot
 from hybrid_rl.planning.choices import plan_memory, with_choices
-from hybrid_rl.planning.handoff_plan import adapter_handoff, plan_handoff, trace_files
+from hybrid_rl.planning.handoff_plan import HandoffPlan, adapter_handoff, plan_handoff, trace_files
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
@@ -34,6 +34,7 @@ from hybrid_rl.run.request import Machine, planned_config
 from hybrid_rl.training.cycle import memory_phases
 
 PROMPT_TOKENS = 1024  # of the longest prompt, if neither the config nor the data tells
+SHARED_MEMORY = "ranks that train write the weights into shared memory, and those that only generate read them there"
 UNKNOWN_REWARDS = "reward functions are not known here: reward models and judges would come on top"
 
 
@@ -109,17 +110,23 @@ def _assembled(
 ) -> RunPlan:
     """Return the plan of a run whose memory is planned. config: with what was chosen."""
     models = passes.shape.models
-    cycle = memory_phases(config, has_reward_models=bool(models.rewards)).cycle
+    is_apart = bool(rollout_ranks(config))
+    cycle = memory_phases(config, has_reward_models=bool(models.rewards), generates=not is_apart).cycle
     ranks = memory.budget.ranks_per_host
     skeleton = models.policy if config.rollout.placement == "colocated" else passes.module("policy", config)
-    handoff = plan_handoff(config, skeleton, ranks_per_host=ranks, layouts=layouts, may_trace=may_trace)
-    if has_slot(config):
+    if is_apart:
+        handoff = HandoffPlan(SHARED_MEMORY, {})
+    elif has_slot(config):
         handoff = adapter_handoff(config, passes.module("policy", config), ranks_per_host=ranks)
+    else:
+        handoff = plan_handoff(config, skeleton, ranks_per_host=ranks, layouts=layouts, may_trace=may_trace)
     workload = _workload(config, passes.shape.max_length)
     plan = RunPlan(_title(config, passes), cycle, memory, (), handoff, workload=workload)
     missing = ""
     if not memory.fits:
         missing = "not estimated for a run that does not fit"
+    elif is_apart:
+        missing = "not estimated with rollout_ranks, where both sides work at the same time"
     elif config.model.device == "cpu":
         missing = "the rates of CPUs are not known"
     elif rates is None:
@@ -212,6 +219,7 @@ def _title(config: TrainerConfig, passes: Passes) -> str:
     replicas = f", {config.rollout.ranks_per_engine} to a replica" if config.rollout.ranks_per_engine > 1 else ""
     where = "GPU" if config.model.device == "cuda" else "CPU"
     ranks = f"1 rank on a {where}" if config.num_ranks == 1 else f"{config.num_ranks} ranks on {where}s"
+    ranks += f", and {number} that only generate{'s' if number == 1 else ''}" if (number := rollout_ranks(config)) else ""
     return (
         f"{name}, {count_text(size)} parameters{adapters}, {config.model.dtype}: {config.algorithm.name} with "
         f"rollout.engine={config.rollout.engine}, {ranks}{replicas}"

@@ -28,6 +28,7 @@ from hybrid_rl.config import (
     resolve,
     to_dict,
 )
+from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.changes import changed_keys
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
@@ -343,7 +344,9 @@ def prepare(
     )
     success_rule(resolved, names, rewards.num_added)  # or an unknown name is refused
     check_metric(resolved.eval, data.eval, names)
-    phases = memory_phases(resolved, has_reward_models=rewards.has_models)
+    phases = memory_phases(
+        resolved, has_reward_models=rewards.has_models, generates=not rollout_ranks(resolved)
+    )
     skeleton = choice.skeleton(resolved)
     if brought is not None:
         check_adapters(choice.module or choice.recipe(resolved), brought, resolved)

@@ -41,25 +41,28 @@ class MemoryPhases:
         return cycle_table(self.cycle, self.residents, self.movable)
 
 
-def memory_phases(config: TrainerConfig, *, has_reward_models: bool) -> MemoryPhases:
+def memory_phases(
+    config: TrainerConfig, *, has_reward_models: bool, trains: bool = True, generates: bool = True
+) -> MemoryPhases:
     """Return the residents and the cycle of a resolved configuration. has_reward_models: whether models are among the
-    reward functions.
+    reward functions. trains, generates: whether these ranks do; with rollout_ranks, each does one of both.
 
     Raises ConfigError if memory.offload names what the run does not have, or what cannot leave.
     """
     is_embedded = config.rollout.placement == "embedded"
+    is_actor = is_embedded and config.num_ranks == 1
     adopts = isinstance(config.rollout, ColocatedRolloutConfig) and config.rollout.adopt_weights
-    engine_is_actor = adopts or (is_embedded and config.num_ranks == 1)
+    engine_is_actor = generates and (adopts or is_actor)
     has = {
-        ACTOR: True,
-        OPTIMIZER: True,
+        ACTOR: trains or is_embedded,
+        OPTIMIZER: trains,
         REFERENCE: has_reference_model(config),
         TEACHER: Needs.TEACHER_LOGPROBS in config.advantage.needs,
         CRITIC: isinstance(config.critic, ValueHeadConfig),
         CRITIC_OPTIMIZER: isinstance(config.critic, ValueHeadConfig),
         REWARD_MODELS: has_reward_models,
-        ENGINE_WEIGHTS: not (is_embedded and config.num_ranks == 1),
-        KV_CACHE: True,
+        ENGINE_WEIGHTS: generates and not is_actor,
+        KV_CACHE: generates,
     }
     residents = frozenset(tag for tag, is_there in has.items() if is_there)
     offload = frozenset(config.memory.offload or ())
@@ -73,7 +76,7 @@ def memory_phases(config: TrainerConfig, *, has_reward_models: bool) -> MemoryPh
         scores_actor=scores_actor(config, spec),
         rewards_beside_engine=REWARD_MODELS not in offload,
         reference_is_actor=reference_is_policy(config),
-    )
+    ).of_ranks(trains=trains, generates=generates)
     engine = frozenset({ENGINE_WEIGHTS, KV_CACHE}) & residents
     # vLLM sleeps on GPUs only, and adopted memory is the trainer's.
     engine_stays = adopts or (config.rollout.engine == "vllm" and config.model.device == "cpu")

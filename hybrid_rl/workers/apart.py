@@ -19,15 +19,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hybrid_rl.algos import GRPO, Clip
-from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.batch import AnyBatch
-from hybrid_rl.config import FSDPConfig, TrainerConfig
-from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.schema import CriticConfig, MemoryConfig
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.rollout_ranks import rollout_config
 from hybrid_rl.controller import Backend, RankContext, dispatch, result_of
 from hybrid_rl.engines.base import SlotUse
-from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, Cycle
+from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums, joined, largest, now
 from hybrid_rl.models.recipe import ModelRecipe
@@ -48,20 +45,6 @@ from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
 from hybrid_rl.workers.versions import PolicyReader, fill, require_folder
 
 STOP = "stop"  # a file beside the versions: the run ends, and nobody waits for what is being generated
-
-
-def rollout_config(config: TrainerConfig) -> TrainerConfig:
-    """Return the configuration of the ranks that only generate: the policy without what only training needs."""
-    return replace(
-        config,
-        num_ranks=rollout_ranks(config),
-        advantage=GRPO(),
-        policy_loss=Clip(),
-        kl=NoKL(),
-        critic=CriticConfig(),
-        fsdp=FSDPConfig(),
-        memory=MemoryConfig(),
-    )
 
 
 def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
@@ -94,13 +77,12 @@ class RolloutWorker(GeneratingWorker):
         super().__init__(setup, context)
         config, memory = setup.config, TrainerMemory(setup.config, context)
         self._is_embedded = config.rollout.placement == "embedded"
+        self._cycle = memory_phases(config, has_reward_models=False, trains=False).cycle
         if self._is_embedded:
-            self._cycle = memory_phases(config, has_reward_models=False).cycle
             self._model = load_policy(setup, context)
             self.hold(memory.models(ACTOR, [self._model]))
         else:
             assert isinstance(setup.model, ModelRecipe), "ranks on Ray build their models"
-            self._cycle = engine_cycle()
             self._model = policy_on_meta(setup.model, config)
             self._model.check_length(setup.max_length)
         with self.lease(frozenset({ACTOR} if self._is_embedded else ())), progress.doing("building the engine"):
@@ -178,17 +160,6 @@ class RolloutWorker(GeneratingWorker):
         """Go on with a configuration that differs in what may change between steps; there is no optimizer here."""
         self._score_with(rewards, config)
         self._config = rollout_config(config)
-
-
-def engine_cycle() -> Cycle:
-    """Return the cycle of a rank that has an engine, and no policy beside it."""
-    return Cycle.of(
-        residents=frozenset({ENGINE_WEIGHTS, KV_CACHE}),
-        engine_is_actor=False,
-        update_reads_reference=False,
-        moves_reference=False,
-        scores_actor=False,
-    )
 
 
 class RolloutGroup(PolicyGroup):

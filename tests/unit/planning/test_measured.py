@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
+from tests.measured_apart import MeasuredApart
 from tests.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, predicted
 
 # Everything that moves. What recomputes is counted against real passes in test_activations.py.
@@ -29,6 +31,24 @@ def test_the_plan_of_a_step_is_within_five_percent(size: str, config: str, recor
         torch.set_num_threads(before)
     check(rows)
     record_property("predictions", len(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["trains", "generates"])
+@pytest.mark.parametrize("keys", [{}, pytest.param({"lora.r": 8}, marks=pytest.mark.sweep)], ids=["all", "lora"])
+def test_ranks_that_train_have_no_engine_and_those_that_generate_no_optimizer(side, keys, tmp_path) -> None:
+    case = MeasuredApart("wide", {"rollout_ranks": 1, **keys})
+    plan = predicted("wide", case.config)
+    assert plan.generating is not None
+    planned = plan if side == "trains" else plan.generating
+    measured = case.run_side(tmp_path, trains=side == "trains")
+    rows = compared(planned.phases, measured)
+    check(rows)
+    found = {row.what for row in rows if row.measured}
+    assert found >= ({ACTOR, OPTIMIZER} if side == "trains" else {ACTOR, KV_CACHE})
+    assert not found & ({ENGINE_WEIGHTS, KV_CACHE} if side == "trains" else {OPTIMIZER})
+    phases = {"trains": {"score_actor", "update", "save"}, "generates": {"publish", "check", "generate"}}
+    assert {memory.phase for memory in planned.phases} == phases[side]
 
 
 def test_a_run_with_a_plan_compares_every_phase(make_trainer, records) -> None:

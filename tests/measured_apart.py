@@ -1,0 +1,86 @@
+"""Training steps of a rank that trains beside one that only generates, both in this process; either can be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybrid_rl.controller import LocalBackend
+from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, Phase
+from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup
+from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.hybrid import HybridWorker
+from tests.measured_memory import Measured, MeasuredMemory
+from tests.memory_cases import ARENA, GRADIENTS, MeasuredStep, gradients, shards
+
+
+class MeasuredApart(MeasuredStep):
+    """Weights go through files in this folder."""
+
+    def run_side(self, root: Path, *, trains: bool) -> dict[str, Measured]:
+        """Two training steps; what the second took of the rank that trains, or of the one that generates."""
+        trained, made = replace(self._setup, generates=False), rollout_setup(self._setup)
+        training = _Split(LocalBackend("policy", lambda context: self._keep(HybridWorker(trained, context))))
+        generating = RolloutGroup(LocalBackend("rollout", lambda context: self._keep_rollout(made, context)))
+        training.generating = generating
+        try:
+            self.engine._side.client._thread, self.engine._side.client._advance = None, self.engine._side.client._step
+            residents = self._residents if trains else self._of_generating
+            with MeasuredMemory(residents, on_host=(ARENA,), lasting=(GRADIENTS,) if trains else ()) as memory:
+                self._watch(memory) if trains else self._watch_generating(memory)
+                for step in (0, 1, 2):
+                    memory.forget()
+                    if step:
+                        self._train(training, step)
+                    training.write_weights(root, step)
+                    generating.take_weights(root, step)
+                return memory.phases
+        finally:
+            generating.close()
+            training.close()
+
+    def _keep(self, worker: HybridWorker) -> HybridWorker:
+        self.worker = worker
+        return worker
+
+    def _keep_rollout(self, setup: Any, context: Any) -> RolloutWorker:
+        self.engine = RolloutWorker(setup, context)
+        return self.engine
+
+    def _residents(self) -> dict[str, list[Tensor]]:
+        worker, found = self.worker, {}
+        found[ACTOR] = shards(worker._actor.model.module)
+        found["optimizer"] = worker._actor.optimizer.tensors()
+        arena = worker._memory._arena
+        found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
+        found[GRADIENTS] = gradients(worker._actor)
+        return found
+
+    def _of_generating(self) -> dict[str, list[Tensor]]:
+        engine: Any = self.engine._side.client.engine
+        cache = [tensor for pair in engine._cache._memory.values() for tensor in pair]
+        return {ACTOR: shards(self.engine._model.module), KV_CACHE: cache}
+
+    def _watch_generating(self, memory: MeasuredMemory) -> None:
+        watched = self.engine.watched
+
+        @contextmanager
+        def measured(phase: Phase) -> Iterator[None]:
+            with watched(phase), memory.phase(phase.name):
+                yield
+
+        self.engine.watched = measured  # type: ignore[method-assign]
+
+
+class _Split(PolicyGroup):
+    """Ranks that train on what others have made."""
+
+    generating: RolloutGroup
+
+    def rollout(self, *arguments: Any) -> Any:
+        return self.generating.rollout(*arguments)
