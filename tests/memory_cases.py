@@ -322,16 +322,17 @@ def compared(planned: Sequence[PhaseMemory], measured: Mapping[str, Measured]) -
     return [row for row in rows if row.predicted or row.measured]
 
 
-def check(rows: Sequence[Row], *, early_bytes: int = 0) -> float:
+def check(rows: Sequence[Row], *, early_bytes: int = 0, more_than: int = 10) -> float:
     """Fail if a prediction is off by more than MOST. Returns the largest share. early_bytes: what a thread of a process
-    group may let go of before a peak is reached, or after: peaks may lie lower by that."""
+    group may let go of before a peak is reached, or after: peaks may lie lower by that. more_than: so many rows
+    are compared."""
     wrong = [
         row
         for row in rows
         if row.share > MOST and not (row.what == PEAK and 0 < row.predicted - row.measured <= early_bytes)
     ]
     assert not wrong, "\n".join(["not within 5 %:", *table(wrong)])
-    assert len(rows) > 10
+    assert len(rows) > more_than
     return max(row.share for row in rows)
 
 
