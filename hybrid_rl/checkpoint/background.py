@@ -1,10 +1,10 @@
 """A checkpoint that is written while training goes on, each rank's part by a thread of its own.
 
 Threads of different ranks agree through files in the hidden folder in which the checkpoint is made, never by a
-collective, which would meet those of the training. A rank that has written and synchronised its files leaves a part file
-with what they hold; the leader waits for all part files, writes state and manifest, and gives the folder its name. A
-rank that fails leaves none, so that the checkpoint cannot appear; the driver, which asks all ranks between steps, then
-has the leader give up.
+collective, which would meet those of the training. A rank that has written and synchronised its files leaves a part
+file with what they hold; the leader waits for all part files, writes state and manifest, and gives the folder its name.
+A rank that fails leaves none, so that the checkpoint cannot appear; the driver, which asks all ranks between steps,
+then has the leader give up.
 """
 
 from __future__ import annotations

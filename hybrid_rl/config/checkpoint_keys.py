@@ -19,6 +19,6 @@ class CheckpointConfig:
     )
     async_save: bool = key(
         True,
-        "write the checkpoints of save_steps while training goes on, from a copy in host memory; if the copy does not fit "
+        "write the checkpoints of save_steps while training goes on, from a copy in host memory; if that does not fit "
         "there, training waits for the disk",
     )

@@ -150,7 +150,7 @@ class RunLog:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.check()
-        except OSError as error:
+        except OSError as error:  # StorageError too: a lock file that cannot be made again
             problem = error
         if problem is None and not (self.path / "config.yaml").exists():
             try:
@@ -158,8 +158,12 @@ class RunLog:
             except ConfigError as error:
                 problem = error
         if problem is not None and not self._has_warned:
-            logger.warning("%s, or a file in it, was deleted and cannot be written again: %s", self.path, problem)
-            self._has_warned = True
+            logger.warning(
+                "%s, or a file in it, was deleted and cannot be written again: %s. Training goes on; what cannot be "
+                "written waits in memory",
+                *(self.path, problem),
+            )
+        self._has_warned = problem is not None
 
     def change(self, config: TrainerConfig, notes: Sequence[str]) -> None:
         """Record another configuration, with a comment for each change that led to it."""

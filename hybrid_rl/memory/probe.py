@@ -26,7 +26,8 @@ def measure() -> dict[str, int]:
 def available_host_bytes() -> int:
     """Return the bytes that this machine can still provide, or the control group (version 2) of a container or job,
     whichever is less."""
-    return min(psutil.virtual_memory().available, *_group_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
+    groups = _group_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return min([psutil.virtual_memory().available, *groups])
 
 
 def _group_bytes(root: Path, own: Path) -> Iterator[int]:

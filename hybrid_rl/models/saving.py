@@ -37,8 +37,8 @@ def save_weights(
     sink: Sink | None = None,
 ) -> None:
     """Write weights, config and generation config as `save_pretrained` writes a module of this dtype; makes the folder.
-    changes: of tensors, by their names in the module; added in float32 to what is written, and rounded once. sink: takes
-    the tensors of each file instead of having them written.
+    changes: of tensors, by their names in the module; added in float32 to what is written, and rounded once. sink:
+    takes the tensors of each file instead of having them written.
 
     Every rank of a sharded module calls it, one with is_writer. Parameters are gathered one after the other (those that
     a conversion takes together, together); the writer holds one file of at most max_shard_bytes besides them, others
@@ -117,8 +117,8 @@ def _changed(base: Tensor, change: LowRank) -> Tensor:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool, own: bool = False) -> Tensor:
-    """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send. own: if it
-    is kept, it is never the memory of the tensor itself, which training goes on to change."""
+    """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send. own: if
+    it is kept, it is never the memory of the tensor itself, which training goes on to change."""
     found = tensor.detach().to(dtype)
     if isinstance(found, DTensor):
         found = found.full_tensor()

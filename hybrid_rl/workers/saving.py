@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, config_numbers, keep_base
 from hybrid_rl.checkpoint.background import BackgroundWrite, Progress
+from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, config_numbers, keep_base
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.snapshot import Room, SaveModel
 from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint, write_model
@@ -66,8 +66,9 @@ class SavingWorker(WorkerBase):
 
     @dispatch(collect="leader")
     def begin_save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> str:
-        """Copy what `save` would write into host memory, and begin to write that while training goes on: `save_progress`
-        tells how far it is. Returns ""; if there is too little host memory, what is missing, and nothing has begun."""
+        """Copy what `save` would write into host memory, and begin to write that while training goes on:
+        `save_progress` tells how far it is. Returns ""; if there is too little host memory, what is missing, and
+        nothing has begun."""
         self._actor.optimizer.check()
         self._await_end()
         with self.phase(self._cycle.save):

@@ -424,18 +424,20 @@ def test_resume_auto_before_the_first(tmp_path: Path, caplog: pytest.LogCaptureF
         assert f"{name} has no checkpoint yet; starting from the beginning" in caplog.text
 
 
-def test_a_damaged_newest_one_names_the_newest_that_is_intact(run: Path) -> None:
+def test_a_damaged_newest_one_falls_back_to_the_newest_that_is_intact(run: Path, caplog) -> None:
     write(run / "checkpoint-8")
     newest = run / "checkpoint-10"
     (newest / "weights").write_text("")
-    with pytest.raises(CheckpointError, match=f"weights is damaged.*intact one is resume='{run / 'checkpoint-9'}'"):
-        check_resumed(newest, is_auto=True)
+    assert check_resumed(newest, is_auto=True) == run / "checkpoint-9"
+    (line,) = (message for message in caplog.messages if "going on from" in message)
+    assert line.startswith(f"resume=auto: going on from {run / 'checkpoint-9'}, the newest checkpoint that is intact")
+    assert f"{newest / 'weights'} is damaged: it has 0 bytes, but 3 were written. The damaged one is kept" in line
+    assert check_resumed(run / "checkpoint-9", is_auto=True) == run / "checkpoint-9"
     with pytest.raises(CheckpointError, match="to skip this check$"):
         check_resumed(newest, is_auto=False)
     (newest / STATE_FILE).unlink()
     (run / "checkpoint-9" / MANIFEST_FILE).unlink()
-    with pytest.raises(CheckpointError, match=f"no {STATE_FILE}.*intact one is resume='{run / 'checkpoint-8'}'"):
-        find_checkpoint("auto", str(run.parent), run.name)
+    assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-8"
     (run / "checkpoint-8" / SHARDS).unlink()
     with pytest.raises(CheckpointError, match=f"No other checkpoint of {run} is known to be intact"):
         find_checkpoint("auto", str(run.parent), run.name)

@@ -1,0 +1,273 @@
+"""Checkpoints that are written while training goes on, and disks that fail under a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl import Callback
+from hybrid_rl.checkpoint import snapshot
+from hybrid_rl.checkpoint.manifest import STATE_FILE, check_checkpoint
+from hybrid_rl.checkpoint.reading import read_state
+from tests.tiny import spread
+
+pytestmark = pytest.mark.slow  # the file as a whole
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Checkpoints in the background are not written before it is set."""
+    event, write = threading.Event(), Snapshot.write
+
+    def waiting(self: Any, *arguments: Any) -> Any:
+        assert event.wait(120)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Snapshot, "write", waiting)
+    yield event
+    event.set()
+
+
+Snapshot = snapshot.Snapshot
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*checkpoint*"))
+
+
+def test_a_checkpoint_is_that_of_its_step_though_training_went_on(make_trainer, gate, records) -> None:
+    """Byte for byte what a run that waits has written, but for the key that says so."""
+    waits = make_trainer(max_steps=4, save_steps=2, async_save=False, run_name="waits")
+    waits.fit()
+    trainer = make_trainer(max_steps=4, save_steps=2, run_name="goes-on")
+    for _ in range(3):
+        trainer.step()
+    assert not (trainer.run_folder / "checkpoint-2").exists()
+    threading.Timer(0.5, gate.set).start()
+    trainer.step()  # is the last: it waits for the one of step 2, and for its own
+    assert checkpoints(trainer.run_folder) == ["checkpoint-2", "checkpoint-4"]
+    for name in checkpoints(trainer.run_folder):
+        check_checkpoint(trainer.run_folder / name)
+        found, expected = (files_of(one.run_folder / name) for one in (trainer, waits))
+        differing = {file for file in found.keys() | expected.keys() if found.get(file) != expected.get(file)}
+        assert differing == {STATE_FILE, "manifest.json"}
+        states = [read_state(one.run_folder / name) for one in (trainer, waits)]
+        for state in states:
+            del state["config"], state["best"]
+        assert states[0] == states[1]
+    lines = {line["step"]: line for line in records(trainer)}
+    assert "timing/checkpoint" not in lines[2] and 0 < lines[3]["timing/checkpoint"] < lines[3]["timing/step"] + 60
+    resumed = make_trainer(max_steps=5, save_steps=2, run_name="goes-on", resume="auto")
+    assert resumed.global_step == 4
+
+
+def test_callbacks_and_metrics_learn_of_it_when_it_is_there(make_trainer, gate, records) -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    class Watch(Callback):
+        def on_save(self, trainer: Any, step: int, folder: Path) -> None:
+            seen.append((step, trainer.global_step, (folder / STATE_FILE).is_file()))
+
+    trainer = make_trainer(max_steps=9, save_steps=2, callbacks=[Watch()])
+    trainer.step()
+    trainer.step()
+    trainer.step()
+    assert seen == []
+    gate.set()
+    assert trainer.save().name == "checkpoint-3"  # by the user: waits for both
+    assert seen == [(2, 3, True), (3, 3, True)]
+    trainer.step()
+    trainer.close()
+    assert seen[-1] == (4, 4, True)
+    assert records(trainer)[-1]["timing/checkpoint_write"] > 0
+
+
+def test_a_failure_in_the_background_is_told_once_and_tried_again(make_trainer, monkeypatch, caplog) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = make_trainer(max_steps=6, save_steps=2)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        patch.setattr(snapshot, "sync", full)
+        for _ in range(2):
+            trainer.step()
+        while trainer._saving is not None:
+            trainer._look_at_save(0.1)
+        trainer.step()
+        while trainer._saving is not None:
+            trainer._look_at_save(0.1)
+    told = [line for line in caplog.messages if "trying again after the next step" in line]
+    assert len(told) == 1 and "checkpoint-2: OSError: [Errno 28] No space left" in told[0]
+    assert checkpoints(trainer.run_folder) == []
+    trainer.step()
+    trainer.close()
+    assert checkpoints(trainer.run_folder) == ["checkpoint-4"]
+
+
+def test_without_memory_for_a_copy_training_waits_and_says_so_once(make_trainer, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(snapshot, "available_host_bytes", lambda: 1000)
+    trainer = make_trainer(max_steps=3, save_steps=1)
+    with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        trainer.step()
+        assert checkpoints(trainer.run_folder) == ["checkpoint-1"]
+        trainer.step()
+    assert checkpoints(trainer.run_folder) == ["checkpoint-1", "checkpoint-2"]
+    told = [line for line in caplog.messages if "not written in the background" in line]
+    assert len(told) == 1 and "of 1000 bytes that are available" in told[0]
+
+
+def test_ctrl_c_waits_for_what_is_being_written(make_trainer, gate) -> None:
+    calls = 0
+
+    def breaks(completions: list[str], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # in step 4
+            threading.Timer(0.5, gate.set).start()
+            raise KeyboardInterrupt
+        return spread(completions)
+
+    trainer = make_trainer(reward_funcs=breaks, max_steps=6, save_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert checkpoints(trainer.run_folder) == ["checkpoint-3"]
+    check_checkpoint(trainer.run_folder / "checkpoint-3")
+
+
+KILLED = """
+import json, os, signal, sys, threading
+from hybrid_rl import Trainer
+from hybrid_rl.checkpoint import snapshot
+from tests.tiny import build_model, build_tokenizer, spread, sums
+
+trainer = Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **json.loads(sys.argv[1]))
+trainer.step()
+trainer.step()
+trainer._wait_for_save()
+write, began = snapshot.save_tensors, threading.Event()
+
+def hangs(*arguments):
+    write(*arguments)
+    began.set()
+    threading.Event().wait()
+
+snapshot.save_tensors = hangs
+trainer.step()
+trainer.step()
+began.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_the_checkpoint_before(forked, make_trainer, tmp_path) -> None:
+    keys = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "run_name": "run"}
+    keys |= {"max_steps": 6, "save_steps": 2, "output_dir": str(tmp_path), "learning_rate": 1e-2}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forked.run("-c", KILLED, json.dumps(keys), environment=environment)
+    assert done.returncode == -9
+    left = checkpoints(tmp_path / "run")
+    assert len(left) == 2 and left[0].startswith(".checkpoint-4.") and left[1] == "checkpoint-2"
+    resumed = make_trainer(**keys, resume="auto")
+    assert resumed.global_step == 2
+    assert checkpoints(resumed.run_folder) == ["checkpoint-2"]
+
+
+# ------------------------------------------------------------------------------------------------------------ disks
+
+
+class Disk:
+    """A small disk that can become full, read-only or gone."""
+
+    def __init__(self, root: Path) -> None:
+        self.place, self._store = root / "disk", root / "store"
+        self.place.mkdir()
+        self._store.mkdir()
+        self._mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", str(self._store))
+        self._mount("--bind", str(self._store), str(self.place))
+
+    def _mount(self, *arguments: str) -> None:
+        subprocess.run(["mount", *arguments], check=True, capture_output=True)
+
+    def fail(self, how: str) -> None:
+        if how == "full":
+            with (self._store / "ballast").open("wb", buffering=0) as file:
+                try:
+                    while file.write(b"x" * 4096):
+                        pass
+                except OSError:
+                    pass
+        elif how == "read-only":
+            self._mount("-o", "remount,bind,ro", str(self.place))
+        else:
+            subprocess.run(["umount", "-l", str(self.place)], check=True)
+
+    def mend(self, how: str) -> None:
+        if how == "full":
+            (self._store / "ballast").unlink()
+        elif how == "read-only":
+            self._mount("-o", "remount,bind,rw", str(self.place))
+        else:
+            self._mount("--bind", str(self._store), str(self.place))
+
+    def close(self) -> None:
+        for path in (self.place, self._store):
+            subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a disk")
+    made = None
+    try:
+        made = Disk(tmp_path)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine allows no mounts: {error}")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["background", "blocking"])
+@pytest.mark.parametrize("how", ["full", "read-only", "gone"])
+def test_training_outlives_a_disk(make_trainer: Callable[..., Any], disk, caplog, records, how, is_async) -> None:
+    """Steps 3 and 4 find no disk; everything is there in the end, and each file is warned of once."""
+
+    class Fault(Callback):
+        def on_step_end(self, trainer: Any, step: int, batch: Any, metrics: Any) -> None:
+            if step == 2:
+                trainer._wait_for_save()
+                disk.fail(how)
+            elif step == 4:
+                trainer._wait_for_save()
+                disk.mend(how)
+
+    keys: dict[str, Any] = {"save_steps": 2, "max_steps": 6, "run_name": "run", "async_save": is_async}
+    keys |= {"save_rollouts": True, "output_dir": str(disk.place), "callbacks": [Fault()], "report_to": []}
+    with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        trainer = make_trainer(**keys)
+        trainer.fit()
+    assert [line["step"] for line in records(trainer) if line["step"]] == [1, 2, 3, 4, 5, 6]
+    samples = records(trainer, name="samples.jsonl")
+    assert sorted({line["step"] for line in samples}) == [1, 2, 3, 4, 5, 6] and len(samples) == 6 * 8
+    left = [name for name in checkpoints(trainer.run_folder) if not name.endswith("-5")]
+    assert left == ["checkpoint-2", "checkpoint-6"]
+    for path in trainer.run_folder.glob("checkpoint-*"):
+        check_checkpoint(path)
+    about = [line.partition(" (")[0] for line in caplog.messages if line.startswith("cannot write ")]
+    assert len(about) == len(set(about))
+    told = caplog.text.count("trying again after the next step")
+    assert told == 1
+    assert caplog.text.count("is not saved, nor are those that follow") == 1
+    assert make_trainer(**keys | {"callbacks": []}, resume="auto").global_step == 6
