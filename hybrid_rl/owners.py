@@ -129,17 +129,32 @@ class FolderLock:
         was deleted, perhaps with the folder, is made again."""
         if self._is_released.is_set() or self._is_ours():
             return
-        is_back = _owner_in(self._path) == self._owner  # the folder was away, and this process locked another meanwhile
-        if self._path.exists() and not is_back:
-            raise HybridRLError(
-                f"{self.folder} was taken over by {_owner_in(self._path) or 'another process'}: this run must not "
-                "write there any more; end one of the two (trainer.save(another folder) keeps the weights of this one)"
-            )
-        if self.folder.is_dir():
-            found = self._acquire(is_back=is_back)
+        found: int | None = None
+        if self._path.exists():
+            found = self._taken_back()
+            if found is None:
+                raise HybridRLError(
+                    f"{self.folder} was taken over by {_owner_in(self._path) or 'another process'}: this run must not "
+                    "write there any more; end one of the two (trainer.save(another folder) keeps the weights of this "
+                    "one)"
+                )
+        elif self.folder.is_dir():
+            found = self._acquire()
+        if found is not None:
             with self._guard:
                 os.close(self._descriptor)
                 self._descriptor = found
+
+    def _taken_back(self) -> int | None:
+        """Return the file, locked, of a folder that was away for a while (a disk that was not mounted) and still has
+        our name; None if somebody else has the folder. Raises OSError."""
+        if _owner_in(self._path) != self._owner:
+            return None
+        descriptor = os.open(self._path, os.O_RDWR)
+        if _lock(descriptor) and _is_at(descriptor, self._path):
+            return descriptor
+        os.close(descriptor)
+        return None
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
@@ -160,20 +175,18 @@ class FolderLock:
                 if not self._is_released.is_set():
                     os.utime(self._descriptor)
 
-    def _acquire(self, *, is_back: bool = False) -> int:
-        """Lock the folder. is_back: a file with our own name is no other Trainer's of this process, if the kernel's
-        lock on it can be had."""
+    def _acquire(self) -> int:
         for _ in range(ATTEMPTS):
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-                if self._take(descriptor, is_back=is_back):
+                if self._take(descriptor):
                     return descriptor
             except OSError as error:
                 raise StorageError(f"cannot lock {self.folder}: {error}; use a writable folder") from error
             os.close(descriptor)
         raise ConfigError(f"{self._path} is taken and released again and again; check which programs start runs there")
 
-    def _take(self, descriptor: int, *, is_back: bool) -> bool:
+    def _take(self, descriptor: int) -> bool:
         """Write our name into the file; return False if the file must be opened again. Raises ConfigError."""
         try:
             has_lock = _lock(descriptor)
@@ -183,8 +196,7 @@ class FolderLock:
             if found is None and has_lock is False:
                 time.sleep(0.05)  # another process is about to write to it
                 return False
-            is_own = is_back and has_lock is True and found == self._owner
-            if found is not None and not is_own and self._is_held(found, has_lock):
+            if found is not None and self._is_held(found, has_lock):
                 raise ConfigError(
                     f"{self.folder} is in use by {found}"
                     + (" (this process)" if found == self._owner else "")
