@@ -77,7 +77,24 @@ def measure(options: argparse.Namespace, threads: int) -> None:
 def ours(options: argparse.Namespace, work: Work, root: Path, *, is_async: bool) -> dict[str, Any]:
     """Train and save after every other step. Returns seconds of stalls and of whole writes, of steps in which a
     checkpoint was written and of others, bytes of a checkpoint, and seconds to begin and to resume."""
-    from hybrid_rl import Trainer
+    from hybrid_rl import Callback, Trainer
+
+    stalls: list[float] = []
+    writes: list[float] = []
+    during: list[float] = []
+    others: list[float] = []
+
+    class Watch(Callback):
+        """Reads what each step reports of the save before it, and waits until that is written."""
+
+        def on_step_end(self, trainer: Any, step: int, batch: Any, metrics: dict[str, float]) -> None:
+            if step > 2 and step % 2:
+                stalls.append(metrics["timing/checkpoint"])
+                during.append(metrics["timing/step"])
+                _await(trainer.run_folder / f"checkpoint-{step - 1}")
+            elif step > 2:
+                others.append(metrics["timing/step"])
+                writes.append(metrics.get("timing/checkpoint_write", 0.0))
 
     def make(**keys: Any) -> tuple[Trainer, float]:
         start = time.perf_counter()
@@ -101,22 +118,9 @@ def ours(options: argparse.Namespace, work: Work, root: Path, *, is_async: bool)
         )
         return made, time.perf_counter() - start
 
-    trainer, begin_seconds = make()
-    stalls, writes, during, others = [], [], [], []
+    trainer, begin_seconds = make(callbacks=[Watch()])
     with trainer:
-        for _ in range(FIRST + options.saves):
-            trainer.step()
-            trainer.step()  # saves
-            waits = time.perf_counter()
-            first = trainer.step()
-            _await(trainer.run_folder / f"checkpoint-{trainer.global_step - 1}")
-            written = time.perf_counter() - waits
-            last = trainer.step()  # saves as well; what it reports is of the save before
-            _await(trainer.run_folder / f"checkpoint-{trainer.global_step}")
-            stalls.append(first.metrics["timing/checkpoint"])
-            writes.append(max(written, last.metrics.get("timing/checkpoint_write", 0.0)))
-            during.append(first.metrics["timing/step"])
-            others.append(last.metrics["timing/step"])
+        trainer.fit(steps=2 * (FIRST + options.saves) + 2)
         folder = trainer.run_folder / f"checkpoint-{trainer.global_step}"
     num_bytes = _bytes_of(folder)
     resumed, resume_seconds = make(resume=str(folder))

@@ -51,12 +51,12 @@ class Saving(Evaluating):
         self._wait_for_save()
         if merged and not self.config.lora.is_on:
             raise ConfigError("merged=True: this run has no adapters to merge; save() writes the whole model")
-        if folder is None:
-            self._log.check()
         name = f"{'merged' if merged else 'checkpoint'}-{self.global_step}"
         target = self.run_folder / name if folder is None else Path(folder)
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
+        if folder is None:
+            self._check_folder(target)
         with self._cleared_up(target, is_ours=folder is None):
             if merged:
                 self.policy.save_merged(target.resolve())
@@ -66,6 +66,12 @@ class Saving(Evaluating):
         if not merged:
             self._notify("on_save", self.global_step, target)
         return target
+
+    def _check_folder(self, target: Path) -> None:
+        """Require the run folder. Raises CheckpointError if its disk is not there, and as `RunLog.check`."""
+        self._log.check()
+        if missing := self._log.missing_disk():
+            raise CheckpointError(failure(target, missing))
 
     @contextlib.contextmanager
     def _cleared_up(self, target: Path, *, is_ours: bool) -> Iterator[None]:
@@ -94,12 +100,14 @@ class Saving(Evaluating):
         return {BASE: self._base_record}
 
     def _save_now(self, *, final: bool) -> None:
-        """Save a checkpoint: after the last step of a run at once, else in the background if that is wanted. A failure
-        (disk full) does not end the run: the next step tries again, as long as there are ranks."""
+        """Save a checkpoint: inside of `fit()` in the background, if that is wanted; after its last step, and after a
+        step by hand, which may be the last, at once. A failure (disk full) does not end the run: the next step tries
+        again, as long as there are ranks."""
         if self._watch.is_broken:
             logger.warning("step %d is not saved: its weights are not finite", self.global_step)
             return
-        is_waited_for = final or self.global_step >= self.max_steps or not self.config.checkpoints.async_save
+        goes_on = "fit()" in self._work and not final and self.global_step < self.max_steps
+        is_waited_for = not goes_on or not self.config.checkpoints.async_save
         try:
             with self._stalled():
                 if not is_waited_for and self._begin_save():
@@ -133,8 +141,8 @@ class Saving(Evaluating):
         """Begin to write a checkpoint in the background. Returns whether that has begun; False if there is too little
         host memory, which is said once. Raises CheckpointError."""
         self._wait_for_save()
-        self._log.check()
         target = self.run_folder / f"checkpoint-{self.global_step}"
+        self._check_folder(target)
         missing, self._saving = "", target  # before the call: a Ctrl-C that waited for its end hides what it returned
         try:
             with self._cleared_up(target, is_ours=True):

@@ -47,16 +47,29 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*checkpoint*"))
 
 
+class After(Callback):
+    """Does something after a step."""
+
+    def __init__(self, **actions: Callable[[Any], object]) -> None:
+        self._actions = actions
+
+    def on_step_end(self, trainer: Any, step: int, batch: Any, metrics: Any) -> None:
+        self._actions.get(f"step_{step}", lambda _: None)(trainer)
+
+
 def test_a_checkpoint_is_that_of_its_step_though_training_went_on(make_trainer, gate, records) -> None:
     """Byte for byte what a run that waits has written, but for the key that says so."""
     waits = make_trainer(max_steps=4, save_steps=2, async_save=False, run_name="waits")
     waits.fit()
-    trainer = make_trainer(max_steps=4, save_steps=2, run_name="goes-on")
-    for _ in range(3):
-        trainer.step()
-    assert not (trainer.run_folder / "checkpoint-2").exists()
-    threading.Timer(0.5, gate.set).start()
-    trainer.step()  # is the last: it waits for the one of step 2, and for its own
+    seen: list[list[str]] = []
+
+    def look(trainer: Any) -> None:
+        seen.append(checkpoints(trainer.run_folder))
+        threading.Timer(0.5, gate.set).start()  # the last step waits for the one of step 2, and for its own
+
+    trainer = make_trainer(max_steps=4, save_steps=2, run_name="goes-on", callbacks=[After(step_3=look)])
+    trainer.fit()
+    assert len(seen) == 1 and len(seen[0]) == 1 and seen[0][0].startswith(".checkpoint-2.")
     assert checkpoints(trainer.run_folder) == ["checkpoint-2", "checkpoint-4"]
     for name in checkpoints(trainer.run_folder):
         check_checkpoint(trainer.run_folder / name)
@@ -68,7 +81,7 @@ def test_a_checkpoint_is_that_of_its_step_though_training_went_on(make_trainer, 
             del state["config"], state["best"]
         assert states[0] == states[1]
     lines = {line["step"]: line for line in records(trainer)}
-    assert "timing/checkpoint" not in lines[2] and 0 < lines[3]["timing/checkpoint"] < lines[3]["timing/step"] + 60
+    assert "timing/checkpoint" not in lines[2] and lines[3]["timing/checkpoint"] > 0
     resumed = make_trainer(max_steps=5, save_steps=2, run_name="goes-on", resume="auto")
     assert resumed.global_step == 4
 
@@ -80,50 +93,46 @@ def test_callbacks_and_metrics_learn_of_it_when_it_is_there(make_trainer, gate, 
         def on_save(self, trainer: Any, step: int, folder: Path) -> None:
             seen.append((step, trainer.global_step, (folder / STATE_FILE).is_file()))
 
-    trainer = make_trainer(max_steps=9, save_steps=2, callbacks=[Watch()])
-    trainer.step()
-    trainer.step()
-    trainer.step()
-    assert seen == []
-    gate.set()
-    assert trainer.save().name == "checkpoint-3"  # by the user: waits for both
-    assert seen == [(2, 3, True), (3, 3, True)]
-    trainer.step()
-    trainer.close()
-    assert seen[-1] == (4, 4, True)
+    def save(trainer: Any) -> None:
+        assert seen == []
+        gate.set()
+        assert trainer.save().name == "checkpoint-3"  # by the user: waits for both
+        assert seen == [(2, 3, True), (3, 3, True)]
+
+    trainer = make_trainer(max_steps=4, save_steps=2, callbacks=[Watch(), After(step_3=save)])
+    trainer.fit()
+    assert seen[2:] == [(4, 4, True)]
     assert records(trainer)[-1]["timing/checkpoint_write"] > 0
 
 
-def test_a_failure_in_the_background_is_told_once_and_tried_again(make_trainer, monkeypatch, caplog) -> None:
+def test_a_failure_in_the_background_is_told_once_and_tried_again(make_trainer, caplog) -> None:
+    patch = pytest.MonkeyPatch()
+
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    trainer = make_trainer(max_steps=6, save_steps=2)
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="hybrid_rl"):
-        patch.setattr(snapshot, "sync", full)
-        for _ in range(2):
-            trainer.step()
-        while trainer._saving is not None:
-            trainer._look_at_save(0.1)
-        trainer.step()
-        while trainer._saving is not None:
-            trainer._look_at_save(0.1)
+    def wait(trainer: Any) -> None:
+        trainer._wait_for_save()
+
+    def mend(trainer: Any) -> None:
+        wait(trainer)
+        patch.undo()
+
+    patch.setattr(snapshot, "sync", full)
+    trainer = make_trainer(max_steps=6, save_steps=2, callbacks=[After(step_2=wait, step_3=mend)])
+    with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
+        trainer.fit()
     told = [line for line in caplog.messages if "trying again after the next step" in line]
     assert len(told) == 1 and "checkpoint-2: OSError: [Errno 28] No space left" in told[0]
-    assert checkpoints(trainer.run_folder) == []
-    trainer.step()
-    trainer.close()
-    assert checkpoints(trainer.run_folder) == ["checkpoint-4"]
+    assert checkpoints(trainer.run_folder) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_without_memory_for_a_copy_training_waits_and_says_so_once(make_trainer, monkeypatch, caplog) -> None:
     monkeypatch.setattr(snapshot, "available_host_bytes", lambda: 1000)
     trainer = make_trainer(max_steps=3, save_steps=1)
     with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
-        trainer.step()
-        assert checkpoints(trainer.run_folder) == ["checkpoint-1"]
-        trainer.step()
-    assert checkpoints(trainer.run_folder) == ["checkpoint-1", "checkpoint-2"]
+        trainer.fit()
+    assert checkpoints(trainer.run_folder) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     told = [line for line in caplog.messages if "not written in the background" in line]
     assert len(told) == 1 and "of 1000 bytes that are available" in told[0]
 
@@ -155,7 +164,6 @@ from tests.tiny import build_model, build_tokenizer, spread, sums
 trainer = Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **json.loads(sys.argv[1]))
 trainer.step()
 trainer.step()
-trainer._wait_for_save()
 write, began = snapshot.save_tensors, threading.Event()
 
 def hangs(*arguments):
@@ -164,10 +172,8 @@ def hangs(*arguments):
     threading.Event().wait()
 
 snapshot.save_tensors = hangs
-trainer.step()
-trainer.step()
-began.wait()
-os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=lambda: (began.wait(), os.kill(os.getpid(), signal.SIGKILL))).start()
+trainer.fit()
 """
 
 
@@ -244,17 +250,21 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 def test_training_outlives_a_disk(make_trainer: Callable[..., Any], disk, caplog, records, how, is_async) -> None:
     """Steps 3 and 4 find no disk; everything is there in the end, and each file is warned of once."""
 
-    class Fault(Callback):
-        def on_step_end(self, trainer: Any, step: int, batch: Any, metrics: Any) -> None:
-            if step == 2:
-                trainer._wait_for_save()
-                disk.fail(how)
-            elif step == 4:
-                trainer._wait_for_save()
-                disk.mend(how)
+    def fail(trainer: Any) -> None:
+        trainer._wait_for_save()
+        disk.fail(how)
+
+    def mend(trainer: Any) -> None:
+        trainer._wait_for_save()
+        disk.mend(how)
 
     keys: dict[str, Any] = {"save_steps": 2, "max_steps": 6, "run_name": "run", "async_save": is_async}
-    keys |= {"save_rollouts": True, "output_dir": str(disk.place), "callbacks": [Fault()], "report_to": []}
+    keys |= {
+        "save_rollouts": True,
+        "output_dir": str(disk.place),
+        "callbacks": [After(step_2=fail, step_4=mend)],
+        "report_to": [],
+    }
     with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
         trainer = make_trainer(**keys)
         trainer.fit()
