@@ -2,9 +2,8 @@
 
 Completions end by themselves, with a mean of a tenth of the limit: geometric (a model whose probability of EOS was
 fitted, `workload.py`), or with `--lengths lognormal` at a length that depends on the seed of the sample alone. The
-variants take turns, one training step after the other, in one process, each with a Trainer and a model of its own; a
-step trains on the same number of samples. `--reward-seconds` makes a reward wait for each group: log-normal, with this
-mean. Prints one line of JSON.
+variants take turns, one training step after the other, each in a process of its own; a step trains on the same number
+of samples. `--reward-seconds` makes a reward wait for each group: log-normal, with this mean. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,44 @@ class Reward:
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Alternate the steps of the variants, and return their seconds, and how much faster they are than the first."""
-    work = Work(
+    seconds: dict[str, list[float]] = {name: [] for name in options.variants}
+    metrics: dict[str, list[dict[str, float]]] = {name: [] for name in options.variants}
+    with tempfile.TemporaryDirectory(prefix="hybrid-rl-partial-") as folder, ExitStack() as running:
+        save_fitted(work_of(options), Path(folder) / "model", 0)
+        processes = {name: running.enter_context(process_of(options, Path(folder), name)) for name in options.variants}
+        for step in range(FIRST_RUN + options.steps):
+            for name, process in processes.items():
+                process.send("step")
+                taken, found = process.recv()
+                if step >= FIRST_RUN:
+                    seconds[name].append(taken)
+                    metrics[name].append(found)
+    means = {name: statistics.fmean(its) for name, its in seconds.items()}
+    medians = {name: statistics.median(its) for name, its in seconds.items()}
+
+    def mean(metric: str) -> dict[str, float]:
+        return {name: round(statistics.fmean(one.get(metric, 0.0) for one in its), 4) for name, its in metrics.items()}
+
+    first = options.variants[0]
+    return {
+        "benchmark": "partial",
+        **{name: value for name, value in vars(options).items() if name != "variants"},
+        "seconds_per_step": {name: round(value, 4) for name, value in means.items()},
+        "median_seconds": {name: round(value, 4) for name, value in medians.items()},
+        "faster": {name: round(means[first] / value, 2) for name, value in means.items()},
+        "faster_by_medians": {name: round(medians[first] / value, 2) for name, value in medians.items()},
+        "mean_length": mean("completions/mean_length"),
+        "generation_seconds": mean("timing/rollout"),
+        "update_seconds": mean("timing/update"),
+        "reward_seconds_waited": mean("timing/reward"),
+        "mean_age": mean("staleness/mean_age"),
+        "idle_share": mean("engine/idle_share"),
+    }
+
+
+def work_of(options: argparse.Namespace) -> Work:
+    """Return the work that the command line describes."""
+    return Work(
         "partial",
         hidden_size=options.hidden,
         num_layers=options.layers,
@@ -87,38 +126,36 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         prompts_per_step=options.prompts,
         num_generations=options.generations,
     )
+
+
+@contextmanager
+def process_of(options: argparse.Namespace, folder: Path, name: str) -> Iterator[Connection]:
+    """Start the process of a variant; for whatever is sent to it, it takes a training step and answers."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=take_steps, args=(there, options, folder, name))
+    process.start()
+    there.close()  # so that the end of the process is the end of what is read here
+    try:
+        yield here
+    finally:
+        here.close()
+        process.join()
+
+
+def take_steps(pipe: Connection, options: argparse.Namespace, folder: Path, name: str) -> None:
+    """Take a training step whenever something comes, and answer with its seconds and metrics, until the pipe closes."""
     if options.lengths == "lognormal":
         end_by_schedule()
-    with tempfile.TemporaryDirectory(prefix="hybrid-rl-partial-") as folder:
-        save_fitted(work, Path(folder) / "model", 0)
-        trainers = {name: make_trainer(options, work, Path(folder), VARIANTS[name]) for name in options.variants}
-        seconds: dict[str, list[float]] = {name: [] for name in options.variants}
-        metrics: dict[str, list[dict[str, float]]] = {name: [] for name in options.variants}
-        for step in range(FIRST_RUN + options.steps):
-            for name, trainer in trainers.items():
-                start = time.perf_counter()
-                found = trainer.step().metrics
-                if step >= FIRST_RUN:
-                    seconds[name].append(time.perf_counter() - start)
-                    metrics[name].append(dict(found))
-        for trainer in trainers.values():
-            trainer.close()
-    means = {name: statistics.fmean(its) for name, its in seconds.items()}
-
-    def mean(metric: str) -> dict[str, float]:
-        return {name: round(statistics.fmean(one.get(metric, 0.0) for one in its), 4) for name, its in metrics.items()}
-
-    return {
-        "benchmark": "partial",
-        **{name: value for name, value in vars(options).items() if name != "variants"},
-        "seconds_per_step": {name: round(value, 4) for name, value in means.items()},
-        "median_seconds": {name: round(statistics.median(its), 4) for name, its in seconds.items()},
-        "faster": {name: round(means[options.variants[0]] / value, 2) for name, value in means.items()},
-        "mean_length": mean("completions/mean_length"),
-        "generation_seconds": mean("timing/rollout"),
-        "update_seconds": mean("timing/update"),
-        "reward_seconds_waited": mean("timing/reward"),
-    }
+    with make_trainer(options, work_of(options), folder, VARIANTS[name]) as trainer:
+        while True:
+            try:
+                pipe.recv()
+            except EOFError:
+                return
+            start = time.perf_counter()
+            found = dict(trainer.step().metrics)
+            pipe.send((time.perf_counter() - start, found))
 
 
 def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant: dict[str, Any]) -> Trainer:
@@ -163,7 +200,10 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int)
     parser.add_argument("--reward-seconds", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=16)
-    print(json.dumps(compare(parser.parse_args())))
+    options = parser.parse_args()
+    if options.lengths == "lognormal" and (options.engine != "inplace" or options.ranks > 1):
+        parser.error("--lengths lognormal tells the engine of this process when to end: it needs inplace and one rank")
+    print(json.dumps(compare(options)))
 
 
 if __name__ == "__main__":

@@ -233,21 +233,21 @@ def generate(setting: Setting, replicas: Sequence[Replica], groups: Sequence[Gro
 
 
 def variants(setting: Setting) -> dict[str, Setting]:
-    """Return the ways of training that are compared, for one setting: with the library's own defaults, and with more
-    that is held for longer. Pools have the split that is fastest; partial ones go on with what is unfinished after
+    """Return the ways of training that are compared, for one setting: with the library's own defaults, and with less
+    or more that is held. Pools have the split that is fastest; partial ones go on with what is unfinished after
     weights have arrived in the middle of it, as AReaL's do."""
-    half = max(1, setting.prompts // 2)
+    half, whole = max(1, setting.prompts // 2), setting.prompts
     splits = sorted({max(1, round(setting.gpus * share)) for share in SPLITS} - {setting.gpus})
     pools = [replace(setting, generating=split, ahead=setting.prompts, max_staleness=1) for split in splits]
-    partial_pools = [replace(pool, oversample=half, max_staleness=3) for pool in pools]
+    partial_pools = [replace(pool, oversample=whole, max_staleness=4) for pool in pools]
     found = {
         "synchronous": setting,
-        "partial": replace(setting, oversample=half, max_staleness=1),
-        "partial, staleness 2": replace(setting, oversample=half, max_staleness=2),
-        "partial, more": replace(setting, oversample=setting.prompts, max_staleness=4),
-        "one step off": replace(setting, ahead=setting.prompts, max_staleness=1),
-        "both": replace(setting, ahead=setting.prompts, oversample=half, max_staleness=2),
-        "both, more": replace(setting, ahead=setting.prompts, oversample=setting.prompts, max_staleness=4),
+        "partial, less": replace(setting, oversample=half, max_staleness=1),
+        "partial": replace(setting, oversample=whole, max_staleness=3),
+        "partial, more": replace(setting, oversample=2 * whole, max_staleness=6),
+        "one step off": replace(setting, ahead=whole, max_staleness=1),
+        "both": replace(setting, ahead=whole, oversample=whole, max_staleness=4),
+        "both, more": replace(setting, ahead=whole, oversample=2 * whole, max_staleness=7),
     }
     for name, its in (("separate pools", pools), ("separate pools, partial", partial_pools)):
         if its:

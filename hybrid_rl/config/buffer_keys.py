@@ -21,7 +21,7 @@ class HeldConfig(BufferConfig):
     oversample: int | None = key(
         None,
         "with rollout.partial, prompts that are under way beyond what a step needs: as many groups are held after it, "
-        "or dropped; None = half of prompts_per_step, or a sixteenth with unfinished=drop",
+        "or dropped; None = as many as prompts_per_step, or a sixteenth of it with unfinished=drop",
         minimum=1,
     )
     unfinished: Literal["hold", "drop"] = key(
@@ -32,7 +32,8 @@ class HeldConfig(BufferConfig):
     max_staleness: int | None = key(
         None,
         "policy versions that a token may lag behind the weights that train on it; a step finishes what would be older "
-        "in the next one. None = async_level, and one more with rollout.partial",
+        "in the next one. None = async_level; with rollout.partial two more than oversample needs at least, so that "
+        "long completions have time to end",
         minimum=1,
     )
     buffer_order: Literal["fifo", "freshest"] = key(

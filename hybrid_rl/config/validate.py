@@ -102,9 +102,12 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
         raise ConfigError(f"oversample={buffer.oversample} would do nothing without rollout.partial=true; set both")
     if buffer.unfinished == "drop":
         return _dropping(config, buffer)
-    oversample = (buffer.oversample or max(1, size // 2)) if config.rollout.partial else 0
+    # As many as a step takes, with two versions more than they need, win most of what holding more and for longer could
+    # (benchmarks/simulate_time.py), with tokens that are about one version old on average.
+    oversample = (buffer.oversample or size) if config.rollout.partial else 0
     # Each step takes as many groups as it begins, so the extra ones of the first step decide how old groups become.
     least = ahead + math.ceil(oversample / size)
+    longest = least + 2 * config.rollout.partial
     if buffer.max_staleness is not None and buffer.max_staleness < least:
         raise ConfigError(
             f"max_staleness={buffer.max_staleness} is too small for async_level={ahead} with oversample={oversample}: "
@@ -112,7 +115,7 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
         )
     if buffer.buffer_order == "freshest" and ahead:
         raise ConfigError("buffer_order=freshest would never train on what async_level=1 generates ahead; use fifo")
-    return replace(buffer, oversample=oversample, max_staleness=buffer.max_staleness or least)
+    return replace(buffer, oversample=oversample, max_staleness=buffer.max_staleness or longest)
 
 
 def _dropping(config: TrainerConfig, buffer: HeldConfig) -> HeldConfig:

@@ -24,7 +24,7 @@ def test_it_is_one_step_off_on_ray() -> None:
     assert isinstance(config.buffer, HeldConfig) and (config.buffer.oversample, config.buffer.max_staleness) == (0, 1)
     assert config.correction.correction_mode == "tis"
     partial = resolved(**{"rollout.partial": True}).buffer
-    assert isinstance(partial, HeldConfig) and (partial.oversample, partial.max_staleness) == (8, 2)
+    assert isinstance(partial, HeldConfig) and (partial.oversample, partial.max_staleness) == (16, 4)
 
 
 def test_gpus_are_left_for_them() -> None:

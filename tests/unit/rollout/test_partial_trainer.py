@@ -182,7 +182,7 @@ def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
         ({"rollout.partial": False}, r"the checkpoint holds 2 groups of samples .* would lose: resume with"),
         ({"unfinished": "drop"}, r"would lose: resume with .* and without unfinished=drop"),
         ({"temperature": 0.5, "oversample": 2}, r"temperature=0.5 cannot be joined"),
-        ({"prompts_per_step": 1, "oversample": 1}, r"max_staleness=1 is too small for the 2 groups .* to at least 2"),
+        ({"prompts_per_step": 1, "oversample": 1, "max_staleness": 1}, r"max_staleness=1 is too small for the 2 groups .* to at least 2"),
     ):
         with pytest.raises(ConfigError, match=match):
             make("others", resume=str(saved), **refusal)
