@@ -192,11 +192,14 @@ class Saving(Evaluating):
             self._look_at_save(WAIT_SECONDS)
 
     def _finish_save(self) -> None:
-        """Wait in the same way before the ranks end."""
+        """Wait in the same way before the ranks end. Afterwards nothing is written any more, or the ranks are gone."""
+        target = self._saving
         try:
             self._wait_for_save()
         except Exception as error:  # what closes must not fail; the ranks may be gone
-            logger.warning("%s was being written, and is not there: %s", self._saving, error)
+            logger.warning("%s was being written, and is not there: %s", target, error)
+        finally:
+            self._saving = None
 
     def _note_failure(self, error: CheckpointError) -> None:
         """Warn of a checkpoint that could not be written, once as long as it is for the same reason."""
