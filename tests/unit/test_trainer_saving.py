@@ -39,8 +39,13 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 Snapshot = snapshot.Snapshot
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def files_of(folder: Path) -> dict[str, Any]:
+    """The content of each file; of tensors without the order of metadata, which safetensors leaves to chance."""
+    found: dict[str, Any] = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    for name in [name for name in found if name.endswith(".safetensors")]:
+        end = 8 + int.from_bytes(found[name][:8], "little")
+        found[name] = (json.loads(found[name][8:end]), found[name][end:])
+    return found
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -215,6 +220,8 @@ class Disk:
                 except OSError:
                     pass
         elif how == "read-only":
+            # On top: what is open for writing keeps a disk from being made read-only.
+            self._mount("--bind", str(self._store), str(self.place))
             self._mount("-o", "remount,bind,ro", str(self.place))
         else:
             subprocess.run(["umount", "-l", str(self.place)], check=True)
@@ -223,7 +230,7 @@ class Disk:
         if how == "full":
             (self._store / "ballast").unlink()
         elif how == "read-only":
-            self._mount("-o", "remount,bind,rw", str(self.place))
+            subprocess.run(["umount", "-l", str(self.place)], check=True)
         else:
             self._mount("--bind", str(self._store), str(self.place))
 
