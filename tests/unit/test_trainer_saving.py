@@ -143,15 +143,12 @@ def test_without_memory_for_a_copy_training_waits_and_says_so_once(make_trainer,
 
 
 def test_ctrl_c_waits_for_what_is_being_written(make_trainer, gate) -> None:
-    calls = 0
 
-    def breaks(completions: list[str], **_: Any) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls == 4:  # in step 4
+    def breaks(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+        if trainer_state.global_step == 4:
             threading.Timer(0.5, gate.set).start()
             raise KeyboardInterrupt
-        return spread(completions)
+        return spread(completion_ids)
 
     trainer = make_trainer(reward_funcs=breaks, max_steps=6, save_steps=3)
     with pytest.raises(KeyboardInterrupt):
