@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hybrid_rl.checkpoint.finding import hidden_name
+from hybrid_rl.checkpoint.finding import hidden_name, sync_records
 from hybrid_rl.checkpoint.manifest import STATE_FILE
 from hybrid_rl.checkpoint.snapshot import Snapshot
 from hybrid_rl.errors import CheckpointError
@@ -111,5 +111,6 @@ class BackgroundWrite:
             path.unlink()
         (self._common / STATE_FILE).write_text(self._state)
         write_manifest(self._common, written)
+        sync_records(self._folder.parent)
         self._go_on()
         put_in_place(self._folder, self._common, hidden_name(self._folder, "old"))

@@ -16,6 +16,7 @@ from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import CheckpointError, StorageError
 from hybrid_rl.files import set_aside
 from hybrid_rl.owners import Owner
+from hybrid_rl.resharding.folders import sync
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -27,6 +28,15 @@ _LEFT = re.compile(r"\.(.+?)\.(\d+|\d+-\d+-\d+-[0-9A-Za-z_.]+-.*)\.(old|tmp)")
 def hidden_name(folder: Path, kind: str) -> Path:
     """Return the path of a checkpoint that this process is writing ("tmp"), or of one that it is replacing ("old")."""
     return folder.with_name(f".{folder.name}.{Owner.here().token}.{kind}")
+
+
+def sync_records(run: Path) -> None:
+    """Wait until the records of a run folder are on the disk: after a loss of power a checkpoint must not be there
+    without those of its steps. Any other folder is left alone, and a disk that fails has been told of."""
+    if (run / "metrics.jsonl").is_file():
+        for path in run.glob("*.jsonl"):
+            with contextlib.suppress(OSError):
+                sync(path)
 
 
 def clear_up(run: Path, *, is_ours: bool = False) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.checkpoint.background import BackgroundWrite
-from hybrid_rl.checkpoint.finding import clear_up, hidden_name
+from hybrid_rl.checkpoint.finding import clear_up, hidden_name, sync_records
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, check_name, split
 from hybrid_rl.checkpoint.snapshot import Room, SaveModel, Snapshot, missing_room
@@ -80,6 +80,7 @@ def _write(
         if state is not None:
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
         write_manifest(temporary, known)
+        sync_records(folder.parent)
         put_in_place(folder, temporary, replaced)
 
     agree = functools.partial(agreed, gather, is_of_peer=is_disconnect)

@@ -138,7 +138,11 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Synchronised under the temporary name: every file, every folder; after the rename the folder above."""
+    """Synchronised under the temporary name: every file, every folder; after the rename the folder above. The records
+    of its steps too."""
+    folder.parent.mkdir()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder.parent / name).touch()
     synced: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -156,6 +160,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeyp
     at = synced.index("rename")
     temporary = next(path for path in synced if path.endswith(".tmp"))
     before = {path.removeprefix(temporary) for path in synced[:at]}
+    assert {str(folder.parent / name) for name in ("metrics.jsonl", "samples.jsonl")} <= before
     files = ("weights", OPTIMIZER_FOLDER, SHARDS, SCALARS, STATE_FILE, MANIFEST_FILE)
     assert before >= {"", *(f"/{name}" for name in files)}
     assert synced[at + 1 :] == [str(folder.parent)]

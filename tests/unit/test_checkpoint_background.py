@@ -142,10 +142,13 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeyp
 
     monkeypatch.setattr(os, "fsync", recording_fsync)
     monkeypatch.setattr(Path, "rename", recording_rename)
+    folder.parent.mkdir()
+    (folder.parent / "metrics.jsonl").touch()
     begin(folder).join()
     at = synced.index("rename")
     before = {path.rpartition(".tmp")[2] for path in synced[:at]}
     assert before >= {"", "/templates", *(f"/{name}" for name in contents(folder))}
+    assert str(folder.parent / "metrics.jsonl") in synced[:at]
     assert synced[at + 1 :] == [str(folder.parent)]
 
 
