@@ -142,7 +142,8 @@ class RunFolder:
             temporary.write_bytes(content)
             temporary.replace(target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that is read-only by now
+                temporary.unlink(missing_ok=True)
             raise ConfigError(f"cannot write {target}: {error}") from error
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -72,8 +72,9 @@ class SavingWorker(WorkerBase):
         self._actor.optimizer.check()
         self._await_end()
         with self.phase(self._cycle.save):
-            sizes = {"model_bytes": self._actor.saved_bytes() + self._roles.saved_bytes()} if self._is_first else {}
-            begun = begin_checkpoint(folder, self._models_saved(state, held), **self._rest_saved(state), **sizes)
+            num_bytes = self._actor.saved_bytes() + self._roles.saved_bytes() if self._is_first else 0
+            rest = self._rest_saved(state)
+            begun = begin_checkpoint(folder, self._models_saved(state, held), model_bytes=num_bytes, **rest)
         if isinstance(begun, Room):
             return f"{sized(begun.num_bytes)} of {sized(begun.available_bytes)} that are available on {begun.host}"
         self._writing = begun
@@ -86,7 +87,7 @@ class SavingWorker(WorkerBase):
             return Progress(is_done=True, error="it was not begun", seconds=0.0)
         return self._writing.progress(wait_seconds)
 
-    @dispatch(collect="all")
+    @dispatch(collect="leader")
     def end_save(self, is_given_up: bool) -> None:
         """Forget what `begin_save` began. is_given_up: a rank has failed, so that the others need not go on."""
         if is_given_up and self._writing is not None:
