@@ -232,7 +232,7 @@ class Disk:
             self._mount("--bind", str(self._store), str(self.place))
 
     def close(self) -> None:
-        for path in (self.place, self._store):
+        for path in (self.place, self.place, self._store):  # one may lie on the other
             subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
 
 
