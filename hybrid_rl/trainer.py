@@ -133,6 +133,7 @@ class Trainer(Saving):
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
         with starting(self._log.display, run.config, self.run_folder):
             self.policy = start_workers(run, self._log.path, closing)
+            closing.callback(self._finish_save)
             self.collector = make_collector(run, self.policy, self._sampler)
             self._timeline = Timeline(self.policy, self.run_folder)
             self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan, self._timeline.phase)
@@ -169,6 +170,7 @@ class Trainer(Saving):
             self._evaluate_at_start()
             while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
                 self.step()
+            self._wait_for_save()
             if self._save_due:
                 self._save_now(final=True)
             elif steps is None and self.global_step > begun:
@@ -195,6 +197,7 @@ class Trainer(Saving):
         if self.global_step >= self.max_steps:
             raise ConfigError(self._nothing_to_do())
         self._follow()
+        self._look_at_save()
         start, step, phase = now(), self.global_step + 1, self._timeline.phase
         self.policy.label = f"training step {step}"
         with self._working("step()"), self._guard.step(), self._timeline.step(step):
@@ -274,6 +277,7 @@ class Trainer(Saving):
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
         metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch, **self._set_metrics}
+        metrics |= self._save_metrics()
         result = StepResult(readable(batch, self._run), Metrics(with_logged(metrics, collected.logged)))
         diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
         self._signal_watch.look(step, result.metrics)
@@ -294,7 +298,7 @@ class Trainer(Saving):
             lambda: self._note_best(metrics),
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
-            lambda: self._save_now(final=False) if self._save_due else None,
+            self._save_if_due,
             lambda: self._best.write() if is_evaluated else None,
             lambda: self._pictures.look(step, metrics),
         )

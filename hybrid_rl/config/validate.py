@@ -303,7 +303,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield "eval.early_stopping_threshold", "set early_stopping_patience"
     if config.save_steps is None:
         yield "eval.load_best_model_at_end", "no checkpoint is written; set save_steps"
-        yield "checkpoints.save_total_limit", "it counts the checkpoints of save_steps, and none is set"
+        for name in ("save_total_limit", "async_save"):
+            yield f"checkpoints.{name}", "it is about the checkpoints of save_steps, and none is set"
 
 
 def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:

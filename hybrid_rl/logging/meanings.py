@@ -87,6 +87,8 @@ MEANINGS: dict[str, str] = {
     "timing/handoff_write": "seconds to write them for ranks that only generate",
     "timing/probe": "seconds to check that engine and trainer agree",
     "timing/evaluate": "seconds of the evaluation",
+    "timing/checkpoint": "seconds in which training waited for checkpoints",
+    "timing/checkpoint_write": "seconds in which a checkpoint was written while training went on",
     "timing/sleep": "seconds in which memory was given up for other phases",
     "timing/wake": "seconds in which it was brought back",
     "timing/*": "seconds",
