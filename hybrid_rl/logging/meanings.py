@@ -24,6 +24,7 @@ MEANINGS: dict[str, str] = {
     "loss": "the policy's loss; its size says little, since advantages have mean zero",
     "grad_norm": "norm of the gradient before clipping; 0 means that nothing was learned",
     "learning_rate": "of the last optimizer step",
+    "restarts": "how often lost ranks were made again in this run of the program",
     "skipped_updates": "updates left out because their gradient was not finite",
     "entropy": "mean entropy of the policy per token, in nats; close to 0 means that it no longer explores",
     "entropy_coef": "weight of the entropy in the loss",

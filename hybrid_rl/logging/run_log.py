@@ -78,6 +78,18 @@ class RunLog:
         if changed := changes(state.get("config", {}), to_dict(self._config)):
             self.display.message(f"changed: {changed}")
 
+    @property
+    def is_taken_up(self) -> bool:
+        """Whether something was written to the folder by this run."""
+        return self._is_taken_up
+
+    def resume(self, checkpoint: Path | None) -> None:
+        """Go back to one of the folder's checkpoints, None for the beginning: `begin` comes again, and the first write
+        after it sets aside what is later."""
+        if self._trackers is not None:
+            self._trackers.close()
+        self._checkpoint, self._is_taken_up, self._run.is_continued = checkpoint, False, True
+
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step

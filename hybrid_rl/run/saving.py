@@ -16,6 +16,7 @@ from hybrid_rl.checkpoint.writing import failure
 from hybrid_rl.config import to_dict
 from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.metrics import now
+from hybrid_rl.process.stopping import Stop
 from hybrid_rl.run.evaluating import Evaluating
 from hybrid_rl.run.watch import LearningWatch
 
@@ -28,6 +29,7 @@ class Saving(Evaluating):
     """The base of Trainer that saves."""
 
     _watch: LearningWatch
+    _stop = Stop()  # what asks for the end of the `fit()` under way
     _base_record: dict[str, Any] | None = None  # of the base model of adapters, once it was looked for
     _saving: Path | None = None  # the checkpoint that is written in the background
     _save_failure = ""  # why the last one could not be written
@@ -219,8 +221,9 @@ class Saving(Evaluating):
         return found
 
     def _keep_last_step(self) -> None:
-        """Save the last complete step, if checkpoints were asked for and it has none yet."""
+        """Save the last complete step, if checkpoints or a stop were asked for and it has none yet."""
         self._wait_for_save()
         saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
-        if self.config.save_steps is not None and self.global_step and not self._guard.is_torn and not saved:
+        is_wanted = self.config.save_steps is not None or bool(self._stop.reason)
+        if is_wanted and self.global_step and not self._guard.is_torn and not saved:
             self._save_now(final=True)
