@@ -1,9 +1,10 @@
-"""Runs the instructions of a Dockerfile without Docker, in a clean folder: `python release/image.py docker/Dockerfile.cpu`.
+"""Runs a Dockerfile without Docker, in a clean folder: `python release/image.py docker/Dockerfile.cpu`.
 
-For machines that have no Docker or cannot pull base images. It proves that what is copied exists and is not ignored, that
-the commands succeed one after the other, and that the entry point starts; it does not prove that the base image has
-what they need. A new virtual environment takes the place of the image's Python. FROM, EXPOSE, LABEL and USER are not
-carried out. RUN instructions that change the system (apt-get, useradd) are listed, and carried out only with --system.
+For machines that have no Docker or cannot pull base images. It proves that what is copied exists and is not ignored,
+that the commands succeed one after the other, and that the entry point starts; it does not prove that the base image
+has what they need. A new virtual environment takes the place of the image's Python. FROM, EXPOSE, LABEL and USER are
+not carried out. RUN instructions that change the system (apt-get, useradd) are listed, and carried out only with
+--system.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OF_THE_SYSTEM = ("apt-get", "useradd")
 PASSED = ("FROM", "EXPOSE", "LABEL", "USER")
-KEPT = ("HOME", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "PIP_CERT", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")
+KEPT = (
+    "HOME",
+    "LANG",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "PIP_CERT",
+    "PIP_INDEX_URL",
+    "PIP_EXTRA_INDEX_URL",
+    "PIP_FIND_LINKS",
+)
 
 
 class Failed(Exception):
@@ -84,7 +94,9 @@ def is_ignored(path: str, patterns: list[str]) -> bool:
         kept = pattern.startswith("!")
         form = pattern.removeprefix("!").strip("/")
         # One star stays within a folder, two do not.
-        name = re.compile(fnmatch.translate(form).replace(".*", "[^/]*") if "**" not in form else fnmatch.translate(form))
+        name = re.compile(
+            fnmatch.translate(form).replace(".*", "[^/]*") if "**" not in form else fnmatch.translate(form)
+        )
         if any(name.match(part) for part in parents):
             ignored = not kept
     return ignored
@@ -159,10 +171,15 @@ class Image:
             for name in names:
                 path = self.context / name
                 if path.is_dir():
-                    shutil.copytree(path, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(path, place, dirs_exist_ok=True, ignore=self.ignored)
                 else:
                     place.mkdir(parents=True, exist_ok=True)
                     shutil.copy(path, place)
+
+    def ignored(self, folder: str, names: list[str]) -> list[str]:
+        """Return those of a folder's files that .dockerignore keeps out; for shutil.copytree."""
+        within = Path(folder).relative_to(self.context)
+        return [name for name in names if is_ignored((within / name).as_posix(), self.patterns)]
 
     def call(self, words: list[str], where: str) -> None:
         """Run a command in the folder. Raises Failed with its status."""

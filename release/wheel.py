@@ -46,7 +46,7 @@ def expected_files() -> frozenset[str]:
 
 
 def problems(wheel: Path) -> list[str]:
-    """Return what is wrong with a wheel: its tag, its files, its version and its extras; empty if it can be published."""
+    """Return what is wrong with a wheel: tag, files, version, extras; empty if it can be published."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as archive:
         names = frozenset(archive.namelist())
