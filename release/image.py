@@ -58,13 +58,15 @@ def main() -> int:
     parser.add_argument("dockerfile", type=Path)
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--system", action="store_true", help="carry out apt-get and useradd, on this machine")
-    parser.add_argument("--command", default="", help="arguments for the entry point, instead of those of CMD")
+    parser.add_argument(
+        "--command", action="append", default=[], help="start the entry point with these too, after CMD"
+    )
     asked = parser.parse_args()
     arguments = dict(pair.split("=", 1) for pair in asked.build_arg)
     with tempfile.TemporaryDirectory(prefix="image-") as folder:
         try:
             Image(Path(folder), ROOT, arguments, asked.system).make(
-                list(instructions(asked.dockerfile.read_text())), shlex.split(asked.command)
+                list(instructions(asked.dockerfile.read_text())), asked.command
             )
         except Failed as failure:
             print(f"{asked.dockerfile}, {failure}", file=sys.stderr)
@@ -121,8 +123,8 @@ class Image:
         self.entry: list[str] = []
         self.command: list[str] = []
 
-    def make(self, found: list[Instruction], command: list[str]) -> None:
-        """Carry out every instruction, then the entry point with `command`, or with that of CMD if it is empty."""
+    def make(self, found: list[Instruction], commands: list[str]) -> None:
+        """Carry out every instruction, then the entry point with the arguments of CMD, and with each of `commands`."""
         if sum(instruction.word == "FROM" for instruction in found) != 1:
             raise Failed("it has several stages (FROM); only one can be carried out here")
         venv.create(self.python, with_pip=True)
@@ -130,9 +132,10 @@ class Image:
         for instruction in found:
             print(f"{instruction.line}: {instruction.word} {instruction.rest}", flush=True)
             self.carry_out(instruction)
-        words = [*self.entry, *(command or self.command)]
-        print(f"entry point: {shlex.join(words)}", flush=True)
-        self.call(words, "the entry point")
+        for arguments in (self.command, *map(shlex.split, commands)):
+            words = [*self.entry, *arguments]
+            print(f"entry point: {shlex.join(words)}", flush=True)
+            self.call(words, "the entry point")
 
     def carry_out(self, instruction: Instruction) -> None:
         """Carry out one instruction. Raises Failed."""

@@ -50,7 +50,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PROGRAM.Image:
 
 
 def make(image: PROGRAM.Image, text: str) -> None:
-    image.make(list(PROGRAM.instructions(text)), [])
+    image.make(list(PROGRAM.instructions(text)), ["said again"])
 
 
 def test_files_variables_and_commands_are_those_of_the_image(
@@ -59,12 +59,14 @@ def test_files_variables_and_commands_are_those_of_the_image(
     make(
         image,
         "FROM a\nRUN useradd --uid 1000 nobody-here\nWORKDIR /app\nARG WHO=me\nENV HOW=well\nCOPY src ./src\n"
-        'RUN echo "$WHO $HOW" > said\nENTRYPOINT ["cat"]\nCMD ["said"]\n',
+        'RUN echo "$WHO $HOW" > said && cp said again\nENTRYPOINT ["cat"]\nCMD ["said"]\n',
     )
     app = image.root / "app"
     assert (app / "said").read_text() == "you well\n"
     assert [path.name for path in (app / "src").iterdir()] == ["a.py"]
-    assert "not carried out: it changes the system" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "not carried out: it changes the system" in told
+    assert told.splitlines()[-2:] == ["entry point: cat said", "entry point: cat said again"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_a_dockerfile_copies_what_is_there_and_leaves_nothing_to_chance(dockerfi
             assert not PROGRAM.is_ignored(source, patterns), f"COPY {source}"
     for item in found:
         if "pip install" in item.rest:  # only of a set of versions that is in the repository
-            assert re.search(r"-c constraints[\w-]*\.txt", item.rest), item.rest
+            assert re.search(r"-[cr] (constraints|requirements)[\w-]*\.txt", item.rest), item.rest
         if item.word == "FROM":
             assert re.match(r"[\w/]+:\d\S+", item.rest), f"{item.rest} has no version"
     words = [item.word for item in found]
