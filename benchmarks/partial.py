@@ -4,6 +4,10 @@ Completions end by themselves, with a mean of a tenth of the limit: geometric (a
 fitted, `workload.py`), or with `--lengths lognormal` at a length that depends on the seed of the sample alone. The
 variants take turns, one training step after the other, each in a process of its own; a step trains on the same number
 of samples. `--reward-seconds` makes a reward wait for each group: log-normal, with this mean. Prints one line of JSON.
+
+With `--rollout-ranks n` the variants "apart" and "partial, apart" have n ranks that only generate beside those of
+`--ranks`, and the line says which share of a step both sides worked. "synchronous, all ranks" has as many in all, which
+train and generate in turn.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one step off": {"async_level": 1},
     "partial, one step off": {"partial": True, "async_level": 1},
 }
+APART: dict[str, dict[str, Any]] = {"apart": {}, "partial, apart": {"partial": True}}
+ALL_RANKS = "synchronous, all ranks"
 FIRST_RUN = 4  # steps before any is counted: compilers, caches, and a buffer that fills
 
 
@@ -107,6 +113,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         "faster": {name: round(means[first] / value, 2) for name, value in means.items()},
         "faster_by_medians": {name: round(medians[first] / value, 2) for name, value in medians.items()},
         "mean_length": mean("completions/mean_length"),
+        "generating_busy": mean("ranks/generating_busy"),
+        "training_busy": mean("ranks/training_busy"),
+        "handoff_seconds": mean("timing/handoff"),
+        "handoff_write_seconds": mean("timing/handoff_write"),
         "generation_seconds": mean("timing/rollout"),
         "update_seconds": mean("timing/update"),
         "reward_seconds_waited": mean("timing/reward"),
@@ -147,7 +157,7 @@ def take_steps(pipe: Connection, options: argparse.Namespace, folder: Path, name
     """Take a training step whenever something comes, and answer with its seconds and metrics, until the pipe closes."""
     if options.lengths == "lognormal":
         end_by_schedule()
-    with make_trainer(options, work_of(options), folder, VARIANTS[name]) as trainer:
+    with make_trainer(options, work_of(options), folder, keys_of(options, name)) as trainer:
         while True:
             try:
                 pipe.recv()
@@ -156,6 +166,20 @@ def take_steps(pipe: Connection, options: argparse.Namespace, folder: Path, name
             start = time.perf_counter()
             found = dict(trainer.step().metrics)
             pipe.send((time.perf_counter() - start, found))
+
+
+def keys_of(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the keys in which a variant differs from the others."""
+    keys: dict[str, Any] = {"num_ranks": options.ranks}
+    if name in APART:
+        keys |= {**APART[name], "rollout_ranks": options.rollout_ranks}
+    elif name == ALL_RANKS:
+        keys["num_ranks"] += options.rollout_ranks
+    else:
+        keys |= VARIANTS[name]
+    if options.cpus_per_rank is not None and (keys["num_ranks"] > 1 or name in APART):
+        keys["cpus_per_rank"] = options.cpus_per_rank
+    return keys
 
 
 def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant: dict[str, Any]) -> Trainer:
@@ -173,7 +197,6 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant:
         max_num_seqs=options.max_num_seqs,
         max_steps=10_000,
         learning_rate=1e-6,  # lengths stay what they were fitted to
-        num_ranks=options.ranks,
         engine=options.engine,
         score_by="group",
         log_level="quiet",
@@ -186,10 +209,13 @@ def make_trainer(options: argparse.Namespace, work: Work, folder: Path, variant:
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS])
+    names = [*VARIANTS, *APART, ALL_RANKS]
+    parser.add_argument("--variants", nargs="+", choices=names, default=[*VARIANTS])
     parser.add_argument("--engine", default="inplace")
     parser.add_argument("--lengths", choices=["geometric", "lognormal"], default="geometric")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rollout-ranks", type=int, default=0, help="of variants that need more ranks")
+    parser.add_argument("--cpus-per-rank", type=int, help="of variants with several processes")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--limit", type=int, default=256)
@@ -201,7 +227,10 @@ def main() -> None:
     parser.add_argument("--reward-seconds", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args()
-    if options.lengths == "lognormal" and (options.engine != "inplace" or options.ranks > 1):
+    apart = {*APART, ALL_RANKS} & {*options.variants}
+    if bool(apart) != bool(options.rollout_ranks):
+        parser.error(f"--rollout-ranks is for --variants {', '.join([*APART, ALL_RANKS])}: give both, or neither")
+    if options.lengths == "lognormal" and (options.engine != "inplace" or options.ranks > 1 or apart):
         parser.error("--lengths lognormal tells the engine of this process when to end: it needs inplace and one rank")
     print(json.dumps(compare(options)))
 

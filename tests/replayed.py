@@ -1,4 +1,5 @@
-"""Samples held against the weights that are said to have made them, token by token."""
+"""Samples held against the weights that are said to have made them, token by token; and runs on saved rollouts against
+those that saved them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hybrid_rl import Trainer
 from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.logging.report import read_jsonl
+from tests.killed import without_chance
 
 
 @torch.no_grad()
@@ -48,3 +52,20 @@ def gaps_by_version(
                     gap = max(gap, largest)
                     ages[now - version] = ages.get(now - version, 0) + int(of_version.sum())
     return gap, other_gap, ages
+
+
+def assert_learned_alike(recorded: Trainer, replayed: Trainer) -> list[Mapping[str, Any]]:
+    """Check that a run on saved rollouts has learned what the recorded one did, to the bit: whatever it logs of a step
+    (losses, weights of the correction, ages), and the weights at the end. Returns what the recorded run has logged."""
+    theirs, mine = (
+        [without_chance(line) for line in read_jsonl(one.run_folder / "metrics.jsonl") if line["step"]]
+        for one in (recorded, replayed)
+    )
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs] and theirs
+    for line, known in zip(mine, theirs, strict=True):
+        assert {"loss", "grad_norm", "reward", "mismatch/mean_weight", "staleness/mean_age"} <= {*line}
+        assert line == {name: known[name] for name in line}
+    assert any(line["mismatch/mean_weight"] != 1 for line in theirs)
+    weights = recorded.module.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in replayed.module.state_dict().items())
+    return theirs

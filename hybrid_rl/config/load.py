@@ -62,14 +62,15 @@ def load_config(
     leaves = visible_leaves(tags)
     # A preset has values for the members that it chose; a user who chooses another member gets none of them.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
-    paths = _paths_by_name(leaves)
+    places = _Places.of(leaves)
+    paths = places.by_name
     flat = {paths[name]: value for name, value in preset.items() if name in paths}
     flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
     asked, line, answered = by_path(layers), dict[str, Any](), set[str]()
     for place, layer in enumerate(layers):
         given = dict[str, Any]()
-        for path, value, problem in _flatten(layer, leaves, tags):
+        for path, value, problem in _flatten(layer, leaves, tags, places):
             answer = translate(habit_of(path), path, value, asked) if problem else None
             if answer is not None:
                 problem = f"unknown key {path!r}: {answer.advice}"
@@ -252,14 +253,34 @@ def _paths_by_name(leaves: Iterable[str]) -> dict[str, str]:
     return {path.rpartition(".")[2]: path for path in leaves if path != "algorithm.name"}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Where keys may stand: found once for all layers of a config, which takes longer than to go through these.
+
+    by_name: paths by leaf name. sections: paths above those of keys. mappings: keys that are mappings. rests: by
+    section, the key that takes what is no other key of it.
+    """
+
+    by_name: dict[str, str]
+    sections: set[str]
+    mappings: list[str]
+    rests: dict[str, str]
+
+    @classmethod
+    def of(cls, leaves: Mapping[str, Leaf]) -> _Places:
+        return cls(
+            by_name=_paths_by_name(leaves),
+            sections={path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)},
+            mappings=[path for path, leaf in leaves.items() if takes_mapping(leaf.type)],
+            rests={path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]},
+        )
+
+
 def _flatten(
-    layer: Mapping[str, Any], leaves: Mapping[str, Leaf], tags: Mapping[str, str], prefix: str = ""
+    layer: Mapping[str, Any], leaves: Mapping[str, Leaf], tags: Mapping[str, str], places: _Places, prefix: str = ""
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield path, value and "" for every key of a layer; for one that cannot be used, its name and what is wrong."""
-    by_name = _paths_by_name(leaves)
-    sections = {path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)}
-    mappings = [path for path, leaf in leaves.items() if takes_mapping(leaf.type)]
-    rests = {path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]}
+    by_name, sections, mappings, rests = places.by_name, places.sections, places.mappings, places.rests
     entries: dict[str, dict[str, Any]] = {}  # of keys that are mappings, given one by one
     for name, value in layer.items():
         path = f"{prefix}{name}"
@@ -271,7 +292,7 @@ def _flatten(
         elif mapping is not None:
             entries.setdefault(mapping, {})[path.removeprefix(mapping + ".")] = value
         elif path in (*sections, *CHOICES) and isinstance(value, Mapping):
-            yield from _flatten(value, leaves, tags, path + ".")
+            yield from _flatten(value, leaves, tags, places, path + ".")
         elif path in CHOICES and CHOICES[path].tag is not None and isinstance(value, str):
             yield f"{path}.{CHOICES[path].tag}", value, ""
         elif not prefix and name in by_name:
@@ -281,7 +302,7 @@ def _flatten(
         elif path in sections:
             yield path, value, f"{path} is a section of keys, not a value: {value!r}"
         elif isinstance(value, Mapping) and _is_foreign(path):
-            yield from _flatten(value, leaves, tags, path + ".")
+            yield from _flatten(value, leaves, tags, places, path + ".")
         else:
             yield path, value, unknown(path, value, leaves, tags)
     yield from ((path, value, "") for path, value in entries.items())

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.schema import TrainerConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 
@@ -24,12 +24,15 @@ def with_rollout_ranks(config: TrainerConfig, given: Collection[str]) -> Trainer
             f"rollout_ranks={number} generates while the other ranks train, so that every step trains on samples of "
             "older weights, but async_level=0; leave async_level out, or set it to 1"
         )
+    transport, adopts = "auto", False
+    if isinstance(config.rollout, ColocatedRolloutConfig):
+        transport, adopts = config.rollout.transport, config.rollout.adopt_weights
     others = {
         f"mode={config.mode}: ranks that only generate are for runs that generate and train": config.mode != "full",
-        f"rollout.engine={config.rollout.engine}: so far weights are handed over to rollout.engine=inplace": (
-            config.rollout.engine != "inplace"
-        ),
-        "lora.r: so far only whole models are handed over to other ranks": config.lora.is_on,
+        f"rollout.engine={config.rollout.engine}: it decodes through the model's own forward, which those ranks would "
+        "need beside it; use inplace or vllm": config.rollout.engine == "hf",
+        f"rollout.transport={transport}: weights travel to those ranks through shared memory": transport != "auto",
+        "adopt_weights=true: trainer and engine are in different processes": adopts,
         f"advantage={config.advantage.estimator}: its greedy samples would have to wait for the next step's": (
             Needs.BASELINE_REWARDS in config.advantage.needs
         ),

@@ -234,7 +234,7 @@ class RolloutConfig:
         return own.max_num_seqs
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError if this engine cannot run this configuration."""
+        """Raise ConfigError if this engine cannot run this configuration. num_ranks: those that generate."""
         return
 
 
@@ -307,8 +307,9 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         """Raise ConfigError if ranks cannot be divided into replicas, or the transport of the weights does not fit
         them."""
         if num_ranks % self.ranks_per_engine:
+            ranks = "rollout_ranks" if getattr(config.controller, "rollout_ranks", 0) else "num_ranks"
             raise ConfigError(
-                f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide num_ranks={num_ranks}; use "
+                f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide {ranks}={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
         if self.vllm.lora_handoff == "adapter":

@@ -49,7 +49,7 @@ def resolve(
     config = with_rollout_ranks(settled(config, given, hardware, module_device), given)
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config, _number_of(config))
-    config.rollout.check(config, _number_of(config))
+    config.rollout.check(config, rollout_ranks(config) or _number_of(config))
     _check_mode(config)
     _check_memory(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):

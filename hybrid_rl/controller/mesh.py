@@ -31,7 +31,7 @@ class RankMesh:
     @property
     def num_ranks(self) -> int:
         """Ranks of the whole mesh."""
-        return math.prod(asdict(self).values())
+        return math.prod((self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep))
 
     @property
     def num_data_ranks(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
+from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 
@@ -190,11 +191,12 @@ class Counters:
 @dataclass(frozen=True)
 class SlotUse:
     """How full an engine was over some steps, by counts. num_slots: tokens of its fullest step, one for each sequence
-    that it decoded; num_tokens: those of all steps."""
+    that it decoded; num_tokens: those of all steps. cost: the seconds that they took; None = nobody needs to know."""
 
     num_steps: int = 0
     num_slots: int = 0
     num_tokens: int = 0
+    cost: StepCost | None = None
 
     def after(self, num_tokens: int) -> SlotUse:
         """Return the use after a further step, which generated so many tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ from functools import partial
 from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest, SlotUse, join_line
 from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
 from hybrid_rl.engines.guards import RolloutEngine, known_pause
+from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.engines.step_thread import StepThread
 from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process import progress
@@ -74,7 +76,7 @@ class EngineClient:
         self._is_open = self._is_exclusive = self._begins = False
         # What the ranks that share the engine have to do yet, as far as this one knows.
         self._num_unfinished, self._num_open = 0, 0
-        self._use = SlotUse()
+        self._use, self._cost = SlotUse(), self._no_cost()
 
     # ------------------------------------------------------------------------------------------------- sessions
 
@@ -261,10 +263,14 @@ class EngineClient:
         return replace(stats, num_waiting=stats.num_waiting + len(self._backlog))
 
     def take_use(self) -> SlotUse:
-        """Return how full the engine was in the steps since the last call."""
+        """Return how full the engine was in the steps since the last call, and what they cost."""
         with self._driver:
-            use, self._use = self._use, SlotUse()
+            use = replace(self._use, cost=self._cost)
+            self._use, self._cost = SlotUse(), self._no_cost()
         return use
+
+    def _no_cost(self) -> StepCost:
+        return StepCost(num_ranks=self._coordinator.num_ranks if self._coordinator else 1)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -272,7 +278,8 @@ class EngineClient:
         """Pass a step boundary, and run a step of the engine if there is anything to do."""
         mark_progress()
         num_expected, num_before = self._boundary(generates=True), self.engine.num_generated_tokens
-        generates = bool(self.engine.num_unfinished)
+        generates, num_prompt_tokens = bool(self.engine.num_unfinished), self.engine.num_prompt_tokens
+        start = time.perf_counter()
         try:
             events = self.engine.step() if generates else []
         except BaseException:
@@ -280,7 +287,9 @@ class EngineClient:
                 self._forget()
             raise
         made = self.engine.num_generated_tokens - num_before
-        self._use = self._use.after(made) if generates else self._use
+        if generates:
+            self._use = self._use.after(made)
+            self._cost.add(made, self.engine.num_prompt_tokens - num_prompt_tokens, time.perf_counter() - start)
         progress.add_tokens(made / self._coordinator.num_ranks if self._coordinator else made)
         for event in self._coordinator.own(events) if self._coordinator else events:
             self._handles.pop(event.id).put(event)

@@ -216,6 +216,11 @@ class Generator(ABC):
         """Tokens generated since the engine was made."""
         return self._counters.num_generated_tokens
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens computed since then that were not generated in the same step."""
+        return self._counters.num_prompt_tokens
+
     def stats(self) -> EngineStats:
         """Counters and state."""
         num_bytes, used_share = self._cache_usage()

@@ -58,6 +58,7 @@ MEANINGS: dict[str, str] = {
     "buffer/continued_tokens": "tokens of held completions that the step went on from",
     "engine/steps": "steps of the engine in the rollout: each decodes one token of every sequence that runs",
     "engine/idle_share": "share of the engine's slots that decoded nothing, of as many as were used at once",
+    "engine/seconds_won": "seconds that the step's samples would have taken synchronously, less those of its rollout",
     "buffer/restarted_trajectories": "trajectories of agents that were held and began again from their prompts",
     "completions/mean_length": "tokens per completion",
     "completions/min_length": "tokens of the shortest completion",

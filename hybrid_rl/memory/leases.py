@@ -26,7 +26,7 @@ from hybrid_rl.memory.agreement import Agreement, DisagreementError, Failure, Pe
 from hybrid_rl.memory.residents import Resident, Step, Transition, held, steps, wake_order
 from hybrid_rl.process.interrupts import deferred_interrupt
 
-__all__ = ["Leases", "Resident", "Transition"]
+__all__ = ["Lease", "Leases", "Resident", "Transition"]
 
 MORE_ROOM = (
     "to make room, name more residents in memory.offload, or lower rollout.kv_cache_memory_bytes or "
@@ -98,7 +98,7 @@ class Leases:
                 resident.wake()
                 self._awake.add(tag)
 
-    def lease(self, tags: Iterable[str]) -> AbstractContextManager[None]:
+    def lease(self, tags: Iterable[str]) -> Lease:
         """Keep these tags in memory inside the block, and let all other residents that can sleep do so.
 
         They stay awake after the block until another lease puts them to sleep: a lease taken twice in a row moves
@@ -108,7 +108,7 @@ class Leases:
         failed and was undone; with several ranks also if they do not agree, or if any of them cannot take part, on all
         ranks. If memory breaks, it raises what broke it, other ranks a MemoryStateError, as all do from then on.
         """
-        return _Lease(self, frozenset(tags))
+        return Lease(self, frozenset(tags))
 
     def _begin(self, wanted: frozenset[str]) -> bool:
         """Take a lease; returns whether it is an outermost one, which is to be ended."""
@@ -235,8 +235,9 @@ class Leases:
         )
 
 
-class _Lease(AbstractContextManager[None]):
-    """A class, because an interrupt in the `__enter__` of a generator would leave the lease taken."""
+class Lease(AbstractContextManager[None]):
+    """A block of `Leases.lease`. A class, because an interrupt in the `__enter__` of a generator would leave the lease
+    taken."""
 
     def __init__(self, leases: Leases, wanted: frozenset[str]) -> None:
         self._leases, self._wanted = leases, wanted
@@ -252,7 +253,12 @@ class _Lease(AbstractContextManager[None]):
             raise
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the lease, if that has not happened: a Ctrl-C that does not wait may come when `__exit__` begins."""
         if self._is_outermost:
+            self._is_outermost = False
             self._leases._leased = None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.memory_keys import Movable
 from hybrid_rl.memory.cycle import (
     ACTOR,
@@ -188,6 +189,12 @@ def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:
 def _notes(step: StepMemory, given: int | None) -> tuple[str, ...]:
     """Return what a plan says besides its numbers. given: the size of the cache, if it is not auto."""
     notes, smallest = NOTES[step.config.model.device], step.cache().smallest_bytes
+    if number := rollout_ranks(step.config):
+        notes = (
+            *notes,
+            f"rollout_ranks={number}: every rank is counted as one that trains and generates in turn; ranks that train "
+            "hold no engine, and those that only generate no optimizer",
+        )
     if given is None or given >= smallest:
         return notes
     length = step.passes.shape.engine_length

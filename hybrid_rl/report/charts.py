@@ -181,6 +181,12 @@ SECTIONS = (
                 ("engine/idle_share",),
                 "Slots that decoded nothing while the longest completions ended.",
             ),
+            Chart(
+                "seconds won by holding",
+                ("engine/seconds_won",),
+                "What the samples would have taken synchronously, less what the rollout took; an estimate.",
+                unit="seconds",
+            ),
             Chart("engine: steps of a rollout", ("engine/steps",), "One token of every sequence that runs."),
             Chart("samples per second", ("perf/samples_per_second",)),
             Chart("bytes of a handoff", ("handoff/bytes", "handoff/minimum_bytes"), unit="bytes"),

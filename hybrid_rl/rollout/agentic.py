@@ -12,6 +12,7 @@ from hybrid_rl.agents.floor import RolloutFunction, check_rollout_func
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
+from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import MetricSums, Timings, now
@@ -108,6 +109,7 @@ class AgentRollout:
         KeyboardInterrupt if an interrupt was requested."""
         timings, room = Timings(), Room(self._max_open)
         before = self._client.stats()
+        self._client.take_use()
         with self._client.session():
             episodes = self._episodes(tasks, call, self._turns, room)
             start = now()
@@ -117,7 +119,9 @@ class AgentRollout:
             timings.add("rollout", episodes.made_at - start)
             timings.add("reward", end - episodes.made_at)
             agents = agent_metrics(episodes.attempts, before, self._client.stats(), room.most_open)
-            return self._delivered([episodes], call, timings, agents)
+            use = SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
+            batch, report = self._delivered([episodes], call, timings, agents)
+        return batch, replace(report, use=use)
 
     @property
     def _max_open(self) -> int:

@@ -33,6 +33,7 @@ from hybrid_rl.rollout.refill import Refill
 from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
 from hybrid_rl.rollout.tally import GREEDY, Collected, Tally
+from hybrid_rl.rollout.won import SecondsWon
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -112,7 +113,7 @@ class Collector:
         self._max_failure_share = max_failure_share
         self._next_id = 0
         self._told: set[object] = set()
-        self._open, self._lengths = OpenPrompts(), LengthRecord()
+        self._open, self._lengths, self._won = OpenPrompts(), LengthRecord(), SecondsWon()
 
     def after(self, other: Collector) -> Collector:
         """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one.
@@ -120,7 +121,7 @@ class Collector:
         Raises ConfigError if groups are held that do not fit the plan of this one.
         """
         self._next_id, self._told = other._next_id, other._told
-        self._open, self._lengths = other._open, other._lengths
+        self._open, self._lengths, self._won = other._open, other._lengths, other._won
         if self._plan is not None and other._plan is not None:
             self._open.check(other._plan.kept, self._plan.kept)
         return self
@@ -145,7 +146,7 @@ class Collector:
             self._next_id = self._open.begin(state.global_step, self._next_id)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
-        tally = Tally(self._max_failure_share, self._next_id)
+        tally = Tally(self._max_failure_share, self._next_id, self._won)
         metrics: dict[str, float] = {}
         if plan.max_refills and not plan.demonstrates:
             refill = Refill(plan.num_prompts, plan.max_refills, self._names, self._weights)

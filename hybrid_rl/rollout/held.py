@@ -68,6 +68,13 @@ class OpenGroup:
         return finished + sum(len(one.token_ids) for one in self.begun.values())
 
     @property
+    def num_again(self) -> int:
+        """Tokens that an engine has computed and will compute again, before it goes on: those of completions that were
+        broken off, and of their prompt, once."""
+        begun = sum(len(one.token_ids) for one in self.begun.values())
+        return begun + len(self.row.prompt_ids) if begun else 0
+
+    @property
     def num_missing(self) -> int:
         """Tokens that may be expected to be generated for it yet."""
         return sum(self.missing(request) for request in self.remaining())

@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.metrics import MetricSums, Timings
@@ -184,19 +184,23 @@ class HeldAgentRollout(AgentRollout):
         before = self._client.stats()
         groups, metrics = self._taken_up(step - 1)
         born = dataclasses.replace(call, hold=None)
+        self._client.take_use()
         groups += [AgentGroup(task, born) for task in tasks]
         with self._client.session():
             with timings.measure("rollout"), turns.rollout(call.version):
-                metrics.total("buffer/continued_tokens", turns.num_begun)
+                if not rule.drops:
+                    metrics.total("buffer/continued_tokens", turns.num_begun)
                 self._generate(groups, rule, call)
+            use = SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             everywhere = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
             all_keys = [key for of_rank, _ in everywhere for key in of_rank]
             taken = rule.chosen(all_keys, [standing for _, standing in everywhere], call.version)
             mine = [group for group in groups if group.group in taken]
             left = [group for group in groups if group.group not in taken]
-            metrics.total("buffer/held_groups", len(left))
-            metrics.total("buffer/held_tokens", turns.num_begun + sum(group.num_tokens for group in left))
+            what = "dropped" if rule.drops else "held"
+            metrics.total(f"buffer/{what}_groups", len(left))
+            metrics.total(f"buffer/{what}_tokens", turns.num_begun + sum(group.num_tokens for group in left))
             made = [group.episodes for group in mine if group.episodes is not None]
             with timings.measure("reward"), progress.doing("rewards"):
                 _wait([group.running for group in mine if group.running is not None])
@@ -204,10 +208,14 @@ class HeldAgentRollout(AgentRollout):
             agents = agent_metrics(attempts, before, self._client.stats(), self._room.most_open)
             batch, report = self._delivered(made, call, timings, agents)
         report.metrics.merge(metrics)
+        report.use = use
         for group in mine:
             group.end()
         self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
         self._alive_after = step
+        if rule.drops:  # so nothing is alive that the next step needs
+            self._release()
+            self._held[step] = []
         return batch, report
 
     def _taken_up(self, step: int) -> tuple[list[AgentGroup], MetricSums]:
@@ -288,7 +296,7 @@ class HeldAgentRollout(AgentRollout):
         if not self._client.is_shared:
             return agreed(both, self._gather)
         if steps is not None:
-            steps()  # if they fail, the engine tells the others, who may wait for this rank's next step
+            steps()  # only the engine fails in them; `action` tells what else did, after the same number of steps
         return agreed(action, self._gather)
 
 

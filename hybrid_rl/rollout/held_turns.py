@@ -112,7 +112,7 @@ class HeldTurns(EngineTurns):
     @contextmanager
     def rollout(self, version: int) -> Iterator[None]:
         """Answer with weights of this version, inside a session of the client. Ends at `suspend`, or with the block."""
-        self._impatience = 0.0
+        self._impatience, self._failure = 0.0, None
         with self._lock:
             self._version, self._since = version, time.monotonic()
         try:
@@ -152,11 +152,10 @@ class HeldTurns(EngineTurns):
 
     def step(self) -> None:
         """Submit what is asked, take a step of the engine, and answer what has finished. A step that finds nothing to
-        generate waits a little. Collective over the ranks that share the engine."""
-        self._submit_waiting()
+        generate waits a little. Collective over the ranks that share the engine: only the engine's own step raises, and
+        `check` what else went wrong."""
+        self._beside(self._submit_waiting)
         self._advance(SHARED_IDLE_SECONDS if self._client.is_shared else IDLE_SECONDS)
-        if self._watch is not None:
-            self._watch.look()
 
     @property
     def num_begun(self) -> int:
@@ -183,14 +182,25 @@ class HeldTurns(EngineTurns):
 
     def _advance(self, idle_seconds: float) -> None:
         self._client.advance(idle_seconds=idle_seconds, can_interrupt=False)
+        self._beside(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._answer():
+            self.settle()
+        if self._watch is not None:
+            self._watch.look()
+
+    def _beside(self, work: Callable[[], None]) -> None:
+        """Do what this rank does between two steps of the engine. If it fails, the rank goes on stepping: the others
+        count on as many steps, and would wait for it where it does not come any more. They learn of it at `check`."""
         try:
-            if self._answer():
-                self.settle()
-        except Exception as error:  # `check` raises it where ranks wait for each other's word, not for an engine step
+            work()
+        except Exception as error:
             self._failure = self._failure or error
 
     def check(self) -> None:
-        """Raise what went wrong beside the engine's steps."""
+        """Raise what went wrong beside the engine's steps. To be called where all ranks tell each other how far they
+        are."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -244,6 +254,7 @@ class HeldTurns(EngineTurns):
         with self._lock:
             left = [*self._asks.values(), *self._waiting]
             self._asks, self._waiting, loop, self._loop = {}, [], self._loop, None
+            self._watch = None  # of that loop, which is closed soon
             self._thinking.clear()
         if loop is None:
             return

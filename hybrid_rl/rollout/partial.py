@@ -7,6 +7,7 @@ and APRIL (arXiv:2509.18521) hold completions in this way.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,6 +40,7 @@ class PartialRollout(ScoredRollout):
     def __init__(self, *arguments: Any, gather: Gather, **named: Any) -> None:
         self._held: dict[int, list[OpenGroup]] = {}  # by the step after which they are held
         self._num_delivered = 0  # tokens of the last batch
+        self._waited_seconds = 0.0  # for other ranks, in the present rollout
         super().__init__(*arguments, **named)
         self._gather = gather
 
@@ -58,13 +60,17 @@ class PartialRollout(ScoredRollout):
         rule, step, timings = call.hold, call.state.global_step, Timings()
         groups = [group.copied() for group in self.held(step - 1)]
         num_begun = sum(group.num_tokens for group in groups)
+        tokens_again = sum(group.num_again for group in groups)
         groups += [self._begin(task, call) for task in tasks]
         self._client.take_use()
+        self._waited_seconds = 0.0
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
                 self._generate(groups, rule, call, call.version, _raise_interrupt)
             use = self._client.take_use()
+            if use.cost is not None:
+                use.cost.tokens_again, use.cost.waited_seconds = tokens_again, self._waited_seconds
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             told = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
             all_keys = [key for of_rank, _ in told for key in of_rank]
@@ -220,7 +226,13 @@ class PartialRollout(ScoredRollout):
         return self._rewarded(columns, inputs, futures, timings, call)
 
     def _agreed(self, action: Callable[[], Any]) -> list[Any]:
-        return agreed(action, self._gather, self._client)
+        return agreed(action, self._timed_gather, self._client)
+
+    def _timed_gather(self, value: Any) -> list[Any]:
+        start = time.perf_counter()
+        found = self._gather(value)
+        self._waited_seconds += time.perf_counter() - start
+        return found
 
 
 def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient | None = None) -> list[Any]:

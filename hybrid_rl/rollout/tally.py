@@ -14,6 +14,7 @@ from hybrid_rl.rewards import RewardFailure, check_failure_share, check_not_ende
 from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.lengths import length_metrics
 from hybrid_rl.rollout.scored import RolloutReport
+from hybrid_rl.rollout.won import SecondsWon
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -34,9 +35,9 @@ class Collected:
 
 class Tally:
     """The failures, timings and logged numbers of one collection so far. first_id: its smallest trajectory id; reports
-    count from there."""
+    count from there. won: what the engine steps of the run cost so far; None = these are not to count."""
 
-    def __init__(self, max_failure_share: float, first_id: int) -> None:
+    def __init__(self, max_failure_share: float, first_id: int, won: SecondsWon | None = None) -> None:
         self._max_failure_share = max_failure_share
         self._first_id = first_id
         self._num_samples = self._num_failed = self._num_retried = 0
@@ -44,13 +45,16 @@ class Tally:
         self._timings = Timings()
         self._logged, self._metrics = MetricSums(), MetricSums()
         self._uses: list[SlotUse] = []
+        self._won, self._seconds_won = won, list[float | None]()
 
     def add(self, batch: AnyBatch, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Count a rollout. Raises RewardError if too many of all samples so far have no reward, and the exception with
         which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
-        self._uses.append(SlotUse.of_ranks([report.use for report in reports]))
+        uses = [report.use for report in reports]
+        self._uses.append(SlotUse.of_ranks(uses))
+        self._seconds_won.append(None if self._won is None else self._won.of(uses, batch))
         if not call.purpose.endswith(GREEDY):
             for report in reports:
                 self._metrics.merge(report.metrics)
@@ -89,8 +93,10 @@ class Tally:
                 self._logged.merge(report.logged)
 
     def use(self) -> dict[str, float]:
-        """Return how full the engine was."""
-        return use_metrics(self._uses)
+        """Return how full the engine was, and what holding has won."""
+        won = [seconds for seconds in self._seconds_won if seconds is not None]
+        is_known = won and len(won) == len(self._seconds_won)
+        return use_metrics(self._uses) | ({"engine/seconds_won": sum(won)} if is_known else {})
 
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
         """Return the batch with all timings and metrics."""
@@ -104,11 +110,8 @@ def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
     """Return the engine's steps in some rollouts, and the share of its slots that decoded nothing; empty if they were
     not counted. Of each rollout as many slots count as were used at once; a rank that has ended waits for the
     others."""
-    num_places = sum(use.num_steps * use.num_slots for use in uses)
-    if not num_places:
-        return {}
-    num_tokens = sum(use.num_tokens for use in uses)
-    return {
-        "engine/steps": float(sum(use.num_steps for use in uses)),
-        "engine/idle_share": 1 - num_tokens / num_places,
-    }
+    num_steps = sum(use.num_steps for use in uses)
+    found = {"engine/steps": float(num_steps)} if num_steps else {}
+    if num_places := sum(use.num_steps * use.num_slots for use in uses):
+        found["engine/idle_share"] = 1 - sum(use.num_tokens for use in uses) / num_places
+    return found

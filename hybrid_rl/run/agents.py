@@ -19,7 +19,6 @@ from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, rollout_ranks
-from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import GivenReward
@@ -70,17 +69,6 @@ def check_agents(
         raise ConfigError(
             f"{' and '.join(names)} make trajectories, but {config.algorithm.name} learns from the dataset's own "
             "completions; choose another algorithm, or leave them out"
-        )
-    if isinstance(config.buffer, HeldConfig) and config.buffer.unfinished == "drop":
-        raise ConfigError(
-            f"{' and '.join(names)} make trajectories, which are held between steps but not dropped; leave out "
-            "buffer.unfinished=drop"
-        )
-    if isinstance(config.buffer, HeldConfig) and config.num_ranks != 1 and config.rollout.library is not None:
-        raise ConfigError(
-            f"{' and '.join(names)} make trajectories, and ranks of one vLLM, which step together, do not hold them "
-            "between steps yet; leave out rollout.partial and rollout.async_level, or use num_ranks=1 or "
-            "rollout.engine=inplace"
         )
     if rollout_ranks(config):
         raise ConfigError(

@@ -136,7 +136,9 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         recipe = replace(recipe, adapter=adapter)
         setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
     splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
-    ranks = ray.start("policy", partial(HybridWorker, setup), config.num_ranks, splitter, config.fsdp)
+    generates_apart = bool(controller.rollout_ranks) and setup.is_trained
+    trained = replace(setup, generates=not generates_apart)
+    ranks = ray.start("policy", partial(HybridWorker, trained), config.num_ranks, splitter, config.fsdp)
     reference = None
     if setup.needs_reference and controller.reference_ranks:
         make_worker = partial(ReferenceWorker, setup)
@@ -144,7 +146,7 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         closing.callback(reference.close)
     policy = PolicyGroup(ranks, reference, has_scores=setup.has_scores)
     generating = None
-    if controller.rollout_ranks and setup.is_trained:
+    if generates_apart:
         root = closing.enter_context(temporary_folder("hrl-weights-", shared_memory()))
         made = partial(RolloutWorker, rollout_setup(setup))
         generating = RolloutGroup(ray.start("rollout", made, controller.rollout_ranks, splitter))

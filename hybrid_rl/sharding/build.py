@@ -62,6 +62,14 @@ def build_model(
     return filled(module, model.source, config, context, options, region=region, adapter=adapter)
 
 
+def policy_on_meta(recipe: ModelRecipe, config: TrainerConfig) -> CausalLM:
+    """Make the policy without weights, for what needs its class, its config and the names of its weights only."""
+    module = build_on_meta(recipe, DTYPES[config.model.dtype])
+    if config.lora.is_on:
+        inject(module, peft_config_of(vars(config.lora)))
+    return CausalLM(module, UNPACKED)
+
+
 def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> CausalLM:
     """Make a model that returns a number per token instead of logits: over a copy of a live module's backbone, without
     its adapters, or from a recipe of a language model, of a critic or of a reward model. With lora.lora_critic its

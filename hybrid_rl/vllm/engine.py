@@ -99,7 +99,7 @@ class VLLMEngine(ColocatedEngine):
             decode=decode,
         )
         self._config, self._device = config, device
-        self._layout = WeightLayout.of(named_weights(module).items())
+        self._shapes = _shapes(WeightLayout.of(named_weights(module).items()))
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
         self.can_sleep = can_sleep = can_sleep_on(device) and not adopts
@@ -297,8 +297,12 @@ class VLLMEngine(ColocatedEngine):
         start = time.perf_counter()
         self._require_working()
         self.require_update(version)
-        if source.weight_layout() != self._layout:
-            raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
+        if (theirs := _shapes(source.weight_layout())) != self._shapes:
+            other = sorted(theirs.items() ^ self._shapes.items())
+            raise HandoffError(
+                f"the trainer's weights are not those that the engine was built for, e.g. {other[0][0]} "
+                f"{list(other[0][1])}; make a new Trainer"
+            )
         held, self.policy_version = self.policy_version, -1
         with self._guest.active():
             if held < 0:
@@ -307,7 +311,7 @@ class VLLMEngine(ColocatedEngine):
             self._forget_prefixes()
         self.policy_version = version
         seconds = time.perf_counter() - start
-        return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._layout.tensors), seconds=seconds)
+        return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._shapes), seconds=seconds)
 
     def sleep(self, tags: Iterable[str]) -> None:
         """Release memory. Without weights nothing can be cached: the cache goes to sleep with them. Weights that sleep
@@ -376,6 +380,11 @@ class VLLMEngine(ColocatedEngine):
         del self._llm
         LIVE.discard(self)
         gc.collect()
+
+
+def _shapes(layout: WeightLayout) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights by name. Dtypes may differ: a handoff casts."""
+    return {spec.name: spec.shape for spec in layout.tensors}
 
 
 def make_engine(setup: EngineSetup) -> VLLMEngine:

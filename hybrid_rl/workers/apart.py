@@ -1,9 +1,9 @@
 """Ranks that only generate, beside ranks that train: each side works while the other one does.
 
 Weights travel through a folder in shared memory, into which the training ranks write every version and from which the
-others read and verify it. A batch is generated while the step before it trains, so all is one step off, and neither
-side is more than a batch ahead. AReaL (arXiv:2505.24298, section 4.1) breaks generation off in the same way when new
-weights come.
+others read and verify it (`versions.py`). A batch is generated while the step before it trains, so all is one step off,
+and neither side is more than a batch ahead. AReaL (arXiv:2505.24298, section 4.1) breaks generation off in the same way
+when new weights come.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hybrid_rl.algos import GRPO, Clip
 from hybrid_rl.algos.kl import NoKL
@@ -25,25 +25,27 @@ from hybrid_rl.batch import AnyBatch
 from hybrid_rl.config import FSDPConfig, TrainerConfig
 from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.schema import CriticConfig, MemoryConfig
-from hybrid_rl.controller import Backend, dispatch, result_of
+from hybrid_rl.controller import Backend, RankContext, dispatch, result_of
 from hybrid_rl.engines.base import SlotUse
-from hybrid_rl.errors import HandoffError, counted
-from hybrid_rl.memory.cycle import ACTOR
+from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, Cycle
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums, joined, largest, now
+from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import request_interrupt
-from hybrid_rl.resharding.handoff.base import Source
-from hybrid_rl.resharding.handoff.disk import DiskSource, version_folder
-from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.resharding.handoff.disk import version_folder
 from hybrid_rl.rollout.held import HeldPrompt
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.tally import use_metrics
-from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.sharding.build import policy_on_meta
+from hybrid_rl.training.cycle import memory_phases
+from hybrid_rl.workers.generating import GeneratingWorker, load_policy
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
-from hybrid_rl.workers.hybrid import HybridWorker
-from hybrid_rl.workers.saving import require_folder
+from hybrid_rl.workers.residents import TrainerMemory
+from hybrid_rl.workers.rollout_side import EmbeddedSide, FilesSide, RolloutSide
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
+from hybrid_rl.workers.versions import PolicyReader, fill, require_folder
 
 STOP = "stop"  # a file beside the versions: the run ends, and nobody waits for what is being generated
 
@@ -65,7 +67,7 @@ def rollout_config(config: TrainerConfig) -> TrainerConfig:
 def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
     """Return the arguments of the ranks that only generate, from those of the ranks that train."""
     config = rollout_config(setup.config)
-    return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False)
+    return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False, generates=True)
 
 
 def divided(tasks: list[RolloutTask], call: RolloutCall) -> tuple[list[RolloutTask], list[RolloutTask], RolloutCall]:
@@ -80,26 +82,30 @@ def divided(tasks: list[RolloutTask], call: RolloutCall) -> tuple[list[RolloutTa
     return present, next_, replace(call, hold=replace(rule, ahead=0))
 
 
-@torch.no_grad()
-def fill(module: torch.nn.Module, source: Source) -> int:
-    """Copy the weights of a source into a module with the same names, plain or sharded. Returns the bytes written.
-    Raises HandoffError for other names."""
-    weights = named_weights(module)
-    there = {sharded.spec.name for sharded in source.layout().tensors}
-    if other := sorted(there ^ set(weights)):
-        raise HandoffError(
-            f"the ranks that train and those that generate differ in {counted(len(other), 'weight')}, e.g. {other[0]}: "
-            "the module was changed since it was loaded; make a new Trainer"
-        )
-    for name, tensor in weights.items():
-        local_tensor(tensor).copy_(source.full(name)[local_box(tensor)])
-    return sum(local_tensor(tensor).nbytes for tensor in weights.values())
-
-
-class RolloutWorker(HybridWorker):
-    """A rank that only generates. Its copy of the policy takes the weights that training ranks have written."""
+class RolloutWorker(GeneratingWorker):
+    """A rank that only generates, with weights that training ranks have written. An embedded engine decodes from a copy
+    of the policy; any other reads them itself, and there is no policy on this rank."""
 
     _taken: Mapping[str, float] = MappingProxyType({})  # metrics of the last handoff
+    _root: Path | None = None
+    _reader: PolicyReader
+
+    def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
+        super().__init__(setup, context)
+        config, memory = setup.config, TrainerMemory(setup.config, context)
+        self._is_embedded = config.rollout.placement == "embedded"
+        if self._is_embedded:
+            self._cycle = memory_phases(config, has_reward_models=False).cycle
+            self._model = load_policy(setup, context)
+            self.hold(memory.models(ACTOR, [self._model]))
+        else:
+            assert isinstance(setup.model, ModelRecipe), "ranks on Ray build their models"
+            self._cycle = engine_cycle()
+            self._model = policy_on_meta(setup.model, config)
+            self._model.check_length(setup.max_length)
+        with self.lease(frozenset({ACTOR} if self._is_embedded else ())), progress.doing("building the engine"):
+            side: RolloutSide = (EmbeddedSide if self._is_embedded else FilesSide)(setup, self._model, context)
+        self._generate_with(setup, side, memory, self._model)
 
     @dispatch(collect="all")
     def take_weights(self, root: Path, version: int) -> dict[str, float]:
@@ -109,20 +115,38 @@ class RolloutWorker(HybridWorker):
             self._take(root, version)
         return dict(self._taken)
 
+    @dispatch(collect="all")
+    def update_weights_again(self, version: int) -> dict[str, float]:
+        """Take a version once more that the engine already holds, if its weights were changed by somebody else."""
+        assert self._root is not None, "it was taken before"
+        self._invalidate()
+        self._take(self._root, version)
+        return dict(self._taken)
+
     def _take(self, root: Path, version: int) -> None:
         require_folder(root)
-        self._version, start = None, now()
-        rank, gather, device = self._context.rank, self._context.gather, self._context.device
-        readers: Any = {"reader": rank, "num_readers": self._context.num_ranks, "gather": gather}
-        with self.lease(frozenset({ACTOR})):
-            source = DiskSource(root, version, device=device, **readers)
-            try:
-                num_bytes = fill(self._actor.model.module, source)
-            finally:
-                source.close()
-        seconds, metrics = now() - start, self.update_weights(version)
+        context, start = self._context, now()
+        if self._root != root:
+            share: Any = {"reader": context.rank, "num_readers": context.num_ranks, "gather": context.gather}
+            self._reader, self._root = PolicyReader(root, self._model.dtype, **share), root
+        self._version = None
+        with self._reader.read(version) as (source, changes):
+            num_bytes = 0
+            if isinstance(self._side, FilesSide):
+                self._side.give(source, changes)
+            else:
+                with self.lease(frozenset({ACTOR})):
+                    num_bytes = fill(self._model.module, source)
+            seconds = now() - start
+            metrics = self.update_weights(version)
         metrics["timing/handoff"] += seconds
-        self._taken = metrics | {"handoff/bytes": float(num_bytes)}
+        self._taken = metrics | ({"handoff/bytes": float(num_bytes)} if num_bytes else {})
+
+    def _expected(self, version: int) -> Tensor | None:
+        return self._reader.probe
+
+    def _require_weights(self, version: int) -> None:
+        """Do nothing: they were taken, and no phase of these ranks puts them to sleep."""
 
     @dispatch(split="items", collect="all")
     def go_ahead(
@@ -154,6 +178,17 @@ class RolloutWorker(HybridWorker):
         """Go on with a configuration that differs in what may change between steps; there is no optimizer here."""
         self._score_with(rewards, config)
         self._config = rollout_config(config)
+
+
+def engine_cycle() -> Cycle:
+    """Return the cycle of a rank that has an engine, and no policy beside it."""
+    return Cycle.of(
+        residents=frozenset({ENGINE_WEIGHTS, KV_CACHE}),
+        engine_is_actor=False,
+        update_reads_reference=False,
+        moves_reference=False,
+        scores_actor=False,
+    )
 
 
 class RolloutGroup(PolicyGroup):
@@ -236,7 +271,8 @@ class SplitGroup(PolicyGroup):
         answer = self._generating.rollout(present, call)
         self._begun = now()
         self._ahead = self._generating.submit(RolloutGroup.go_ahead, next_, call, self._root)
-        return answer
+        # Its samples were made beside the training of the step before: what that took is no part of this step.
+        return answer[0], [replace(report, use=replace(report.use, cost=None)) for report in answer[1]]
 
     @property
     def _ranks(self) -> Backend:

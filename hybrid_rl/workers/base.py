@@ -46,9 +46,13 @@ class WorkerBase:
     @contextmanager
     def lease(self, tags: frozenset[str]) -> Iterator[None]:
         """Have these residents in memory inside the block."""
-        with self.leases.lease(tags):
-            self._note_moves()
-            yield
+        lease = self.leases.lease(tags)
+        try:
+            with lease:
+                self._note_moves()
+                yield
+        finally:
+            lease.end()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

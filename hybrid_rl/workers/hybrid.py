@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,80 +14,52 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
-from hybrid_rl.batch.origins import check_origins
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
-from hybrid_rl.metrics import MetricSums, now
+from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.likeness import check_fingerprint
 from hybrid_rl.models.lora.inject import leave
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
-from hybrid_rl.rollout.judged import judge_encoder
-from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.records import extracted_answers, sample_records
-from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
-from hybrid_rl.sharding.build import build_model
+from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.cycle import memory_phases
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 from hybrid_rl.training.optimizer import no_gradients_left
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.skipped import SkippedUpdate
-from hybrid_rl.workers.agents import agent_rollout
-from hybrid_rl.workers.handoff_probe import HandoffProbe
+from hybrid_rl.workers.generating import load_policy
 from hybrid_rl.workers.residents import TrainerMemory
-from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
 from hybrid_rl.workers.saving import SavingWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup, demonstration_encoder
 from hybrid_rl.workers.token_records import NUM_SHOWN, token_records
 
-FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
-
-
 logger = logging.getLogger("hybrid_rl")
 
 
 class HybridWorker(SavingWorker):
-    """One rank that trains and generates with the same weights. Its methods lease what the cycle says that their phases
-    need."""
+    """One rank that trains and generates with the same weights; if the setup says so, other ranks generate."""
 
     def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
-        super().__init__(context, setup.expected)
+        super().__init__(setup, context)
         config = setup.config
-        self._config = config
         self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
-        self._num_unproved = FIRST_PROBES  # handoffs still to be probed whatever the schedule says
-        self._tokenizer = setup.tokenizer
         self._cycle = memory_phases(config, has_reward_models=setup.rewards.has_models).cycle
         self._is_live = isinstance(setup.model, PreTrainedModel)  # the module is the user's own
         try:
-            model = self._loaded(setup)
+            model = load_policy(setup, context)
             self._memory = TrainerMemory(config, context)
             self._build(setup, model)
         except BaseException:
             self._leave_what_is_the_users(setup.model)
             raise
-
-    def _loaded(self, setup: WorkerSetup) -> CausalLM:
-        """Make the policy, and check that it computes what its module does."""
-        with progress.doing("loading the model"):
-            model = build_model(setup.model, setup.config, self._context, is_trained=True)
-        with progress.doing("checking the model"):
-            model.verify()
-        model.check_length(setup.max_length)
-        if setup.fingerprint is not None:
-            check_fingerprint(model, setup.fingerprint)
-        return model
 
     def _build(self, setup: WorkerSetup, model: CausalLM) -> None:
         """Make everything around the model. What leaves memory leaves as soon as it is made."""
@@ -104,38 +76,10 @@ class HybridWorker(SavingWorker):
         self.hold(memory.optimizer(self._actor.optimizer))
         self.hold(memory.models(ACTOR, [model]))
         with self.lease(frozenset({ACTOR})), progress.doing("building the engine"):
-            self._side = rollout_side(setup, model, context)
-        for resident in self._side.residents:
-            self.hold(resident)
-        self._client = self._side.client
-        self._engine = self._client.engine
-        if self._engine.kv_cache_tokens < setup.engine_length:
-            raise ConfigError(
-                f"the KV cache holds {self._engine.kv_cache_tokens} tokens, but prompt and completion may take "
-                f"{setup.engine_length}; raise kv_cache_memory_bytes, leave it out, or lower max_completion_length"
-            )
-        self._rewards = setup.rewards.runner(config)
+            side = rollout_side(setup, model, context)
+        self._generate_with(setup, side, memory, model)
         self._samples: dict[Path, JsonLines] = {}
         self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)
-        longest = model.length_limit
-        limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
-        encode = judge_encoder(setup.tokenizer, config.data.chat_template_kwargs)
-        judging: Any = {"encode": encode, "max_length": min(limits)}
-        self._rollout: ScoredRollout | AgentRollout
-        if setup.agents is None and isinstance(config.buffer, HeldConfig):
-            self._rollout = PartialRollout(
-                self._client, self._rewards, setup.decode, seed=config.seed, gather=context.gather, **judging
-            )
-        elif setup.agents is None:
-            self._rollout = ScoredRollout(self._client, self._rewards, setup.decode, seed=config.seed, **judging)
-        else:
-            self._rollout = agent_rollout(setup, self._client, self._rewards, context.gather, **judging)
-        entries = self._rewards.entries
-        self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
-        self._reward_models.check_prompts(setup.first_prompt)
-        if entries.models:
-            self.hold(memory.models(REWARD_MODELS, self._reward_models.models))
-        self._probe = HandoffProbe(setup.probe_ids, config, model.dtype)
         scorers = [(self._cycle.score_actor, self._actor.columns), *self._roles.scorers(self._cycle)]
         scorers.sort(key=lambda scorer: list(self._cycle).index(scorer[0]))
         self._scorers = joined([(phase, (phase, scorer)) for phase, scorer in scorers], self.movable)
@@ -151,13 +95,6 @@ class HybridWorker(SavingWorker):
         self._roles.reconfigure(config, num_steps[1])
         if isinstance(self._rollout, AgentRollout):
             self._rollout.sample_at(config.rollout.temperature)
-
-    def _score_with(self, rewards: RewardSetup | None, config: TrainerConfig) -> None:
-        if rewards is not None:
-            runner, old = rewards.runner(config), self._rewards
-            self._rollout.score_with(runner)
-            self._rewards = runner
-            old.close()
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -213,57 +150,12 @@ class HybridWorker(SavingWorker):
 
     # ------------------------------------------------------------------------------------------------- rollout
 
-    @dispatch(collect="all")
-    def update_weights(self, version: int) -> dict[str, float]:
-        """Hand the actor's weights to the engine as this policy version, and prove byte by byte and on a probe, each as
-        often as configured, that it has them and computes with them. The trainer's half of the probe is computed while
-        the actor is there.
+    def _expected(self, version: int) -> Tensor | None:
+        return self._probe.expected(self._actor.model) if self._is_probed(version) else None
 
-        Raises HandoffError if it does not: the run stops before anything is generated with such weights.
-        """
-        self._version = None
-        expected: Tensor | None = None
-        with self.phase(self._cycle.publish):
-            try:
-                report = self._side.publish(version)
-                with self._or_invalidate():
-                    verified = self._side.verify(version)
-                    start = now()
-                    if self._is_probed(version):
-                        expected = self._probe.expected(self._actor.model)
-                    seconds = now() - start
-            finally:
-                self._side.let_go()
-        metrics = {
-            "handoff/version": float(report.version),
-            "handoff/bytes": float(report.num_bytes),
-            "timing/handoff": report.seconds,
-        }
-        if report.link_bytes:
-            metrics["handoff/minimum_bytes"] = float(report.minimum_bytes)
-        metrics |= {f"handoff/{link}_bytes": float(size) for link, size in report.link_bytes.items()} | verified
-        if expected is not None:
-            with self.phase(self._cycle.check), self._or_invalidate():
-                start = now()
-                answer = self._client.generate([self._probe.request], version)[0]
-                gap = self._probe.compare(expected, answer, version, self._side.proof(verified))
-                metrics |= {"handoff/probe_gap": gap, "timing/probe": seconds + now() - start}
-            self._num_unproved -= 1
-        self._version = version
-        return metrics
-
-    @dispatch(collect="all")
-    def update_weights_again(self, version: int) -> dict[str, float]:
-        """Do the same for a version that the engine already holds, if its weights were changed by somebody else."""
-        self._invalidate()
-        return self.update_weights(version)
-
-    def _is_probed(self, version: int) -> bool:
-        """Whether this handoff is probed. All ranks are, or none; a rank that failed alone makes all probe."""
-        every = self._config.rollout.probe_steps
-        if not every:
-            return False
-        return any(self._context.gather(self._num_unproved > 0)) or version % every == 0
+    def _require_weights(self, version: int) -> None:
+        self._actor.optimizer.check()
+        self._publish_lost(version)
 
     def _publish_lost(self, version: int) -> None:
         """Publish this version again if it was published and an engine has lost it since. If that fails, the next call
@@ -286,35 +178,6 @@ class HybridWorker(SavingWorker):
         """Whether an embedded engine has no weights now, and would gather them when the actor's shards have left."""
         is_embedded = self._config.rollout.placement == "embedded" and ENGINE_WEIGHTS in self.movable
         return is_embedded and ACTOR in self.movable and ENGINE_WEIGHTS not in self.leases.awake
-
-    def _invalidate(self) -> None:
-        """Have the engine generate nothing until it is given weights, and probe the handoffs that follow again."""
-        self._num_unproved = FIRST_PROBES
-        self._engine.invalidate()
-
-    @contextmanager
-    def _or_invalidate(self) -> Iterator[None]:
-        """Invalidate the engine if the block fails."""
-        try:
-            yield
-        except BaseException:
-            self._invalidate()
-            raise
-
-    @dispatch(split="items", collect="concat")
-    def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """Generate and score samples of this rank's prompts. Publishes before if the engine has given up its weights
-        since they were published: it sleeps without a copy. Reward models score when the engine has finished."""
-        self._actor.optimizer.check()
-        self._publish_lost(call.version)
-        with self.phase(self._cycle.generate):
-            batch, report = self._rollout.run(tasks, call)
-        check_origins(batch)
-        if call.is_scored and self._rewards.entries.models:
-            with self.phase(self._cycle.reward), progress.doing("reward models"):
-                late = self._reward_models.late_scores(batch)
-            batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
-        return batch, report
 
     @dispatch(split="items", collect="concat")
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:

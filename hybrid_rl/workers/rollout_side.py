@@ -16,8 +16,9 @@ from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.coordinator import Coordinator
+from hybrid_rl.engines.no_engine import NoEngine
 from hybrid_rl.engines.registry import EngineSetup, make_engine
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, EngineStateError
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics import now
@@ -34,6 +35,7 @@ from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.sharding.build import gathered_bytes, generating_model
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.workers.residents import engine_weights_resident, kv_cache_resident
 from hybrid_rl.workers.setup import WorkerSetup
 
@@ -78,6 +80,8 @@ def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext) -> R
     that starts it, reaches its weights through an IpcSource, and gives it a client that forwards the calls of
     EngineClient; none exists yet.
     """
+    if not setup.generates:
+        return NoSide(model)
     config = setup.config.rollout
     sides: dict[str, type[EmbeddedSide | ColocatedSide]] = {"embedded": EmbeddedSide, "colocated": ColocatedSide}
     if config.placement not in sides:
@@ -101,6 +105,23 @@ def engine_setup(setup: WorkerSetup, model: CausalLM, context: RankContext) -> E
         seed=derive_seed(setup.config.seed, config.engine, context.rank // config.ranks_per_engine),
         trust_remote_code=setup.config.model.trust_remote_code,
     )
+
+
+class NoSide(RolloutSide):
+    """The place of an engine in a rank that only trains."""
+
+    residents = ()
+
+    def __init__(self, model: CausalLM) -> None:
+        self.client = EngineClient(NoEngine(model.vocab_size))
+
+    def publish(self, version: int) -> HandoffReport:
+        """Raise EngineStateError: other ranks take the weights (`write_weights`)."""
+        raise EngineStateError("this rank only trains; weights are handed to the ranks of rollout_ranks")
+
+    def proof(self, verified: Mapping[str, float]) -> str | None:
+        """Say nothing."""
+        return None
 
 
 class EmbeddedSide(RolloutSide):
@@ -306,6 +327,37 @@ class ColocatedSide(RolloutSide):
         for source in self._sources.values():
             source.close()
         self._sources, self._files = {}, None
+
+
+class FilesSide(ColocatedSide):
+    """An engine of a rank that only generates, which takes weights from files that other ranks have written. The model
+    has no weights. Nothing sleeps: nobody else needs the memory."""
+
+    _given: tuple[Source, Mapping[str, LowRank]] | None = None
+
+    def give(self, source: Source, changes: Mapping[str, LowRank]) -> None:
+        """Set the source of the next version, and what adapters add to it."""
+        self._given = source, changes
+
+    def _residents(self) -> Sequence[Resident]:
+        engine = self._engine
+        self.client.at_rest().wake(TAGS)
+        weights = Resident(ENGINE_WEIGHTS, lambda: engine.weight_bytes)
+        return weights, Resident(KV_CACHE, lambda: engine.kv_cache_bytes)
+
+    @contextmanager
+    def _source(self, version: int) -> Iterator[Source]:
+        assert self._given is not None, "it is set before"
+        source, changes = self._given
+        if self._sends_adapters:
+            source.adapters = changes
+        else:
+            source.changes = changes
+        yield source
+
+    def let_go(self) -> None:
+        """Forget the source, which is closed by whoever set it."""
+        self._given = None
 
 
 def num_ranks_of_host(context: RankContext) -> int:

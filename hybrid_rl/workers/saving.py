@@ -6,46 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, config_numbers, keep_base
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.writing import write_checkpoint, write_model
-from hybrid_rl.controller import RankContext, dispatch
-from hybrid_rl.errors import ConfigError
-from hybrid_rl.memory.cycle import ACTOR, Cycle
+from hybrid_rl.controller import dispatch
+from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.metrics import now
 from hybrid_rl.models.lora.plain import is_adapted
-from hybrid_rl.resharding.handoff.disk import write_version
-from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.rollout.held import HeldPrompt, held_text, save_held, write_held
+from hybrid_rl.rollout.held import save_held, write_held
 from hybrid_rl.rollout.held_agents import HeldAgentRollout
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.generating import GeneratingWorker
 from hybrid_rl.workers.roles import Roles
+from hybrid_rl.workers.versions import require_folder, write_policy
 
 
-def require_folder(root: Path) -> None:
-    """Raise ConfigError if the folder through which weights travel is not there: it is memory of one machine."""
-    if not root.is_dir():
-        raise ConfigError(
-            f"rollout_ranks hands weights over through {root}, memory of the machine where the run was started, but a "
-            "rank runs on another one; use a Ray cluster of one machine, or leave rollout_ranks out"
-        )
+class SavingWorker(GeneratingWorker):
+    """The base of HybridWorker that saves and loads, and writes weights for other ranks."""
 
-
-class SavingWorker(WorkerBase):
-    """The base of HybridWorker that saves and loads. _version: of the actor's weights, from their publication to the
-    next update."""
-
-    _context: RankContext
-    _cycle: Cycle
     _actor: Actor
     _roles: Roles
-    _tokenizer: PreTrainedTokenizerBase
-    _rollout: Any
-    _version: int | None = None
+    _has_written_base = False
 
     @dispatch(collect="leader")
     def save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> None:
@@ -77,19 +59,20 @@ class SavingWorker(WorkerBase):
 
     @dispatch(collect="leader")
     def write_weights(self, root: Path, version: int) -> float:
-        """Write the weights as this policy version for ranks that only generate. root: the folder of all versions.
-        Returns seconds. Raises HandoffError if they cannot be written."""
+        """Write the weights as this policy version for ranks that only generate (`write_policy`), with the trainer's
+        half of the probe if it is due. root: the folder of all versions. Returns seconds. Raises HandoffError if they
+        cannot be written."""
         self._actor.optimizer.check()
         require_folder(root)
-        start, weights = now(), named_weights(self._actor.model.module)
+        start, model, context = now(), self._actor.model, self._context
+        is_embedded = self._config.rollout.placement == "embedded"
         with self.lease(frozenset({ACTOR})):
-            write_version(root, version, weights, rank=self._context.rank, gather=self._context.gather)
+            probe = self._expected(version)
+            writes: Any = {"writes_base": not self._has_written_base, "rank": context.rank, "gather": context.gather}
+            write_policy(root, version, model.module, model.dtype, probe=probe, is_embedded=is_embedded, **writes)
+        self._has_written_base = True
+        self._num_unproved -= probe is not None
         return now() - start
-
-    @dispatch(collect="all")
-    def held_texts(self, step: int) -> str:
-        """Return the groups that are held after a training step, as checkpoints have them."""
-        return held_text(self._rollout.held(step))
 
     def _write_tokenizer(self, folder: Path) -> None:
         if self._context.rank == 0:
@@ -138,13 +121,3 @@ class SavingWorker(WorkerBase):
                 self._compare_base(read_state(folder).get(BASE), f"the adapter of {folder}")
             self._actor.load(folder)
             self._roles.load_models(folder)
-
-    @dispatch(collect="all")
-    def held_prompts(self, step: int, folder: Path | None = None) -> list[tuple[int, HeldPrompt]]:
-        """Return id and prompt of the groups that are held after a training step. folder: of a checkpoint of that step;
-        go on with what it holds."""
-        if not isinstance(self._rollout, PartialRollout | HeldAgentRollout):
-            return []
-        if folder is not None:
-            self._rollout.load(step, folder, self._context.data_rank, self._context.num_data_ranks)
-        return [(group.group, group.prompt(self._context.data_rank)) for group in self._rollout.held(step)]

@@ -83,7 +83,7 @@ class WorkerSetup:
     the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
     fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned. agents: what
     makes trajectories of many turns, None = each sample is one completion. is_trained: False for a policy without an
-    optimizer, which only generates."""
+    optimizer, which only generates; generates: False for one without an engine, which is only trained."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -100,6 +100,7 @@ class WorkerSetup:
     expected: Expected | None = None
     agents: AgentSetup | None = None
     is_trained: bool = True
+    generates: bool = True
 
     @property
     def engine_length(self) -> int:

@@ -168,9 +168,31 @@ def test_newer_weights_are_taken_in_the_middle_of_completions(make):
     assert len(set(used)) == len(used)
     assert len(trainer.generate(["3+4=", "5+6="], max_completion_length=4)) == 2
     saved = {"mode": "train", "rollouts_path": str(trainer.run_folder / "rollouts"), "rollout_ranks": None}
-    replayed = make(folder="replay", **partial, **saved, **{"rollout.async_level": 1})
+    replayed = make(folder="replay", num_ranks=2, **partial, **saved, **{"rollout.async_level": 1})
     for result in results:
-        assert replayed.step().metrics["loss"] == pytest.approx(result.metrics["loss"], abs=1e-5)
+        again = replayed.step().metrics
+        assert (again["loss"], again["grad_norm"]) == (result.metrics["loss"], result.metrics["grad_norm"])
+    last = weights_at(trainer, 4)
+    assert not torch.equal(last["lm_head.weight"], weights[3]["lm_head.weight"])
+    assert all(torch.equal(tensor, last[name]) for name, tensor in weights_at(replayed, 4).items())
+
+
+def test_of_a_policy_with_adapters_only_those_travel(make):
+    """The run is that of one process, and every handoff moves the bytes of the adapters and of buffers."""
+    keys = {"lora.r": 2, "lora_alpha": 8, "probe_steps": 1, "save_steps": None}
+    one = make(folder="one", **keys, **{"rollout_ranks": None, "rollout.async_level": 1})
+    apart = make(**keys)
+    for _ in range(3):
+        theirs, ours = one.step(), apart.step()
+        batch = loaded(ours.batch)
+        for name in ("completion_ids", "policy_version"):
+            assert torch.equal(batch[name].values, theirs.batch[name].values)
+        assert torch.allclose(batch["rollout_logprobs"].values, theirs.batch["rollout_logprobs"].values, atol=2e-6)
+        assert ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"], abs=1e-5)
+        assert ours.metrics["handoff/probe_gap"] < 1e-5
+    adapters = sum(p.nbytes for p in one.module.parameters() if p.requires_grad)
+    buffers = sum(buffer.nbytes for buffer in one.module.buffers())
+    assert ours.metrics["handoff/bytes"] == adapters + buffers
 
 
 def sabotage(side: str):

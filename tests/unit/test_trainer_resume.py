@@ -12,7 +12,7 @@ import torch
 
 from hybrid_rl.checkpoint.finding import newest_checkpoint
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HybridRLError
-from tests.optimizer_state import read_optimizer
+from tests.optimizer_state import same_optimizer
 from tests.tiny import build_model, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -22,15 +22,6 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
 
 def weights_of(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
-
-
-def same_optimizer(first: Path, second: Path) -> bool:
-    mine, theirs = (read_optimizer(folder) for folder in (first, second))
-    return str(mine) == str(theirs) and all(
-        torch.equal(tensor, theirs[kind][name])
-        for kind in ("exp_avg", "exp_avg_sq", "step", "master")
-        for name, tensor in mine[kind].items()
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,31 @@
 """Trajectories with tools, environments and forks on vLLM: what is stored is what it made, whenever tools answer."""
 
+import asyncio
+import random
 import tempfile
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
+from hybrid_rl.logging.report import read_jsonl
+from tests.callers import build_policy
+from tests.no_pictures import draw_nothing
 from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
+from tests.replayed import gaps_by_version
+from tests.tiny import spread
 from tests.vllm.test_trainer import KEYS, SHAPE
+from tests.vllm.test_trainer_ranks import LAYOUTS
+from tests.vllm.test_trainer_ranks import short_folder as short_folder
 
 pytestmark = pytest.mark.slow
 
 # vLLM computes in fp32 here too, but adds up in another order, which differs with the sequences that it has together.
 TOLERANCE = 1e-5
+NUM_STEPS = 4
 
 
 @pytest.mark.sweep
@@ -36,3 +49,58 @@ def test_every_token_has_the_trainers_logprob_and_delays_change_nothing(num_rank
             assert is_varied(step.metrics, set(batch["finish_reason"]), 8 * num_prompts), step.metrics
             assert gaps(batch) < TOLERANCE
     assert gap_between(*batches) < TOLERANCE
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layout, tmp_path, short_folder, monkeypatch):
+    """Two ranks, of one engine and of two; tools are slow now and then, and answers are broken off in their middle."""
+    draw_nothing(monkeypatch)
+
+    async def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: the other
+        """
+        await asyncio.sleep(0.2 * (random.random() < 0.3))
+        return a + b
+
+    calls = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3})]
+    shape = {**SHAPE, "seed": 3}
+    model, tokenizer = build_policy(calls, favour={"k": 10.0}, **shape)
+    keys = {name: KEYS[name] for name in KEYS if name.startswith(("engine", "rollout", "enforce", "per_"))}
+    keys |= {
+        **LAYOUTS[layout],
+        "num_ranks": 2,
+        "kv_cache_memory_bytes": 2**24,
+        "env_vars": {"TMPDIR": str(short_folder)},
+    }
+    keys |= {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 60, "max_prompt_length": 60}
+    keys |= {"max_tool_calling_iterations": 3, "learning_rate": 1e-2, "rollout.partial": True, "oversample": 4}
+    keys |= {"max_steps": NUM_STEPS, "save_steps": 1, "output_dir": str(tmp_path), "run_name": "run"}
+    with Trainer(model, spread, rows(40), tools=[add], tokenizer=tokenizer, **keys) as trainer:
+        batches = [trainer.step().batch.load() for _ in range(NUM_STEPS)]
+        held = trainer.policy.held_prompts(NUM_STEPS)
+        lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
+        most = trainer.config.buffer.max_staleness
+    weights = {0: build_policy(calls, favour={"k": 10.0}, **shape)[0].state_dict()}
+    for step in range(1, NUM_STEPS):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / f"checkpoint-{step}")
+        weights[step] = saved.state_dict()
+    ages, others, num_broken = Counter[int](), [], 0
+    for version, batch in enumerate(batches):
+        gap, other_gap, found = gaps_by_version(build_policy(calls, **shape)[0], weights, batch, version)
+        assert gap < TOLERANCE
+        others.append(other_gap)
+        ages.update(found)
+        for made in (row.tolist() for row in batch["policy_version"]):
+            # Between two answers stand the tokens of a tool, which have no version.
+            num_broken += sum(-1 < one < next_one for one, next_one in pairwise(made))
+    groups = [group for batch in batches for group in {*batch["group"].tolist()}]
+    assert len({*groups}) == len(groups) == 2 * NUM_STEPS and not {*groups} & {*held}
+    assert max(others) > 1e-2  # so weights of a neighbouring version would be noticed
+    assert ages[1] > 20 and max(ages) <= most and num_broken
+    assert all(line["buffer/held_groups"] == 4 and not line["buffer/restarted_trajectories"] for line in lines)

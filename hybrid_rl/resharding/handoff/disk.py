@@ -10,6 +10,8 @@ import logging
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +57,19 @@ def version_folder(root: Path, version: int) -> Path:
 
 
 def write_version(
-    root: Path, version: int, tensors: Mapping[str, Tensor], *, rank: int = 0, gather: Gather = alone, keep: int = 1
+    root: Path,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int = 0,
+    gather: Gather = alone,
+    keep: int = 1,
+    notes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the weights of a policy version, plain or sharded, by name; return its folder. Collective; each rank writes
     its own part.
 
+    notes: anything else to tell the readers, of types that JSON has.
     keep: how many versions stay, the new one and those below it; 0: all. One training run at a time writes to a folder,
     and its versions rise: a version above the new one is left over from another run and is removed; the same version is
     replaced. A reader of what is replaced or removed gets an error, never parts of both.
@@ -78,7 +88,7 @@ def write_version(
     def complete(files: Mapping[str, Content]) -> None:
         before = _versions(root)
         specs = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sorted(tensors.items())}
-        write_manifest(partial, files, version=version, tensors=specs)
+        write_manifest(partial, files, version=version, tensors=specs, notes=dict(notes or {}))
         put_in_place(folder, partial, replaced)
         kept = [there for there in _versions(root) if there <= version][-keep:]
         for other in {*before} - {*kept}:
@@ -100,9 +110,12 @@ class DiskSource(Source):
     """The weights of one version, of which a plan's parts are read from its folder. Its layout's ranks are the files.
 
     reader, num_readers: which of the readers that share the work of checking hashes this is. gather: over all readers.
+    notes: what the writer told beside the tensors.
 
     Raises HandoffError on every reader if the version is missing, or its files differ from what was written.
     """
+
+    _prefix = ""  # of the names in the files
 
     def __init__(
         self,
@@ -120,7 +133,7 @@ class DiskSource(Source):
 
         def read() -> dict[str, Content]:
             self._identity = _identity(self._folder)
-            files, tensors = _read_manifest(root, self._folder, version)
+            files, tensors, self.notes = _read_manifest(root, self._folder, version)
             self._names = sorted(files)
             _check_files(self._folder, files, reader, num_readers)
             self._layout = _layout(self._folder, self._names, tensors, num_readers)
@@ -131,6 +144,20 @@ class DiskSource(Source):
         if any(files != first for files in others):
             raise self._replaced()
         self._opened: dict[int, list[Tensor | None]] = {}
+
+    def part(self, prefix: str) -> DiskSource:
+        """Return a source of the tensors whose names begin so, by the rest of their names."""
+        found = copy(self)
+        found._prefix, found._opened = self._prefix + prefix, {}
+        found._layout = SourceLayout(
+            tuple(
+                replace(tensor, spec=replace(tensor.spec, name=tensor.spec.name.removeprefix(prefix)))
+                for tensor in self._layout.tensors
+                if tensor.spec.name.startswith(prefix)
+            ),
+            self._layout.hosts,
+        )
+        return found
 
     def prepare(self, version: int) -> None:
         """Check the version. Raises HandoffError for a version other than that of the folder."""
@@ -160,7 +187,7 @@ class DiskSource(Source):
             try:
                 with safe_open(path, framework="pt", device=str(self._device)) as file:
                     inside = set(file.keys())
-                    names = [sharded.spec.name for sharded in self._layout.tensors]
+                    names = [self._prefix + sharded.spec.name for sharded in self._layout.tensors]
                     parts = [file.get_tensor(name) if name in inside else None for name in names]
             except (OSError, SafetensorError) as error:
                 raise self._replaced() from error
@@ -204,20 +231,20 @@ def _versions(root: Path) -> list[int]:
     return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdecimal())
 
 
-def _read_manifest(root: Path, folder: Path, version: int) -> tuple[dict[str, Content], dict[str, Any]]:
-    """Return the files of a version, and dtype and shape of its tensors by name."""
+def _read_manifest(root: Path, folder: Path, version: int) -> tuple[dict[str, Content], dict[str, Any], dict[str, Any]]:
+    """Return the files of a version, dtype and shape of its tensors by name, and the writer's notes."""
     try:
         found = read_manifest(folder)
         if found is None:
             there = _versions(root)
             raise HandoffError(f"{root} does not hold policy version {version}; it holds {there[-3:] or 'none'}")
         files, manifest = found
-        stored, tensors = manifest["version"], dict(manifest["tensors"])
+        stored, tensors, notes = manifest["version"], dict(manifest["tensors"]), dict(manifest["notes"])
     except (ValueError, KeyError, TypeError) as error:
         raise HandoffError(f"{error}; write the version again") from error
     if stored != version:
         raise HandoffError(f"{folder} holds policy version {stored}, not {version}; it was moved or copied")
-    return files, tensors
+    return files, tensors, notes
 
 
 def _check_files(folder: Path, files: Mapping[str, Content], reader: int, num_readers: int) -> None:

@@ -249,18 +249,6 @@ TEXT = [{"prompt": "go"}]
             "row 1: environment='fly' is not in environment_factory; it has 'walk'",
         ),
         (ConfigError, (ready, rows()), {"tools": [double], "overlong_prompts": "truncate"}, "use 'drop' or 'error'"),
-        (
-            ConfigError,
-            (ready, rows()),
-            {"tools": [double], "partial": True, "unfinished": "drop"},
-            "not dropped; leave out buffer.unfinished=drop",
-        ),
-        (
-            ConfigError,
-            (ready, rows()),
-            {"tools": [double], "partial": True, "engine": "vllm", "num_ranks": 2},
-            "use num_ranks=1 or rollout.engine=inplace",
-        ),
         (ConfigError, (ready, rows()), {"trajectory_timeout_seconds": 3}, "has no effect without tools=, environment_"),
         (ConfigError, (ready, rows()), {"rollout_func": own_loop, "tool_processes": 3}, "no effect on rollout_func"),
         (ConfigError, (ready, rows()), {"environment_factory": Walk, "tool_processes": 3}, "no effect on environments"),

@@ -27,6 +27,11 @@ def test_it_is_one_step_off_on_ray() -> None:
     assert isinstance(partial, HeldConfig) and (partial.oversample, partial.max_staleness) == (16, 4)
 
 
+def test_they_are_divided_into_replicas_of_vllm() -> None:
+    config = resolved(**{"rollout.engine": "vllm", "tensor_parallel_size": 2, "num_ranks": 1, "lora.r": 8})
+    assert (config.rollout.ranks_per_engine, config.num_ranks, config.lora.r) == (2, 1, 8)
+
+
 def test_gpus_are_left_for_them() -> None:
     node = Hardware(8, "a GPU")
     assert resolved(node, num_ranks="auto").num_ranks == 6
@@ -43,8 +48,15 @@ def test_gpus_are_left_for_them() -> None:
         ({"mode": "rollout"}, "rollout_ranks=2 cannot be combined with mode=rollout"),
         ({"mode": "train", "rollouts_path": "there"}, "rollout_ranks=2 cannot be combined with mode=train"),
         ({"rollout.engine": "hf"}, "rollout_ranks=2 cannot be combined with rollout.engine=hf"),
-        ({"rollout.engine": "vllm"}, "rollout_ranks=2 cannot be combined with rollout.engine=vllm"),
-        ({"lora.r": 8}, "rollout_ranks=2 cannot be combined with lora.r"),
+        (
+            {"rollout.engine": "vllm", "transport": "distributed", "num_ranks": 2},
+            "rollout_ranks=2 cannot be combined with rollout.transport=distributed",
+        ),
+        ({"rollout.engine": "vllm", "adopt_weights": True}, "rollout_ranks=2 cannot be combined with adopt_weights"),
+        (
+            {"rollout.engine": "vllm", "tensor_parallel_size": 4, "num_ranks": 4},
+            "tensor_parallel_size=4 does not divide rollout_ranks=2; use 1, 2",
+        ),
         ({"algorithm": "remax"}, "rollout_ranks=2 cannot be combined with advantage=remax"),
         ({"max_refills": 2}, "rollout_ranks=2 cannot be combined with max_refills"),
         ({"algorithm": "sft"}, "rollout_ranks=2 cannot be combined with demonstrations"),

@@ -7,8 +7,8 @@ import torch
 
 from tests.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, predicted
 
-# What the quick part runs: everything that moves, and what moves nothing but recomputes, on models unlike each other.
-REPRESENTATIVE = {("wide", "offload"), ("deep", "checkpointing")}
+# Everything that moves. What recomputes is counted against real passes in test_activations.py.
+REPRESENTATIVE = {("wide", "offload")}
 CASES = [
     pytest.param(size, config, marks=() if (size, config) in REPRESENTATIVE else pytest.mark.sweep)
     for size in SIZES

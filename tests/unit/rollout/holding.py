@@ -56,11 +56,13 @@ def logprob_of(version: int, place: int) -> float:
 
 
 class Script:
-    """The faults of a step, by rank: after so many calls of something."""
+    """The faults of a step, by rank: after so many calls of something. watches: of looks at the agents' event loop,
+    between two steps of the engine."""
 
     def __init__(self) -> None:
         self.engine_steps: dict[int, int] = {}
         self.looks: dict[int, int] = {}
+        self.watches: dict[int, int] = {}
         self._rank = threading.local()
 
     def of_rank(self, rank: int) -> None:
@@ -72,6 +74,18 @@ class Script:
         if rank in self.looks:
             self.looks[rank] -= 1
         return self.looks.get(rank, 1) <= 0
+
+    def watch(self) -> None:
+        """Fail between two steps of the engine, if the rank of this thread is to."""
+        rank = getattr(self._rank, "number", 0)
+        if rank in self.watches:
+            self.watches[rank] -= 1
+            if self.watches[rank] <= 0:
+                raise RankFailedError(f"rank {rank}, beside its engine")
+
+    def forgive(self) -> None:
+        """Nothing fails any more."""
+        self.engine_steps, self.looks, self.watches = {}, {}, {}
 
 
 class KnownEngine(RolloutEngine):
@@ -334,7 +348,7 @@ class Run:
         """Lose everything but the checkpoint, and go on from there."""
         self.step, self.prompts.position, state, num_steps = self._saved
         del self.steps[num_steps:]
-        self.script.engine_steps, self.script.looks = {}, {}
+        self.script.forgive()
         self._start(num_ranks or self.num_ranks)
         for rank, rollout in enumerate(self.ranks):
             rollout.load(self.step, self.folder, rank, self.num_ranks)

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import PeerFailedError
+from hybrid_rl.process import threads
 from hybrid_rl.rollout import held_turns
-from tests.unit.rollout.holding import RankFailedError, Script, Setting, listen
+from tests.unit.rollout.holding import KnownEngine, RankFailedError, Script, Setting, listen
 from tests.unit.rollout.holding_agents import AgentRun, Environments, sleepy
 
 NUM_STEPS = 4
@@ -32,7 +36,7 @@ def setting_of(rng: random.Random) -> Setting:
     ahead = num_prompts * rng.randint(0, 1)
     oversample = rng.randint(0 if ahead else 1, 2 * num_prompts)
     least = ahead // num_prompts + -(-oversample // num_prompts)
-    return Setting(
+    setting = Setting(
         num_prompts,
         rng.randint(1, 3),
         ahead,
@@ -45,6 +49,9 @@ def setting_of(rng: random.Random) -> Setting:
         max_num_waiting=rng.choice((4, 100)),
         is_shared=rng.random() < 0.3,
     )
+    if not ahead and rng.random() < 0.2:
+        return replace(setting, max_staleness=0, order="fifo", drops=True)
+    return setting
 
 
 def play(seed: int, folder: Path, scripts: list[Script]) -> None:
@@ -61,19 +68,23 @@ def play(seed: int, folder: Path, scripts: list[Script]) -> None:
             run.script.looks = {rank: rng.randint(1, 12)}
         elif chance < 0.4 and not setting.is_shared:
             run.script.engine_steps = {rank: rng.randint(1, 30)}
+        elif chance < 0.4:  # a shared engine that fails ends the run; what fails beside it ends the step
+            run.script.watches = {rank: rng.randint(1, 30)}
         is_scored = rng.random() > 0.15
         try:
             run.one_step(scores=is_scored)
         except BROKEN_OFF:
-            run.script.looks, run.script.engine_steps = {}, {}
+            run.script.forgive()
             if is_scored and run.num_ranks == 1:  # others may have finished the step, and end theirs in the next
                 assert environments.num_rented == environments.num_open == 0
             if rng.random() < 0.4:
                 run.kill(rng.randint(1, 3))
                 scripts[:] = [run.script]
             continue
-        run.script.looks, run.script.engine_steps = {}, {}
+        run.script.forgive()
         run.check_prompts()
+        if setting.drops:
+            assert environments.num_rented == environments.num_open == 0
         if rng.random() < 0.3:
             run.evaluate()
         if rng.random() < 0.6:
@@ -93,6 +104,9 @@ def test_random_schedules_lose_nothing_use_nothing_twice_and_keep_the_bound(seed
     scripts: list[Script] = []
     listen(monkeypatch, lambda: scripts[0])
     monkeypatch.setattr(held_turns, "PATIENCE_SECONDS", 0.001)
+    monkeypatch.setattr(threads, "WATCH_SECONDS", 0.0)
+    look = threads.LoopWatch.look
+    monkeypatch.setattr(threads.LoopWatch, "look", lambda watch: (look(watch), scripts[0].watch()))
     for seed in seeds:
         try:
             play(seed, tmp_path / str(seed), scripts)
@@ -101,10 +115,12 @@ def test_random_schedules_lose_nothing_use_nothing_twice_and_keep_the_bound(seed
             raise
 
 
-@pytest.mark.parametrize(("ahead", "num_ranks"), [(0, 1), (0, 2), (2, 2)])
-def test_with_instant_tools_a_run_repeats_itself(ahead, num_ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("ahead", "num_ranks", "is_shared"), [(0, 1, False), (0, 2, False), (2, 2, False), (0, 2, True), (2, 2, True)]
+)
+def test_with_instant_tools_a_run_repeats_itself(ahead, num_ranks, is_shared, tmp_path):
     """Samples, versions and order; in turns and between them, trajectories were held."""
-    setting = Setting(2, 2, ahead, 3, 2 + ahead // 2, "fifo", 2, num_ranks, 3, 100)
+    setting = Setting(2, 2, ahead, 3, 2 + ahead // 2, "fifo", 2, num_ranks, 3, 100, is_shared)
     made: list[Any] = []
     for name in "ab":
         run = AgentRun(setting, tmp_path / name, environments=Environments())
@@ -114,6 +130,61 @@ def test_with_instant_tools_a_run_repeats_itself(ahead, num_ranks, tmp_path):
         made.append(run.steps)
         assert run.num_broken_turns >= 2 and run.num_others >= 1
     assert made[0] == made[1]
+
+
+def test_what_is_dropped_is_gone_and_all_that_was_generated_is_delivered_or_dropped(tmp_path, monkeypatch):
+    """Trajectories of one to four turns beside each other, so that the longest are dropped on their way."""
+    environments, made = Environments(), Counter[str]()
+    run = AgentRun(Setting(2, 1, 0, 2, 0, "fifo", 1, 1, 4, 100, drops=True), tmp_path, environments=environments)
+    collect = run.collector.collect
+
+    def counting(*arguments: Any) -> Any:
+        collected = collect(*arguments)
+        made.update({name: collected.metrics[f"buffer/dropped_{name}"] for name in ("groups", "tokens")})
+        return collected
+
+    monkeypatch.setattr(run.collector, "collect", counting)
+    for _ in range(4):
+        run.one_step()
+        run.check_prompts()
+        assert environments.num_rented == environments.num_open == 0 and run.ranks[0].held(run.step) == []
+    run.close()
+    delivered = [(step.version, versions) for step in run.steps for _, versions, _ in step.samples.values()]
+    assert all({*versions} == {version} for version, versions in delivered)
+    assert made["groups"] == 2 * 4 and made["tokens"] > 20
+    assert run.engines[0].num_generated_tokens == made["tokens"] + sum(len(versions) for _, versions in delivered)
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_what_fails_between_two_engine_steps_is_told_to_ranks_that_share_the_engine(number, tmp_path, monkeypatch):
+    """Whichever of the two steps between two looks it is: nobody waits for a step that does not come."""
+    run = AgentRun(Setting(2, 2, 0, 3, 2, "fifo", 2, 2, 3, 100, is_shared=True), tmp_path, environments=Environments())
+    monkeypatch.setattr(held_turns.LoopWatch, "look", lambda watch: run.script.watch())
+    run.one_step()
+    run.script.watches = {1: number}
+    with pytest.raises(RankFailedError, match="rank 1, beside its engine"):
+        run.one_step()
+    run.script.forgive()
+    run.one_step()
+    run.check_prompts()
+    run.close()
+
+
+def test_a_rank_steps_its_engine_when_its_agents_are_gone(monkeypatch):
+    """Their event loop is closed, and asked nothing any more."""
+    monkeypatch.setattr(threads, "WATCH_SECONDS", 0.0)
+    client = EngineClient(KnownEngine(1, 1, Script(), 0))
+    turns = held_turns.HeldTurns(client)
+
+    async def nothing() -> None:
+        return None
+
+    turns.start(nothing).result()
+    turns.release()
+    with client.session(), turns.rollout(0):
+        turns.step()
+        turns.check()
+        assert turns.is_idle
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 from collections import Counter
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from hybrid_rl import Trainer
+from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.logging.report import read_jsonl
 from tests.callers import build_policy
 from tests.no_pictures import draw_nothing
-from tests.replayed import gaps_by_version
+from tests.replayed import assert_learned_alike, gaps_by_version
 from tests.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -74,6 +76,20 @@ class Sums:
         Sums.num_closed += 1
 
 
+class LateSums(Sums):
+    """Sums that take another time in every run."""
+
+    async def add(self, a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: the other
+        """
+        await asyncio.sleep(0.02 * random.SystemRandom().random())
+        return await super().add(a, b)
+
+
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     draw_nothing(monkeypatch)
@@ -83,7 +99,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(folder: str = "runs", reward_funcs: Any = spread, **keys: Any) -> Trainer:
         keys = {**KEYS, "output_dir": str(tmp_path / folder), "run_name": "run", **keys}
         if not {"rollout_func", "agent"} & {*keys}:
-            keys["environment_factory"] = Sums
+            keys.setdefault("environment_factory", Sums)
         else:
             keys["max_tool_calling_iterations"] = None
         model, tokenizer = build_policy(CALLS)
@@ -204,3 +220,21 @@ def test_nothing_is_lost_when_a_run_is_interrupted_and_resumed(make: Any, caplog
     damaged.write_text(json.dumps([{"row": 3}]))
     with pytest.raises(CheckpointError, match="is damaged"):
         make("others", resume=str(damaged.parent))
+
+
+def test_a_replay_learns_from_the_order_in_which_slow_tools_answered(make: Any) -> None:
+    """Tools take another time in every run, and decide which weights make a token. The record of one run is enough to
+    repeat it to the bit: which groups its steps took, how old each token was, and how long the rollouts were."""
+    recorded = make("recorded", environment_factory=LateSums, save_rollouts=True)
+    steps = [recorded.step().batch for _ in range(KEYS["max_steps"])]
+    rollouts = recorded.run_folder / "rollouts"
+    for number, batch in enumerate(steps, 1):
+        saved = load_rollout(rollouts, number)
+        for name in ("completion_ids", "policy_version", "rollout_logprobs"):
+            assert torch.equal(saved[name].values, batch[name].values)
+        assert torch.equal(saved["group"], batch["group"])
+    replayed = make("replayed", environment_factory=LateSums, mode="train", rollouts_path=str(rollouts))
+    replayed.fit()
+    lines = assert_learned_alike(recorded, replayed)
+    assert lines[0]["engine/steps"] >= 1
+    assert max(line["staleness/mean_age"] for line in lines) > 0

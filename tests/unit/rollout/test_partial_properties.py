@@ -67,11 +67,11 @@ class Schedule:
             try:
                 run.one_step(scores=not breaks or self.rng.random() > 0.1)
             except BROKEN_OFF:
-                run.script.looks, run.script.engine_steps = {}, {}
+                run.script.forgive()
                 if saved and self.rng.random() < 0.4:
                     run.kill()
                 continue
-            run.script.looks, run.script.engine_steps = {}, {}
+            run.script.forgive()
             run.check_prompts()
             if self.evaluates[run.step - 1]:
                 run.evaluate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -26,7 +27,7 @@ from hybrid_rl.training.spec import Counts, LossSpec
 from tests.float64 import KeepFloat64
 from tests.reference.grpo_case import build_model, flatten_gradient, load_recorded
 from tests.turns import cut_in_turns
-from tests.unit.training.combination_case import resolved, train
+from tests.unit.training.combination_case import Trained, resolved, train
 from tests.unit.training.grpo_step import case_batch, case_config, loss_and_gradient
 from tests.unit.training.test_combinations import SECTIONS, TOLERANCE, chosen, has_step_rewards
 
@@ -63,7 +64,12 @@ def poisoned(batch: Batch) -> Batch:
 FIRST = {"old": ["recompute", "rollout", "detach"], "correction": ["tis"], "kl": ["loss"]}
 
 
-def each_choice() -> Iterator[tuple[tuple[str, ...], TrainerConfig]]:
+@functools.cache
+def each_choice() -> list[tuple[tuple[str, ...], TrainerConfig]]:
+    return list(_each_choice())
+
+
+def _each_choice() -> Iterator[tuple[tuple[str, ...], TrainerConfig]]:
     """Every choice of every section, beside the first choices of the others that go with it. The means of trajectories
     are the loss_type that looks most closely at how long they are."""
     ordered = {
@@ -81,18 +87,26 @@ def each_choice() -> Iterator[tuple[tuple[str, ...], TrainerConfig]]:
                 raise AssertionError(f"{choice} goes with nothing")
 
 
-def test_nothing_at_a_token_of_the_environment_changes_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def clean() -> dict[tuple[str, ...], Trained]:
+    """The runs of all choices on the batch as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        return {places: train(config, patch, dense=has_step_rewards(config)) for places, config in each_choice()}
+
+
+def test_nothing_at_a_token_of_the_environment_changes_a_number(
+    clean: dict[tuple[str, ...], Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit: gradients, metrics, what is learned besides the model, the weight of the KL."""
     for places, config in each_choice():
-        dense = has_step_rewards(config)
-        clean, made = (train(config, monkeypatch, dense=dense, change=change) for change in (unchanged, poisoned))
-        assert all(bool(gradient.isfinite().all()) for gradient in clean.gradients), places
-        assert all(map(torch.equal, clean.gradients, made.gradients)), places
-        assert repr(clean.metrics) == repr(made.metrics), places
-        assert clean.learned == made.learned and clean.beta == made.beta, places
-        mask = clean.batch["completion_mask"].values
-        for name in {"advantages", "returns"} & clean.batch.keys():
-            assert torch.equal(clean.batch[name].values[mask], made.batch[name].values[mask]), places
+        whole, made = clean[places], train(config, monkeypatch, dense=has_step_rewards(config), change=poisoned)
+        assert all(bool(gradient.isfinite().all()) for gradient in whole.gradients), places
+        assert all(map(torch.equal, whole.gradients, made.gradients)), places
+        assert repr(whole.metrics) == repr(made.metrics), places
+        assert whole.learned == made.learned and whole.beta == made.beta, places
+        mask = whole.batch["completion_mask"].values
+        for name in {"advantages", "returns"} & whole.batch.keys():
+            assert torch.equal(whole.batch[name].values[mask], made.batch[name].values[mask]), places
 
 
 # ------------------------------------------------------------------------------- one sample, or one for each turn
@@ -129,14 +143,15 @@ def cut_at_holes(batch: Batch) -> Batch:
     return Batch(columns)
 
 
-def test_a_trajectory_teaches_the_same_as_one_sample_and_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trajectory_teaches_the_same_as_one_sample_and_as_several(
+    clean: dict[tuple[str, ...], Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With every estimator, loss, correction and KL that does not say that it is about a sample."""
     num_tried = 0
     for places, config in each_choice():
         if OF_SAMPLES & set(places):
             continue
-        dense = has_step_rewards(config)
-        whole, cut = (train(config, monkeypatch, dense=dense, change=change) for change in (unchanged, cut_at_holes))
+        whole, cut = clean[places], train(config, monkeypatch, dense=has_step_rewards(config), change=cut_at_holes)
         assert cut.batch.num_samples > 1.5 * whole.batch.num_samples, places
         for mine, theirs in zip(cut.gradients, whole.gradients, strict=True):
             assert float((mine - theirs).abs().max()) <= TOLERANCE * max(float(theirs.abs().max()), 1e-2), places

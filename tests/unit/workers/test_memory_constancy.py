@@ -1,4 +1,4 @@
-"""Two hundred cycles leave memory as it was: every resident to the byte, and what the process holds in all."""
+"""A hundred cycles leave memory as it was: every resident to the byte, and what the process holds in all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sleeping_engine import sleeping_engine
 
 pytestmark = pytest.mark.slow
 
-NUM_CYCLES = 200
+NUM_CYCLES, EVERY = 100, 5  # memory is read after so many
 # Residents of some hundred kB, so that a copy of one that is left in every cycle is seen beside what Python does.
 SHAPE = {"hidden_size": 64, "intermediate_size": 128}
 
@@ -49,7 +49,7 @@ def test_bytes_are_constant_and_memory_is_flat(tmp_path: Path) -> None:
 
         def each(found: dict[str, int]) -> None:
             sizes.append(found)
-            if len(sizes) % 10 == 0:
+            if len(sizes) % EVERY == 0:
                 gc.collect()
                 held.append(held_bytes())
 
@@ -57,7 +57,7 @@ def test_bytes_are_constant_and_memory_is_flat(tmp_path: Path) -> None:
         assert sizes == [sizes[0]] * NUM_CYCLES
         smallest = min(sizes[0].values())
         assert smallest > 50_000
-        assert abs(slope(held)) / 10 < 0.02 * smallest, held
+        assert abs(slope(held)) / EVERY < 0.04 * smallest, held
         arena = worker._memory._arena.slot_bytes()
         assert set(arena) == {"actor", "optimizer", "reference", "critic", "critic_optimizer", "reward_models"}
         trainer.step()  # and it still trains

@@ -13,7 +13,7 @@ def test_an_engine_in_a_process_of_its_own_is_refused():
     class Separate(RolloutConfig):
         placement = "separate"
 
-    setup = SimpleNamespace(config=SimpleNamespace(rollout=Separate(engine="far")))
+    setup = SimpleNamespace(config=SimpleNamespace(rollout=Separate(engine="far")), generates=True)
     with pytest.raises(ConfigError, match=r"rollout.engine=far runs in a separate process .* embedded or colocated"):
         rollout_side(setup, None, None)
 

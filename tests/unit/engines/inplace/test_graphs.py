@@ -32,8 +32,21 @@ def plain_samples(family="qwen2", requests=None, perturb=False, **settings):
     return rig.run(requests or mixed_requests(), 2 if perturb else 1)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
-@pytest.mark.parametrize("settings", [{"max_num_seqs": 5}, {"max_num_batched_tokens": 7}], ids=str)
+FEW_SEQUENCES, SHORT_PASSES = {"max_num_seqs": 5}, {"max_num_batched_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2", FEW_SEQUENCES),
+        pytest.param("qwen2", SHORT_PASSES, marks=pytest.mark.sweep),
+        pytest.param("mistral", FEW_SEQUENCES, marks=pytest.mark.sweep),
+        ("mistral", SHORT_PASSES),
+        pytest.param("gemma2", FEW_SEQUENCES, marks=pytest.mark.sweep),
+        ("gemma2", SHORT_PASSES),
+    ],
+    ids=str,
+)
 def test_graphs_and_what_runs_beside_them_give_the_samples_of_plain_passes(family, settings, monkeypatch):
     """Mixed passes, ever other sizes, chunked prompts, greedy and truncated samples among them."""
     expected = plain_samples(family, **settings)
