@@ -215,7 +215,9 @@ def test_the_weights_of_a_dead_worker_are_let_go(make_trainer, monkeypatch, mode
 
 
 @pytest.mark.parametrize(
-    ("method", "saved"), [("rollout", 1), ("update", 2), ("begin_save", 2), ("evaluate", 2)], ids=lambda value: str(value)
+    ("method", "saved"),
+    [("rollout", 1), ("update", 2), ("begin_save", 2), ("evaluate", 2)],
+    ids=lambda value: str(value),
 )
 def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
     make_trainer, records, monkeypatch, tmp_path: Path, method: str, saved: int
