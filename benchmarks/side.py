@@ -25,8 +25,9 @@ from benchmarks.workload import Work
 class Job:
     """The task of a side. folder: of the model; output: a folder for the library's files; micro_batch: TRL's, in
     completions; tokens_per_micro_batch: ours; generation: TRL's, `padded` or `continuous`; num_turns: of an agent;
-    beta: of the KL against the reference; lora: arguments of peft's LoraConfig, None = all weights are trained; keys:
-    ours, besides those that both sides have."""
+    beta: of the KL against the reference; lora: arguments of peft's LoraConfig, None = all weights are trained;
+    save_steps: steps between checkpoints, of which TRL keeps one, None = none; keys: ours, besides those that both
+    sides have."""
 
     work: Work
     folder: str
@@ -42,6 +43,7 @@ class Job:
     dtype: str = "float32"
     beta: float = 0.0
     lora: dict[str, Any] | None = None
+    save_steps: int | None = None
     keys: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

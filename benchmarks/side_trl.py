@@ -25,6 +25,9 @@ class TimedTrainer(GRPOTrainer):
     def _generate_single_turn(self, *arguments: Any) -> Any:
         return measured(self.seconds, "generation", super()._generate_single_turn, *arguments)
 
+    def _save_checkpoint(self, *arguments: Any) -> None:
+        measured(self.seconds, "save", super()._save_checkpoint, *arguments)
+
     def _prepare_inputs(self, *arguments: Any) -> Any:
         return measured(self.seconds, "prepare", super()._prepare_inputs, *arguments)
 
@@ -78,7 +81,8 @@ class Turns(TrainerCallback):
     def between_steps(self) -> None:
         """Answer the last step and wait for the next."""
         if self._answer is not None:
-            self._driver.send(**self._answer, peak_rss_bytes=peak_rss_bytes())
+            saved = {"save_seconds": self._seconds.get("save", 0.0)}
+            self._driver.send(**self._answer, **saved, peak_rss_bytes=peak_rss_bytes())
             self._answer = None
         self._driver.serve(self._model)
 
@@ -141,7 +145,9 @@ def _settings(job: Job, work: Work) -> GRPOConfig:
         use_transformers_continuous_batching=is_continuous,
         transformers_continuous_batching_config=continuous_batching(work) if is_continuous else None,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="no" if job.save_steps is None else "steps",
+        save_steps=job.save_steps or 500,
+        save_total_limit=1,
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,

@@ -10,6 +10,7 @@ from hybrid_rl.process.importing import told
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
     from hybrid_rl.evaluation.evaluations import Evaluation
+    from hybrid_rl.process.stopping import RunStopped
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
     from hybrid_rl.run.checkpoints import evaluate_checkpoint
@@ -22,6 +23,7 @@ __all__ = [
     "Callback",
     "Evaluation",
     "Generation",
+    "RunStopped",
     "StepResult",
     "Trainer",
     "TrainerConfig",
@@ -34,6 +36,7 @@ _HOMES = {
     "Callback": "hybrid_rl.run.callbacks",
     "Evaluation": "hybrid_rl.evaluation.evaluations",
     "Generation": "hybrid_rl.rollout.generations",
+    "RunStopped": "hybrid_rl.process.stopping",
     "StepResult": "hybrid_rl.run.results",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",

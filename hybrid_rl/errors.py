@@ -19,6 +19,10 @@ class ConfigError(HybridRLError, ValueError):
     """A configuration key or value cannot be used."""
 
 
+class NoRoomError(ConfigError):
+    """The machines of a cluster have no room for the ranks, now."""
+
+
 class DataError(HybridRLError, ValueError):
     """A dataset, prompt or batch column is unusable."""
 

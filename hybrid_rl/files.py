@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# What takes the tensors of a file, with its path and metadata, in place of the disk. They are its own, on the CPU.
+Sink = Callable[["dict[str, Tensor]", Path, Mapping[str, str]], None]
 
 BLOCK_BYTES = 16 * 2**20
 MAX_THREADS = 8

@@ -129,16 +129,32 @@ class FolderLock:
         was deleted, perhaps with the folder, is made again."""
         if self._is_released.is_set() or self._is_ours():
             return
+        found: int | None = None
         if self._path.exists():
-            raise HybridRLError(
-                f"{self.folder} was taken over by {_owner_in(self._path) or 'another process'}: this run must not "
-                "write there any more; end one of the two (trainer.save(another folder) keeps the weights of this one)"
-            )
-        if self.folder.is_dir():
+            found = self._taken_back()
+            if found is None:
+                raise HybridRLError(
+                    f"{self.folder} was taken over by {_owner_in(self._path) or 'another process'}: this run must not "
+                    "write there any more; end one of the two (trainer.save(another folder) keeps the weights of this "
+                    "one)"
+                )
+        elif self.folder.is_dir():
             found = self._acquire()
+        if found is not None:
             with self._guard:
                 os.close(self._descriptor)
                 self._descriptor = found
+
+    def _taken_back(self) -> int | None:
+        """Return the file, locked, of a folder that was away for a while (a disk that was not mounted) and still has
+        our name; None if somebody else has the folder. Raises OSError."""
+        if _owner_in(self._path) != self._owner:
+            return None
+        descriptor = os.open(self._path, os.O_RDWR)
+        if _lock(descriptor) and _is_at(descriptor, self._path):
+            return descriptor
+        os.close(descriptor)
+        return None
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -35,15 +35,16 @@ from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.lasting import Lasting
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.missing import explained
-from hybrid_rl.run.others import bring_back, make_way, warn_of_training
+from hybrid_rl.run.others import bring_back, make_way, steps_of, warn_of_training
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
+from hybrid_rl.run.restarts import Restarts, check_restarts
 from hybrid_rl.run.results import Metrics, StepResult, readable
-from hybrid_rl.run.saving import Saving
 from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
@@ -51,7 +52,7 @@ from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explain
 logger = logging.getLogger("hybrid_rl")
 
 
-class Trainer(Saving):
+class Trainer(Lasting):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place. Of a
@@ -116,13 +117,14 @@ class Trainer(Saving):
 
     def _start(self, run: Run, closing: contextlib.ExitStack) -> None:
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
+        check_restarts(run.config, is_in_place=run.module is not None)
         make_way(run.config, folder)
         warn_of_training(run.module, is_resumed=run.resume is not None)
         self._run, self.module = run, run.module
         self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
-        self._sampler = make_sampler(run)
+        self._sampler, self._restarts = make_sampler(run), Restarts(run.config.max_restarts)
+        self._begun_at = self._sampler.state_dict(), steps_of(run.module)
         self._first_length = run.config.rollout.max_completion_length
-        self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
         self._signal_watch, self._last_metrics = SignalWatch(run.config, is_chat=run.is_chat), Metrics()
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
@@ -131,19 +133,29 @@ class Trainer(Saving):
             self._log.display.message(note)
         if run.memory.offload:
             self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
+        self._workers = closing.enter_context(contextlib.ExitStack())
+        self._begin(run)
+        self._enter()
+
+    def _begin(self, run: Run) -> None:
+        put: Any = object.__setattr__  # what users cannot set, at a restart
         with starting(self._log.display, run.config, self.run_folder):
-            self.policy = start_workers(run, self._log.path, closing)
-            self.collector = make_collector(run, self.policy, self._sampler)
+            put(self, "policy", start_workers(run, self.run_folder, self._workers))
+            self._workers.callback(self._finish_save)
+            put(self, "collector", make_collector(run, self.policy, self._sampler))
             self._timeline = Timeline(self.policy, self.run_folder)
             self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan, self._timeline.phase)
             self._best = BestStep(run.config.eval, self.run_folder)
+            self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
             if run.resume is not None:
                 self._restore(run.resume)
+            else:
+                self._global_step = self._num_tokens = 0
+                self._sampler.load_state_dict(self._begun_at[0])
             self._guard = StepGuard(self._sampler)
             self._handoff = largest(self.policy.update_weights(self.global_step))
         self._policy_version = self.global_step
         self._has_begun = self._log.begin(self.global_step)
-        self._enter()
 
     @property
     def train_dataset(self) -> PromptSampler:
@@ -160,24 +172,34 @@ class Trainer(Saving):
 
         Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
         KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, call
-        trainer.stop() in a callback.
+        trainer.stop() in a callback. Signals and save_before end it in the same way, if they are to be listened to
+        (enable_jit_checkpoint), and RunStopped is raised, with which a script ends with status 75.
+
+        If ranks are lost, it goes on from the last checkpoint as often as max_restarts says.
         """
         self._require_idle("call fit()")
-        begun, last = self.global_step, self._length_for(steps)
+        last = self._length_for(steps)
         self._is_stopping = steps is None and self._stops_at_once()
-        with self._working("fit()"), self._run_shown():
-            self._evaluate_at_start()
-            while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
-                self.step()
-            if self._save_due:
-                self._save_now(final=True)
-            elif steps is None and self.global_step > begun:
-                self._keep_last_step()
-            if steps is None:
-                self._load_best()
+        with self._stoppable(), self._working("fit()"), self._run_shown():
+            self._unbroken(partial(self._train, None if steps is None else last, self.global_step))
         return self._last_metrics
 
     train = fit  # its name in TRL and transformers
+
+    def _train(self, last: int | None, begun: int) -> None:
+        """Train to a step, or (None) to the end of the run, and do what is due then. begun: the step before."""
+        self._stop.check()
+        self._evaluate_at_start()
+        while self.global_step < (self.max_steps if last is None else last) and not self._is_stopping:
+            self._stop.check()
+            self.step()
+        self._wait_for_save()
+        if self._save_due:
+            self._save_now(final=True)
+        elif last is None and self.global_step > begun:
+            self._keep_last_step()
+        if last is None:
+            self._load_best()
 
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
@@ -195,6 +217,7 @@ class Trainer(Saving):
         if self.global_step >= self.max_steps:
             raise ConfigError(self._nothing_to_do())
         self._follow()
+        self._look_at_save()
         start, step, phase = now(), self.global_step + 1, self._timeline.phase
         self.policy.label = f"training step {step}"
         with self._working("step()"), self._guard.step(), self._timeline.step(step):
@@ -238,6 +261,8 @@ class Trainer(Saving):
 
     def _end_run(self, failure: BaseException) -> None:
         """Raise the error that ended a run, after saving the last complete step if that step is sound."""
+        if self._stop.reason:
+            self._end_stopped(failure)
         if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)):
             self._keep_last_step()
         if isinstance(failure, KeyboardInterrupt):
@@ -274,6 +299,9 @@ class Trainer(Saving):
         metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
         metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch, **self._set_metrics}
+        metrics |= self._save_metrics()
+        if self.config.max_restarts:
+            metrics["restarts"] = float(self._restarts.number)
         result = StepResult(readable(batch, self._run), Metrics(with_logged(metrics, collected.logged)))
         diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
         self._signal_watch.look(step, result.metrics)
@@ -294,7 +322,7 @@ class Trainer(Saving):
             lambda: self._note_best(metrics),
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
-            lambda: self._save_now(final=False) if self._save_due else None,
+            self._save_if_due,
             lambda: self._best.write() if is_evaluated else None,
             lambda: self._pictures.look(step, metrics),
         )
@@ -378,8 +406,9 @@ class Trainer(Saving):
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
-        self._carry_on(state)
-        self._log.announce_resume(state)
+        if not self._is_made:  # at a restart, what was set on the live Trainer stays as it is
+            self._carry_on(state)
+            self._log.announce_resume(state)
         self.policy.load(checkpoint.resolve())
         try:
             self._sampler.load_state_dict(state["sampler"])

@@ -40,7 +40,7 @@ KEYS: dict[str, Any] = {
 }
 # What a run's own clock, machine and history decide; everything else that it logs must be the same.
 BY_CHANCE = (
-    *("time", "step_time", "timing/*", "perf/*", "memory/*", "handoff/seconds", "engine/seconds_won", "host/*"),
+    *("time", "step_time", "timing/*", "perf/*", "memory/*", "handoff/seconds", "host/*"),
     *("elapsed*", "*seconds*"),
 )
 # A process lives for this share of the whole run at most: its first step takes longest, and some two kills come before

@@ -7,6 +7,7 @@ file appears whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -44,7 +45,8 @@ def save_batch(path: Path, batch: Batch) -> None:
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write {path}: {error}; free space or choose another folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that is read-only by now
+            temporary.unlink(missing_ok=True)
 
 
 def load_batch(path: Path) -> Batch:

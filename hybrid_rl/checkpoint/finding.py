@@ -16,6 +16,7 @@ from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import CheckpointError, StorageError
 from hybrid_rl.files import set_aside
 from hybrid_rl.owners import Owner
+from hybrid_rl.resharding.folders import sync
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -27,6 +28,15 @@ _LEFT = re.compile(r"\.(.+?)\.(\d+|\d+-\d+-\d+-[0-9A-Za-z_.]+-.*)\.(old|tmp)")
 def hidden_name(folder: Path, kind: str) -> Path:
     """Return the path of a checkpoint that this process is writing ("tmp"), or of one that it is replacing ("old")."""
     return folder.with_name(f".{folder.name}.{Owner.here().token}.{kind}")
+
+
+def sync_records(run: Path) -> None:
+    """Wait until the records of a run folder are on the disk: after a loss of power a checkpoint must not be there
+    without those of its steps. Any other folder is left alone, and a disk that fails has been told of."""
+    if (run / "metrics.jsonl").is_file():
+        for path in run.glob("*.jsonl"):
+            with contextlib.suppress(OSError):
+                sync(path)
 
 
 def clear_up(run: Path, *, is_ours: bool = False) -> None:
@@ -137,7 +147,7 @@ def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None, *
         try:
             read_state(found)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. {_newest_intact(found)}") from error
+            found = _intact_before(found, error)
     _tell_of_siblings(run, found)
     return found
 
@@ -164,19 +174,34 @@ def _written(checkpoint: Path) -> int:
     return (checkpoint / STATE_FILE).stat().st_mtime_ns
 
 
-def check_resumed(checkpoint: Path, *, is_auto: bool) -> None:
-    """Call `check_checkpoint`; if only the newest checkpoint of a run is damaged, the error names the one to use.
-    Raises CheckpointError."""
+def check_resumed(checkpoint: Path, *, is_auto: bool) -> Path:
+    """Call `check_checkpoint`, and return the checkpoint to resume: if the newest one of a run is damaged, the newest
+    that is intact, with a warning. One that the user has named is not replaced. Raises CheckpointError."""
     try:
         check_checkpoint(checkpoint)
     except CheckpointError as error:
         if not is_auto:
             raise
-        raise CheckpointError(f"{error}. {_newest_intact(checkpoint)}") from error
+        return _intact_before(checkpoint, error)
+    return checkpoint
 
 
-def _newest_intact(damaged: Path) -> str:
-    """Return a sentence that says what to resume instead of a damaged checkpoint."""
+def _intact_before(damaged: Path, error: CheckpointError) -> Path:
+    """Return the newest checkpoint of a run that is intact, and say so. Raises CheckpointError if there is none: a run
+    that begins again by itself would lose what can perhaps be repaired."""
+    found = _newest_intact(damaged)
+    if found is None:
+        raise CheckpointError(f"{error}. No other checkpoint of {damaged.parent} is known to be intact") from error
+    logger.warning(
+        "resume=auto: going on from %s, the newest checkpoint that is intact, because %s. The damaged one is kept: the "
+        "first step renames it",
+        *(found, str(error).partition(". Use another checkpoint")[0]),
+    )
+    return found
+
+
+def _newest_intact(damaged: Path) -> Path | None:
+    """Return what to resume instead of a damaged checkpoint; None if nothing is known to be intact."""
     for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True):
         if path == damaged or not (path / MANIFEST_FILE).is_file():
             continue
@@ -185,5 +210,5 @@ def _newest_intact(damaged: Path) -> str:
             check_checkpoint(path)
         except CheckpointError:
             continue
-        return f"The newest intact one is resume={str(path)!r}"
-    return f"No other checkpoint of {damaged.parent} is known to be intact"
+        return path
+    return None

@@ -32,6 +32,18 @@ def check_checkpoint(folder: Path) -> None:
     _check(folder, files, files)
 
 
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder has every file of its manifest at the size that was written. Nothing is read but the
+    manifest."""
+    try:
+        files = _read(folder)
+    except CheckpointError:
+        return False
+    return files is not None and all(
+        content.problem_of(folder / name, is_read=False) is None for name, content in files.items()
+    )
+
+
 def check_model_texts(folder: Path) -> None:
     """Raise CheckpointError if the config or tokenizer of a model is damaged. This is cheap, and done before they are
     read; `check_model` checks the rest."""

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_rl.checkpoint.finding import clear_up, hidden_name
+from hybrid_rl.checkpoint.background import BackgroundWrite
+from hybrid_rl.checkpoint.finding import clear_up, hidden_name, sync_records
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, check_name, split
+from hybrid_rl.checkpoint.snapshot import Room, SaveModel, Snapshot, missing_room
 from hybrid_rl.controller.failures import is_disconnect
 from hybrid_rl.errors import CheckpointError, PeerFailedError
-from hybrid_rl.resharding.folders import Content, agreed, put_in_place, replacing, write_manifest, write_part
+from hybrid_rl.resharding.folders import (
+    Content,
+    agreed,
+    put_in_place,
+    replacing,
+    require_shared,
+    write_manifest,
+    write_part,
+)
 
 
 def write_checkpoint(
@@ -69,29 +80,81 @@ def _write(
         if state is not None:
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=2))
         write_manifest(temporary, known)
+        sync_records(folder.parent)
         put_in_place(folder, temporary, replaced)
 
     agree = functools.partial(agreed, gather, is_of_peer=is_disconnect)
+    with _explained(what, folder), replacing(folder, temporary, replaced, is_leader=is_leader):
+        common = Path(agree(lambda: _begin(folder, temporary, optimizers, state) if is_leader else None)[0])
+        agree(lambda: save_model(common))
+        known: dict[str, Content] = {}
+        for part, its in optimizers.items():
+            write = functools.partial(_write_optimizer, common, Path(part) / OPTIMIZER_FOLDER, its, rank)
+            for contents in agree(write):
+                known |= contents
+        agree(lambda: complete(known) if is_leader else None)
+
+
+def begin_checkpoint(
+    folder: Path,
+    save_model: SaveModel,
+    optimizer: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *,
+    parts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    model_bytes: int = 0,
+    rank: int = 0,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
+) -> BackgroundWrite | Room:
+    """Take a snapshot of what `write_checkpoint` would write, and begin to write it while training goes on.
+
+    Every rank calls it. model_bytes: of the models' files that this rank writes. Returns the writing; instead, if the
+    memory of a host cannot hold the snapshots of its ranks, what it would take there, and nothing has happened then.
+
+    Raises as `write_checkpoint` for what goes wrong so far.
+    """
+    optimizers, temporary = {"": optimizer, **parts}, hidden_name(folder, "tmp")
+    agree = functools.partial(agreed, gather, is_of_peer=is_disconnect)
+    with _explained("checkpoint", folder):
+        missing = missing_room(agree(lambda: Room.of(model_bytes, optimizers, rank)))
+        if missing is not None:
+            return missing
+        try:
+            common = Path(agree(lambda: _begin(folder, temporary, (), state) if rank == 0 else None)[0])
+            require_shared(common, rank)
+            snapshot = Snapshot()
+
+            def take() -> str:
+                nonlocal snapshot
+                snapshot = Snapshot.take(save_model, optimizers, rank)
+                return json.dumps(state, indent=2) if rank == 0 else ""
+
+            text = agree(take)[0]
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return BackgroundWrite(folder, common, snapshot, text, rank=rank, num_ranks=len(gather(None)))
+
+
+@contextlib.contextmanager
+def _explained(what: str, folder: Path) -> Iterator[None]:
     try:
-        with replacing(folder, temporary, replaced, is_leader=is_leader):
-            common = Path(agree(lambda: _begin(folder, temporary, optimizers, state) if is_leader else None)[0])
-            agree(lambda: save_model(common))
-            known: dict[str, Content] = {}
-            for part, its in optimizers.items():
-                write = functools.partial(_write_optimizer, common, Path(part) / OPTIMIZER_FOLDER, its, rank)
-                for contents in agree(write):
-                    known |= contents
-            agree(lambda: complete(known) if is_leader else None)
+        yield
     except (CheckpointError, PeerFailedError):
         raise
     except Exception as error:  # safetensors wraps I/O errors in its own types
         if is_disconnect(error):
             # The controller knows which rank ended; what to do about a full disk would be misleading.
             raise PeerFailedError(f"another rank is gone, so {what} {folder} was not written") from error
-        raise CheckpointError(
-            f"cannot write {what} {folder}: {error}; earlier checkpoints are untouched. Free space or choose another "
-            "folder"
-        ) from error
+        raise CheckpointError(failure(folder, error, what)) from error
+
+
+def failure(folder: Path, error: object, what: str = "checkpoint") -> str:
+    """Say that a checkpoint could not be written."""
+    return (
+        f"cannot write {what} {folder}: {error}; earlier checkpoints are untouched. Free space or choose another folder"
+    )
 
 
 def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[str, Any] | None) -> str:

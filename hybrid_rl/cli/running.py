@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.process.stopping import own_process
 
 INTERRUPTED = 130  # the shell's convention for Ctrl-C
 WRONG_USAGE = 2
@@ -88,10 +89,12 @@ def say_lookup(model: str | None) -> None:
 def run_recipe(run: Callable[[list[str]], None]) -> None:
     """Run a recipe on the `key=value` arguments of the command line and exit.
 
-    The library's own errors are printed as one message without a traceback (status 1); Ctrl-C gives status 130.
+    The library's own errors are printed as one message without a traceback (status 1); Ctrl-C gives status 130. A stop
+    by a signal or by save_before gives status 75 (`RunStopped`).
     """
     try:
-        run(sys.argv[1:])
+        with own_process():
+            run(sys.argv[1:])
     except HybridRLError as error:
         say_error(error)
         sys.exit(1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_rl.cli.settings import Settings, take
 from hybrid_rl.data.gym import is_gym
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.process.stopping import own_process
 
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
@@ -34,6 +35,8 @@ def train(settings: Settings = None) -> None:
           data.train_path=train.jsonl reward=math_reward
       hybrid-rl train config=run.yaml reward=mine.py:score max_steps=10
       hybrid-rl train config=run.yaml resume=auto run_name=first
+
+    Status 75: it was stopped by a signal or by save_before, and the same command goes on with resume=auto.
     """
     from hybrid_rl.config import load_config
 
@@ -65,7 +68,7 @@ def train_own(config: TrainerConfig, rewards: Sequence[str]) -> None:
     # Imported here, after what can be refused without it.
     from hybrid_rl import Trainer
 
-    with Trainer(reward_funcs=functions or None, config=config) as trainer:
+    with own_process(), Trainer(reward_funcs=functions or None, config=config) as trainer:
         trainer.fit()
 
 

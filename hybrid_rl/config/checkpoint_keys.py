@@ -17,3 +17,8 @@ class CheckpointConfig:
         "None = all",
         minimum=1,
     )
+    async_save: bool = key(
+        True,
+        "write the checkpoints of save_steps while training goes on, from a copy in host memory; if that does not fit "
+        "there, training waits for the disk",
+    )

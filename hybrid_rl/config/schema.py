@@ -21,6 +21,7 @@ from hybrid_rl.config.buffer_keys import BufferConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.eval_keys import EvalConfig
+from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
@@ -404,7 +405,7 @@ class RayControllerConfig(ControllerConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class TrainerConfig(LoggingKeys, Shown):
+class TrainerConfig(LoggingKeys, LastingKeys, Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(

@@ -19,6 +19,7 @@ from hybrid_rl.config.algorithm import (
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
+from hybrid_rl.config.lasting_keys import check_lasting
 from hybrid_rl.config.rollout_ranks import with_rollout_ranks
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.sizes import memory_bytes
@@ -51,6 +52,7 @@ def resolve(
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, rollout_ranks(config) or _number_of(config))
     _check_mode(config)
+    check_lasting(config, config.save_steps)
     _check_memory(config)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
@@ -280,6 +282,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield "save_rollouts", "mode=train makes no rollouts"
     else:
         yield "rollouts_path", f"mode={mode} makes its own rollouts"
+    if mode == "rollout":
+        yield from ((name, "mode=rollout trains nothing to save") for name in ("save_before", "enable_jit_checkpoint"))
     if not config.rollout.is_packed:
         yield "model.attention", f"rollout.engine={engine} runs the attention that the model's own config names"
     if not needs_reference(config):
@@ -303,7 +307,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield "eval.early_stopping_threshold", "set early_stopping_patience"
     if config.save_steps is None:
         yield "eval.load_best_model_at_end", "no checkpoint is written; set save_steps"
-        yield "checkpoints.save_total_limit", "it counts the checkpoints of save_steps, and none is set"
+        for name in ("save_total_limit", "async_save"):
+            yield f"checkpoints.{name}", "it is about the checkpoints of save_steps, and none is set"
 
 
 def num_training_steps(config: TrainerConfig, num_prompts: int | None) -> int:

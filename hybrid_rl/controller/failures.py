@@ -20,6 +20,7 @@ LOG_TAIL_LINES = 15
 LOG_READ_LINES = 200
 # How faulthandler begins; the thread that crashed follows, and then all others.
 CRASH = "Fatal Python error"
+OF_RANKS = "_is_of_ranks"  # the attribute of an error with which a call on ranks ended
 COLLECTIVE_ERRORS = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 # gloo raises plain RuntimeErrors.
 COLLECTIVE_WORDS = ("gloo", "connection closed by peer", "connection reset", "broken pipe", "socket timeout", "nccl")
@@ -64,6 +65,20 @@ def failure_of(error: BaseException) -> Failure:
         is_disconnected=is_disconnected,
         is_interrupt=isinstance(error, KeyboardInterrupt),
     )
+
+
+def note_of_ranks(error: BaseException) -> BaseException:
+    """Note in an error that a call on ranks ended with it, and return it."""
+    vars(error)[OF_RANKS] = True
+    return error
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether a call on ranks ended with this error, or with one that it comes from."""
+    found: BaseException | None = error
+    while found is not None and not vars(found).get(OF_RANKS):
+        found = found.__cause__
+    return found is not None
 
 
 def is_disconnect(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from hybrid_rl.controller.dispatch import Worker, dispatch_of
 from hybrid_rl.controller.exchange import Parts, collect
+from hybrid_rl.controller.failures import note_of_ranks
 from hybrid_rl.controller.ranks import CPU, RankContext
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import deferred_interrupt
@@ -54,6 +55,7 @@ class LocalBackend:
                 answer = getattr(self._worker, name)(*args)
         except Exception as error:
             error.add_note(f"in {self.role}.{name}() on rank 0 of 1{self.label and f', {self.label}'}")
+            note_of_ranks(error)
             raise
         return collect(name, record, Parts([args]), self._context.mesh, {0: answer})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import NoRoomError
 
 LOOPBACK = "127.0.0.1"
 # Ray then assigns GPUs, but leaves CUDA_VISIBLE_DEVICES alone (ray/_private/accelerators/nvidia_gpu.py).
@@ -69,12 +69,12 @@ def bundle_of(options: RayOptions) -> dict[str, float]:
 
 
 def check_room(num_ranks: int, bundle: Mapping[str, float], nodes: Sequence[Node]) -> None:
-    """Raise ConfigError if the nodes, with nothing running on them, have no room for so many bundles."""
+    """Raise NoRoomError if the nodes, with nothing running on them, have no room for so many bundles."""
     room = sum(_bundles_that_fit(bundle, node.resources) for node in nodes)
     if room < num_ranks:
         has = "; ".join(f"{node.address}: {_amounts(node.resources, bundle)}" for node in nodes) or "no node"
         advice = "use num_ranks=auto for a rank per GPU, or device=cpu for ranks on CPU cores"
-        raise ConfigError(
+        raise NoRoomError(
             f"{num_ranks} ranks of {_amounts(bundle, bundle)} each do not fit into the cluster, which has room for "
             f"{room} ({has}); {advice if 'GPU' in bundle else 'ask for fewer ranks, less per rank, or add nodes'}"
         )

@@ -23,7 +23,7 @@ from hybrid_rl.controller.failures import cluster_ended, failure_of, process_end
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
 from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, is_running
 from hybrid_rl.controller.server import Health, Outcome, RankServer
-from hybrid_rl.errors import ConfigError, HybridRLError, WorkerError
+from hybrid_rl.errors import ConfigError, HybridRLError, NoRoomError, WorkerError
 from hybrid_rl.process.cores import own_cores
 from hybrid_rl.process.environment import environment_kept
 
@@ -227,7 +227,7 @@ class RayActors:
         placement.check_room(num_ranks, bundle, nodes)
         self._group = placement_group([bundle] * num_ranks, strategy=options.placement.upper())
         if not self._group.wait(timeout_seconds=options.start_seconds):
-            raise ConfigError(
+            raise NoRoomError(
                 f"the cluster had no room for {num_ranks} {role} ranks within {options.start_seconds:g} s because "
                 f"other jobs use it; {ray.available_resources()} is free"
             )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hybrid_rl.controller.dispatch import Worker, dispatch_of
 from hybrid_rl.controller.exchange import Arguments, Splitter, answering, collect, cut
-from hybrid_rl.controller.failures import Site, summary_of
+from hybrid_rl.controller.failures import Site, note_of_ranks, summary_of
 from hybrid_rl.controller.mesh import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ranks import RankContext
@@ -85,8 +85,9 @@ class RemoteBackend:
             # Imports and weights take time: the limit for starting applies if it is the longer one.
             patient = replace(options, watchdog_seconds=max(options.watchdog_seconds, options.start_seconds))
             supervise(ranks, self._site, call_id, "the start of its worker", patient)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            note_of_ranks(error)
             raise
 
     @property
@@ -103,10 +104,11 @@ class RemoteBackend:
         if not self._end.alive:
             raise RuntimeError(f"the {self.role} workers are closed; make a new Trainer")
         if self._ranks.is_dead:
-            raise WorkerError(
+            ended = WorkerError(
                 f"the {self.role} workers have ended after: {self._reason}; make a new Trainer (resume= continues "
                 f"from a checkpoint)"
             )
+            raise note_of_ranks(ended)
         parts = cut(name, record, args, self._mesh.num_data_ranks, self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
         packed, answering_ranks = self._pack(name, parts.arguments), set(answering(record, self._mesh))
@@ -123,6 +125,7 @@ class RemoteBackend:
                 values = supervise(self._ranks, self._site, call_id, doing, self._options)
         except BaseException as error:
             self._reason = summary_of(error)
+            note_of_ranks(error)
             raise
         answers = {rank: unpack(*values[rank]) for rank in answering_ranks}
         return collect(name, record, parts, self._mesh, answers, self._ranks.get)

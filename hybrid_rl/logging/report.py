@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.errors import ConfigError, HybridRLError, counted
 from hybrid_rl.logging import curves
 from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.metrics import finite
@@ -21,14 +22,18 @@ logger = logging.getLogger("hybrid_rl")
 LOGS = ("samples*.jsonl", "eval-samples*.jsonl", "timeline.jsonl")
 
 
+MAX_PENDING_BYTES = 2**28  # of records of one file that wait for the disk
+
+
 class JsonLines:
-    """A JSON-lines file that survives a full disk: records that cannot be written now are kept and written later, and a
-    record that was cut short is removed again."""
+    """A JSON-lines file that survives a disk that is full, read-only or gone: records that cannot be written now are
+    kept and written later, up to MAX_PENDING_BYTES, and a record that was cut short is removed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pending: list[str] = []
         self._warned = False
+        self._num_dropped = 0
         self._size = 0  # bytes in the file after the last record
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -55,31 +60,54 @@ class JsonLines:
         """Try to write the pending records; return whether none is left."""
         if not self._pending:
             return True
-        size = self.path.stat().st_size if self.path.exists() else 0
-        # Half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape.
-        data = "".join(self._pending).encode(errors="backslashreplace")
+        size, data = 0, b""
         try:
             with open(self.path, "ab", buffering=0) as file:
-                written = file.write(data)
-                if written != len(data):
-                    raise OSError(f"only {written} of {len(data)} bytes could be written")
+                size = os.fstat(file.fileno()).st_size
+                # Half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape.
+                data = "".join(self._pending).encode(errors="backslashreplace")
+                try:
+                    written = file.write(data)
+                    if written != len(data):
+                        raise OSError(f"only {written} of {len(data)} bytes could be written")
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(file.fileno(), size)
+                    raise
         except OSError as error:
-            self._take_back(size)
             if not self._warned:
-                text = "cannot write %s (%s): keeping its records in memory and trying again"
-                logger.warning(text, self.path, error, extra=AGAIN)
+                text = "cannot write %s (%s): keeping its records in memory, up to %d MiB, and trying again"
+                logger.warning(text, self.path, error, MAX_PENDING_BYTES // 2**20, extra=AGAIN)
             self._warned = True
+            self._drop_oldest()
             return False
         if self._warned:
-            kept = "nothing was lost" if size >= self._size else "its earlier records are gone: it was removed or cut"
-            logger.warning("%s is writable again; %s", self.path, kept, extra=AGAIN)
-        self._warned, self._size = False, size + len(data)
+            lost = []
+            if self._num_dropped:
+                lost.append(f"{counted(self._num_dropped, 'record')} did not fit into memory and were dropped")
+            if size < self._size:
+                lost.append("its earlier records are gone: it was removed or cut")
+            logger.warning(
+                "%s is writable again; %s", self.path, ", and ".join(lost) or "nothing was lost", extra=AGAIN
+            )
+        self._warned, self._num_dropped, self._size = False, 0, size + len(data)
         self._pending.clear()
         return True
 
-    def _take_back(self, size: int) -> None:
-        if self.path.exists() and self.path.stat().st_size > size:
-            os.truncate(self.path, size)
+    def _drop_oldest(self) -> None:
+        """Drop records until those that wait take no more memory than they may."""
+        sizes = [len(line) for line in self._pending]
+        excess, number = sum(sizes) - MAX_PENDING_BYTES, 0
+        while excess > 0:
+            excess, number = excess - sizes[number], number + 1
+        if number and not self._num_dropped:
+            logger.warning(
+                "%s cannot be written, and more than %d MiB of its records wait: the oldest are dropped from now on",
+                *(self.path, MAX_PENDING_BYTES // 2**20),
+                extra=AGAIN,
+            )
+        del self._pending[:number]
+        self._num_dropped += number
 
 
 def _json(value: Any) -> str:
@@ -114,7 +142,8 @@ class RunFolder:
             temporary.write_bytes(content)
             temporary.replace(target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a disk that is read-only by now
+                temporary.unlink(missing_ok=True)
             raise ConfigError(f"cannot write {target}: {error}") from error
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -57,6 +57,7 @@ class RunLog:
         self._yaml = to_yaml(config)
         self._run = _open_folder(config)
         self._lock = lock or FolderLock(self._run.path)
+        self._device = self._run.path.parent.stat().st_dev
         self._trackers: Trackers | None = None
         self.display = ProgressDisplay(max_steps, config.log_level)
         self._shown: list[dict[str, Any]] = []
@@ -76,6 +77,18 @@ class RunLog:
         self.display.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
         if changed := changes(state.get("config", {}), to_dict(self._config)):
             self.display.message(f"changed: {changed}")
+
+    @property
+    def is_taken_up(self) -> bool:
+        """Whether something was written to the folder by this run."""
+        return self._is_taken_up
+
+    def resume(self, checkpoint: Path | None) -> None:
+        """Go back to one of the folder's checkpoints, None for the beginning: `begin` comes again, and the first write
+        after it sets aside what is later."""
+        if self._trackers is not None:
+            self._trackers.close()
+        self._checkpoint, self._is_taken_up, self._run.is_continued = checkpoint, False, True
 
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
@@ -146,11 +159,12 @@ class RunLog:
     def check(self) -> None:
         """Raise HybridRLError if another run has taken the folder. A deleted folder is made again, with what a later
         `resume` needs; if the disk prevents that, it is a warning, not an error."""
-        problem: Exception | None = None
+        problem: Exception | str | None = self.missing_disk() or None
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock.check()
-        except OSError as error:
+            if problem is None:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock.check()
+        except OSError as error:  # StorageError too: a lock file that cannot be made again
             problem = error
         if problem is None and not (self.path / "config.yaml").exists():
             try:
@@ -158,8 +172,24 @@ class RunLog:
             except ConfigError as error:
                 problem = error
         if problem is not None and not self._has_warned:
-            logger.warning("%s, or a file in it, was deleted and cannot be written again: %s", self.path, problem)
-            self._has_warned = True
+            logger.warning(
+                "%s, or a file in it, is gone and cannot be written again: %s. Training goes on; what cannot be "
+                "written waits in memory",
+                *(self.path, problem),
+            )
+        self._has_warned = problem is not None
+
+    def missing_disk(self) -> str:
+        """Say that the disk of the run folder is not mounted, if so; "" otherwise. What is written to the empty folder
+        in its place would be out of sight once it is back."""
+        try:
+            if self.path.is_dir():
+                return ""
+            nearest = next(path for path in self.path.parents if path.is_dir())
+            is_other = nearest.stat().st_dev != self._device
+        except OSError:  # a network that is down: whoever writes is told
+            return ""
+        return f"the disk of {self.path.parent} is not mounted" if is_other else ""
 
     def change(self, config: TrainerConfig, notes: Sequence[str]) -> None:
         """Record another configuration, with a comment for each change that led to it."""

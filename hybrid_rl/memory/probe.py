@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -18,6 +21,32 @@ def measure() -> dict[str, int]:
         found["device_peak"] = torch.cuda.max_memory_allocated()
         found["device_free"] = torch.cuda.mem_get_info()[0]
     return found
+
+
+def available_host_bytes() -> int:
+    """Return the bytes that this machine can still provide, or the control group (version 2) of a container or job,
+    whichever is less."""
+    groups = _group_bytes(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return min([psutil.virtual_memory().available, *groups])
+
+
+def _group_bytes(root: Path, own: Path) -> Iterator[int]:
+    """Yield what each limited control group of this process, and those around it, can still give. Pages of files are
+    given back when memory is asked for."""
+    try:
+        name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return
+    group = root / name.strip("/")
+    for path in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+        try:
+            limit = (path / "memory.max").read_text().strip()
+            used = int((path / "memory.current").read_text())
+            stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit():
+            yield max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
 def free_device_bytes(device: torch.device) -> int | None:

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hybrid_rl.compat.transformers import custom_object_save, keys_not_saved
-from hybrid_rl.files import save_tensors
+from hybrid_rl.files import Sink, save_tensors
 from hybrid_rl.models.recipe import fp32_tensors
-from hybrid_rl.tensors.boxes import local_box
+from hybrid_rl.tensors.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
 
@@ -34,9 +34,11 @@ def save_weights(
     is_writer: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     changes: Mapping[str, LowRank] = MappingProxyType({}),
+    sink: Sink | None = None,
 ) -> None:
     """Write weights, config and generation config as `save_pretrained` writes a module of this dtype; makes the folder.
-    changes: of tensors, by their names in the module; added in float32 to what is written, and rounded once.
+    changes: of tensors, by their names in the module; added in float32 to what is written, and rounded once. sink:
+    takes the tensors of each file instead of having them written.
 
     Every rank of a sharded module calls it, one with is_writer. Parameters are gathered one after the other (those that
     a conversion takes together, together); the writer holds one file of at most max_shard_bytes besides them, others
@@ -54,12 +56,12 @@ def save_weights(
         failure: Exception | None = None
         for conversion in conversions:
             writes = is_writer and failure is None
-            gathered = {name: whole(*tensors[name], keep=writes) for _, name in conversion.parts}
+            gathered = {name: whole(*tensors[name], keep=writes, own=sink is not None) for _, name in conversion.parts}
             try:
                 if writes:
                     for name in gathered.keys() & changes.keys():
                         gathered[name] = _changed(gathered[name], changes[name])
-                    _write_complete(folder, split, pending, conversion.run(module, gathered.__getitem__))
+                    _write_complete(folder, split, pending, conversion.run(module, gathered.__getitem__), sink)
             except Exception as error:  # a full disk, no permission, a conversion
                 failure = error
                 pending.clear()
@@ -72,7 +74,11 @@ def save_weights(
 
 
 def _write_complete(
-    folder: Path, split: StateDictSplit, pending: dict[str, dict[str, Tensor]], tensors: dict[str, Tensor]
+    folder: Path,
+    split: StateDictSplit,
+    pending: dict[str, dict[str, Tensor]],
+    tensors: dict[str, Tensor],
+    sink: Sink | None,
 ) -> None:
     """Add tensors to the files that they belong to, and write each file once all of its tensors are there."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +86,7 @@ def _write_complete(
         file = split.tensor_to_filename[name]
         pending.setdefault(file, {})[name] = tensor.contiguous()
         if len(pending[file]) == len(split.filename_to_tensors[file]):
-            save_tensors(pending.pop(file), folder / file, {"format": "pt"})
+            (sink or save_tensors)(pending.pop(file), folder / file, {"format": "pt"})
 
 
 def _to_save(
@@ -110,12 +116,15 @@ def _changed(base: Tensor, change: LowRank) -> Tensor:
     return change.merged(base, local_box(base)).to(base.dtype)
 
 
-def whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
-    """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send."""
+def whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool, own: bool = False) -> Tensor:
+    """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send. own: if
+    it is kept, it is never the memory of the tensor itself, which training goes on to change."""
     found = tensor.detach().to(dtype)
     if isinstance(found, DTensor):
         found = found.full_tensor()
-    return found.cpu() if keep else found
+    found = found.cpu() if keep else found
+    is_same = own and keep and found.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr()
+    return found.clone() if is_same else found
 
 
 def _write_index(module: PreTrainedModel, folder: Path, split: StateDictSplit) -> None:

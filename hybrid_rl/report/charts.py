@@ -183,7 +183,7 @@ SECTIONS = (
             ),
             Chart(
                 "seconds won by holding",
-                ("engine/seconds_won",),
+                ("timing/won",),
                 "What the samples would have taken synchronously, less what the rollout took; an estimate.",
                 unit="seconds",
             ),

@@ -90,16 +90,21 @@ def write_part(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> dict[s
     Return the content of its file by name, nothing if it has no part. Raises CheckpointError if this rank does not see
     the folder, OSError, and errors of safetensors.
     """
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"rank {rank} on {socket.gethostname()} does not see {folder}, which rank 0 made; save to a file system "
-            f"that all nodes share"
-        )
+    require_shared(folder, rank)
     path = write_shards(folder, tensors, rank)
     if path is None:
         return {}
     sync(path)
     return {path.name: Content.of(path)}
+
+
+def require_shared(folder: Path, rank: int) -> None:
+    """Raise CheckpointError if this rank does not see a folder that rank 0 made."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} on {socket.gethostname()} does not see {folder}, which rank 0 made; save to a file system "
+            f"that all nodes share"
+        )
 
 
 @contextmanager
@@ -131,6 +136,8 @@ def write_manifest(folder: Path, known: Mapping[str, Content], **more: Any) -> N
     """Write the manifest of all files in a folder. known: those that others have read, by name in the folder. more:
     further entries, of types that JSON has."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if gone := known.keys() - found.keys():
+        raise FileNotFoundError(f"{folder / min(gone)} was deleted while the folder was written")
     files = {name: asdict(known.get(name) or Content.of(path)) for name, path in found.items()}
     manifest = {**more, "files": files, "digest": _digest(files)}
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid_rl.compat.transformers import str_to_torch_dtype
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.files import save_tensors
+from hybrid_rl.files import Sink, save_tensors
 from hybrid_rl.tensors.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -34,19 +34,29 @@ class _Part:
     dtype: torch.dtype
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> Path | None:
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int, sink: Sink | None = None) -> Path | None:
     """Write this rank's parts of tensors, sharded or plain (which rank 0 writes). Returns the file, if it has any.
 
-    Of several copies only one is written. The folder must exist and be the same for all ranks.
+    Of several copies only one is written. The folder must exist and be the same for all ranks. sink: takes the parts
+    instead of having them written.
     """
-    own = {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor, rank)}
+    own = own_parts(tensors, rank)
     parts = {name: local_tensor(tensor).contiguous() for name, tensor in own.items() if _holds_part(tensor)}
     if not parts:
         return None
     offsets = {name: {OFFSETS: [part.start for part in local_box(own[name])]} for name in parts}
     path = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-    save_tensors(parts, path, {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)})
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
+    if sink is None:
+        save_tensors(parts, path, metadata)
+    else:
+        sink({name: part.to("cpu", copy=True) for name, part in parts.items()}, path, metadata)
     return path
+
+
+def own_parts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Return the tensors of which this rank writes a part."""
+    return {name: tensor for name, tensor in tensors.items() if is_first_copy(tensor, rank)}
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -96,7 +96,7 @@ class Tally:
         """Return how full the engine was, and what holding has won."""
         won = [seconds for seconds in self._seconds_won if seconds is not None]
         is_known = won and len(won) == len(self._seconds_won)
-        return use_metrics(self._uses) | ({"engine/seconds_won": sum(won)} if is_known else {})
+        return use_metrics(self._uses) | ({"timing/won": sum(won)} if is_known else {})
 
     def collected(self, batch: AnyBatch, metrics: dict[str, float]) -> Collected:
         """Return the batch with all timings and metrics."""

@@ -81,6 +81,7 @@ class BestStep:
         self.num_worse = 0
         self._num_unknown = 0  # evaluations whose metric was not a number
         self._loaded: int | None = None
+        self._kept: Path | None = None
         self._earlier: Path | None = None  # the folder of the run that this one was resumed from
 
     def look(self, step: int, metrics: Mapping[str, float]) -> bool:
@@ -153,6 +154,13 @@ class BestStep:
         folders = [folder for folder in (self._folder, self._earlier) if folder is not None and self.step is not None]
         found = (folder / f"checkpoint-{self.step}" for folder in folders)
         return next((checkpoint for checkpoint in found if checkpoint.is_dir()), None)
+
+    @property
+    def kept(self) -> Path | None:
+        """What must not be deleted: the checkpoint of the best step, and as long as there is none, because it is being
+        written or could not be, that of the one before."""
+        self._kept = self.checkpoint or self._kept
+        return self._kept
 
     def load(self, step: int, load: Callable[[Path], None]) -> str | None:
         """At the end of training after `step`, load the best checkpoint if load_best_model_at_end says so. Returns what

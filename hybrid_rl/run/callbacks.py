@@ -22,7 +22,8 @@ class Callback:
         """Called after every evaluation."""
 
     def on_save(self, trainer: Any, step: int, folder: Path) -> None:
-        """Called after a checkpoint is written."""
+        """Called when a checkpoint is there. step: whose it is. One that is written in the background is noticed
+        between later steps."""
 
     def on_fit_end(self, trainer: Any) -> None:
         """Called at the end of `fit()`, also after an error."""

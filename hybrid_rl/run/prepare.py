@@ -358,7 +358,9 @@ def prepare(
     training, evaluating = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
     if resume is not None:
-        check_resumed(resume, is_auto=resolved.resume == "auto")
+        resume = check_resumed(resume, is_auto=resolved.resume == "auto")
+        # It may be an earlier one.
+        check_rollouts(resolved, max_steps, read_state(resume, ("global_step",))["global_step"])
         check_resumed_adapters(choice.module or choice.recipe(resolved), resume, resolved)
     models = (choice, skeleton, teacher_path, critic_path)
     scoring, params = (rewards, names), (training, evaluating)

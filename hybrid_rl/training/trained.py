@@ -14,10 +14,11 @@ from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, read_op
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.files import Sink
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.factors import low_rank_changes
-from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, save_adapter
+from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, save_adapter, stored_parameters
 from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process import progress
@@ -108,15 +109,22 @@ class TrainedModel:
         finish_downloads(self.model.device)
         sums.settle(numbers)
 
-    def save_model(self, folder: Path, base: Mapping[str, Any] | None = None) -> None:
+    def save_model(self, folder: Path, base: Mapping[str, Any] | None = None, sink: Sink | None = None) -> None:
         """Write the weights and config as `from_pretrained` reads them; of a model with adapters only those, as peft
-        reads them. base: where the rest is (`keep_base`). Collective."""
+        reads them. base: where the rest is (`keep_base`). sink: takes the tensors of each file instead of having them
+        written. Collective."""
         module, dtype, is_writer = self.model.module, self.model.dtype, self._context.rank == 0
         if is_adapted(module):
             path = None if base is None else base["path"]
-            save_adapter(module, folder, dtype, base=path, is_writer=is_writer)
+            save_adapter(module, folder, dtype, base=path, is_writer=is_writer, sink=sink)
         else:
-            save_weights(module, folder, dtype, is_writer=is_writer)
+            save_weights(module, folder, dtype, is_writer=is_writer, sink=sink)
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of the files that `save_model` writes."""
+        module = self.model.module
+        saved = stored_parameters(module).values() if is_adapted(module) else module.parameters()
+        return sum(parameter.numel() for parameter in saved) * self.model.dtype.itemsize
 
     def save_merged(self, folder: Path) -> None:
         """Write a model with adapters as one without, which computes the same. Collective."""

@@ -296,6 +296,10 @@ class SplitGroup(PolicyGroup):
         """Write a checkpoint, with what the generating ranks hold."""
         super().save(folder, state, held or self._generating.held_texts(state["global_step"]))
 
+    def begin_save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> str:
+        """Begin to write a checkpoint, with what the generating ranks hold."""
+        return super().begin_save(folder, state, held or self._generating.held_texts(state["global_step"]))
+
     def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
         """Return the prompts that the generating ranks hold."""
         return self._generating.held_prompts(step, folder)

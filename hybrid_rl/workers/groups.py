@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
+from hybrid_rl.checkpoint.background import Progress
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
-from hybrid_rl.errors import StorageError, WorkerError
+from hybrid_rl.errors import StorageError, WorkerError, counted
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rollout.held import HeldPrompt
@@ -59,6 +60,7 @@ class PolicyGroup(RankGroup):
     def __init__(self, backend: Backend, reference: ReferenceGroup | None = None, *, has_scores: bool = True) -> None:
         super().__init__(backend)
         self._reference, self._has_scores = reference, has_scores
+        self._num_unsaved = 0  # rollouts in a row
 
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
         """Go on with a configuration that differs in what may change between steps.
@@ -155,12 +157,36 @@ class PolicyGroup(RankGroup):
         except StorageError as error:
             if must or self.has_ended:
                 raise
-            logger.warning("the rollout of step %d is not saved: %s", step, error)
+            self._num_unsaved += 1
+            if self._num_unsaved == 1:
+                logger.warning(
+                    "the rollout of step %d is not saved, nor are those that follow until the disk can be written "
+                    "again: %s",
+                    *(step, error),
+                )
+            return
+        if self._num_unsaved:
+            logger.warning("rollouts are saved again; those of %s are missing", counted(self._num_unsaved, "step"))
+        self._num_unsaved = 0
 
     def save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> None:
         """Write a checkpoint. state: of the driver; held: what other ranks hold (`held_texts`), None = these ranks do.
         Raises CheckpointError."""
         self._ranks.call(HybridWorker.save, folder, state, held)
+
+    def begin_save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> str:
+        """Take a snapshot of what `save` would write, and begin to write it in the background. Returns ""; if there is
+        too little host memory, what is missing, and nothing has begun. Raises CheckpointError."""
+        return self._ranks.call(HybridWorker.begin_save, folder, state, held)
+
+    def save_progress(self, wait_seconds: float = 0.0) -> list[Progress]:
+        """Read how far each rank is with the checkpoint of `begin_save`, at once or after waiting so long for its
+        end."""
+        return self._ranks.call(HybridWorker.save_progress, wait_seconds)
+
+    def end_save(self, *, is_given_up: bool) -> None:
+        """Forget what `begin_save` began. is_given_up: a rank has failed, so that the others need not go on."""
+        self._ranks.call(HybridWorker.end_save, is_given_up)
 
     def write_weights(self, root: Path, version: int) -> float:
         """Write the weights as this policy version for ranks that only generate. root: the folder of all versions.

@@ -16,6 +16,7 @@ from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.batch.files import save_rollout
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
+from hybrid_rl.errors import StorageError
 from hybrid_rl.logging.report import JsonLines
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics import MetricSums
@@ -227,7 +228,10 @@ class HybridWorker(SavingWorker):
 
     @dispatch(split="groups", collect="leader", objects=True)
     def save_rollout(self, batch: Batch, step: int, folder: Path) -> None:
-        """Write this rank's samples so that they can be replayed."""
+        """Write this rank's samples so that they can be replayed. Raises StorageError, also if the run folder is gone:
+        the folder of a disk that is not mounted must not be made again."""
+        if not folder.parent.is_dir():
+            raise StorageError(f"cannot write {folder}: {folder.parent} is gone")
         if self._context.is_data_leader:
             save_rollout(folder, step, self._context.data_rank, self._context.num_data_ranks, batch)
 

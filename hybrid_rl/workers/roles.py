@@ -12,6 +12,7 @@ from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.files import Sink
 from hybrid_rl.memory.cycle import CRITIC, CRITIC_OPTIMIZER, REFERENCE, TEACHER, Cycle, Phase
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics import MetricSums
@@ -126,16 +127,24 @@ class Roles:
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
-    def save_models(self, folder: Path, base: Mapping[str, Any] | None) -> None:
+    def save_models(self, folder: Path, base: Mapping[str, Any] | None, sink: Sink | None = None) -> None:
         """Write the models that a resumed run cannot build again into folders of the checkpoint. base: where the base
-        of adapters is. Collective."""
+        of adapters is. sink: takes the tensors of each file instead of having them written. Collective."""
         is_writer = self._context.rank == 0
         if self._critic is not None:
             own = getattr(self._config.critic, "critic_path", None)
-            self._critic.save_model(folder / CRITIC_FOLDER, base if own is None else {"path": own})
+            self._critic.save_model(folder / CRITIC_FOLDER, base if own is None else {"path": own}, sink)
         if self._moves_reference and self._reference is not None:
             model = self._reference.model
-            save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer)
+            save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer, sink=sink)
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of the files that `save_models` writes."""
+        found = 0 if self._critic is None else self._critic.saved_bytes()
+        if self._moves_reference and self._reference is not None:
+            model = self._reference.model
+            found += sum(parameter.numel() for parameter in model.module.parameters()) * model.dtype.itemsize
+        return found
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return optimizer state of the roles by their folder in a checkpoint; tensors are the memory itself."""

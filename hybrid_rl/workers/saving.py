@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_rl.checkpoint.background import BackgroundWrite, Progress
 from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, config_numbers, keep_base
 from hybrid_rl.checkpoint.reading import read_state
-from hybrid_rl.checkpoint.writing import write_checkpoint, write_model
+from hybrid_rl.checkpoint.snapshot import Room, SaveModel
+from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint, write_model
 from hybrid_rl.controller import dispatch
+from hybrid_rl.controller.session import shared_memory, temporary_folder
+from hybrid_rl.files import Sink
 from hybrid_rl.memory.cycle import ACTOR
+from hybrid_rl.memory.residents import sized
 from hybrid_rl.metrics import now
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.rollout.held import save_held, write_held
@@ -28,34 +35,82 @@ class SavingWorker(GeneratingWorker):
     _actor: Actor
     _roles: Roles
     _has_written_base = False
+    _tokenizer: PreTrainedTokenizerBase
+    _writing: BackgroundWrite | None = None  # the checkpoint of `begin_save`
+    _ending: BackgroundWrite | None = None  # one of which nobody wants to know any more
+    _tokenizer_files: tuple[Any, dict[str, bytes]] | None = None  # as texts, with what they were made of
 
     @dispatch(collect="leader")
     def save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> None:
         """Write a checkpoint: weights, tokenizer, optimizer, and the driver's state. Of a run with adapters the state
         has the base model (`keep_base`). held: what other ranks hold (`held_texts`); None = these ranks do."""
         self._actor.optimizer.check()
+        self._await_end()
+        with self.phase(self._cycle.save):
+            write_checkpoint(folder, self._models_saved(state, held), **self._rest_saved(state))
+
+    @dispatch(collect="leader")
+    def begin_save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> str:
+        """Copy what `save` would write into host memory, and begin to write that while training goes on:
+        `save_progress` tells how far it is. Returns ""; if there is too little host memory, what is missing, and
+        nothing has begun."""
+        self._actor.optimizer.check()
+        self._await_end()
+        with self.phase(self._cycle.save):
+            num_bytes = self._actor.saved_bytes() + self._roles.saved_bytes() if self._is_first else 0
+            rest = self._rest_saved(state)
+            begun = begin_checkpoint(folder, self._models_saved(state, held), model_bytes=num_bytes, **rest)
+        if isinstance(begun, Room):
+            return f"{sized(begun.num_bytes)} of {sized(begun.available_bytes)} that are available on {begun.host}"
+        self._writing = begun
+        return ""
+
+    @dispatch(collect="all")
+    def save_progress(self, wait_seconds: float) -> Progress:
+        """Tell how far the checkpoint of `begin_save` is, at once or after waiting so long for its end."""
+        if self._writing is None:
+            return Progress(is_done=True, error="it was not begun", seconds=0.0)
+        return self._writing.progress(wait_seconds)
+
+    @dispatch(collect="leader")
+    def end_save(self, is_given_up: bool) -> None:
+        """Forget what `begin_save` began. is_given_up: a rank has failed, so that the others need not go on."""
+        if is_given_up and self._writing is not None:
+            self._writing.give_up()
+        self._ending, self._writing = self._writing, None
+
+    def _await_end(self) -> None:
+        """Wait until nothing is written any more: what was given up deletes its folder, which may be used again."""
+        for writing in (self._ending, self._writing):
+            if writing is not None:
+                writing.join()
+        self._ending = self._writing = None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._context.rank == 0
+
+    def _models_saved(self, state: Mapping[str, Any], held: list[str] | None) -> SaveModel:
+        """Return what writes models, tokenizer and held groups of a checkpoint."""
         base = state.get(BASE)
 
-        def save_model(target: Path) -> None:
-            self._actor.save_model(target, base)
-            self._roles.save_models(target, base)
-            self._write_tokenizer(target)
+        def save_model(folder: Path, sink: Sink | None = None) -> None:
+            self._actor.save_model(folder, base, sink)
+            self._roles.save_models(folder, base, sink)
+            self._write_tokenizer(folder)
             if held is not None:
-                for rank, text in enumerate(held if self._context.rank == 0 else ()):
-                    write_held(target, rank, text)
+                for rank, text in enumerate(held if self._is_first else ()):
+                    write_held(folder, rank, text)
             elif isinstance(self._rollout, PartialRollout | HeldAgentRollout):
-                save_held(target, self._context.rank, self._rollout.held(state["global_step"]))
+                save_held(folder, self._context.rank, self._rollout.held(state["global_step"]))
 
-        with self.phase(self._cycle.save):
-            write_checkpoint(
-                folder,
-                save_model,
-                self._actor.optimizer_state(),
-                state,
-                parts=self._roles.optimizer_state(),
-                rank=self._context.rank,
-                gather=self._context.gather,
-            )
+        return save_model
+
+    def _rest_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return everything else of a checkpoint, as arguments of what writes it."""
+        context = self._context
+        optimizers = {"optimizer": self._actor.optimizer_state(), "parts": self._roles.optimizer_state()}
+        return {**optimizers, "state": state, "rank": context.rank, "gather": context.gather}
 
     @dispatch(collect="leader")
     def write_weights(self, root: Path, version: int) -> float:
@@ -75,8 +130,20 @@ class SavingWorker(GeneratingWorker):
         return now() - start
 
     def _write_tokenizer(self, folder: Path) -> None:
-        if self._context.rank == 0:
-            self._tokenizer.save_pretrained(folder)
+        if not self._is_first:
+            return
+        form = (len(self._tokenizer), str(self._tokenizer.chat_template))
+        if self._tokenizer_files is None or self._tokenizer_files[0] != form:
+            # A large vocabulary takes a second to be made into text; training would wait for it at every checkpoint.
+            with temporary_folder("hrl-tokenizer-", shared_memory()) as place:
+                root = place / "files"
+                self._tokenizer.save_pretrained(root)
+                files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+                texts = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+            self._tokenizer_files = (form, texts)
+        for name, text in self._tokenizer_files[1].items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(text)
 
     @dispatch(collect="leader")
     def save_merged(self, folder: Path) -> None:

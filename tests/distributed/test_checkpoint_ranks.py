@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from hybrid_rl.checkpoint.background import BackgroundWrite
+from hybrid_rl.checkpoint.manifest import check_checkpoint
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, read_optimizer_into, read_state
-from hybrid_rl.checkpoint.writing import write_checkpoint
+from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 from tests.distributed.ranks import run_ranks
@@ -99,6 +101,43 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is incomplete: none of its files has 8 elements of exp_avg.even.weight"):
         read_optimizer_into(tmp_path / "3", state)
     assert not any(tensor.any() for tensor in state["exp_avg"].values())
+
+
+def write_while_training_goes_on(rank: int, num_ranks: int, root: Path) -> list[str]:
+    """One checkpoint whose tensors change at once, and one that rank 1 cannot write; the errors of this rank."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    errors = []
+    for name in ("checkpoint-3", "checkpoint-4"):
+        state = state_of(mesh, filled=True)
+
+        def save_model(folder: Path, sink: Any = None) -> None:
+            (folder / f"weights-{rank}").write_text("w")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "checkpoint-4" and rank == 1:
+                patch.setattr("hybrid_rl.checkpoint.snapshot.sync", failing_shards)
+            step = {"global_step": int(name[-1])}
+            begun = begin_checkpoint(root / name, save_model, state, step, rank=rank, gather=gather)
+            assert isinstance(begun, BackgroundWrite)
+            for tensor in (tensor for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()):
+                local_tensor(tensor).zero_()
+            if name == "checkpoint-3" or rank == 1:
+                begun.join()
+            # As the driver does between steps; the leader still waits for the part of rank 1.
+            if any(gather(begun.progress().error)):
+                begun.give_up()
+            begun.join()
+        errors.append(begun.progress().error)
+    return errors
+
+
+def test_ranks_write_in_the_background(tmp_path: Path) -> None:
+    leader, other = run_ranks(write_while_training_goes_on, 2, tmp_path)
+    assert leader == ["", "given up"] and other == ["", "OSError: Input/output error"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3"]
+    check_checkpoint(tmp_path / "checkpoint-3")
+    check(read_optimizer_into(tmp_path / "checkpoint-3", state_of(None, filled=False)))
+    assert {path.name for path in (tmp_path / "checkpoint-3").glob("weights-*")} == {"weights-0", "weights-1"}
 
 
 # ---------------------------------------------------------------------------------------------------------- failures

@@ -138,7 +138,11 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Synchronised under the temporary name: every file, every folder; after the rename the folder above."""
+    """Synchronised under the temporary name: every file, every folder; after the rename the folder above. The records
+    of its steps too."""
+    folder.parent.mkdir()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder.parent / name).touch()
     synced: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -156,6 +160,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeyp
     at = synced.index("rename")
     temporary = next(path for path in synced if path.endswith(".tmp"))
     before = {path.removeprefix(temporary) for path in synced[:at]}
+    assert {str(folder.parent / name) for name in ("metrics.jsonl", "samples.jsonl")} <= before
     files = ("weights", OPTIMIZER_FOLDER, SHARDS, SCALARS, STATE_FILE, MANIFEST_FILE)
     assert before >= {"", *(f"/{name}" for name in files)}
     assert synced[at + 1 :] == [str(folder.parent)]
@@ -424,18 +429,20 @@ def test_resume_auto_before_the_first(tmp_path: Path, caplog: pytest.LogCaptureF
         assert f"{name} has no checkpoint yet; starting from the beginning" in caplog.text
 
 
-def test_a_damaged_newest_one_names_the_newest_that_is_intact(run: Path) -> None:
+def test_a_damaged_newest_one_falls_back_to_the_newest_that_is_intact(run: Path, caplog) -> None:
     write(run / "checkpoint-8")
     newest = run / "checkpoint-10"
     (newest / "weights").write_text("")
-    with pytest.raises(CheckpointError, match=f"weights is damaged.*intact one is resume='{run / 'checkpoint-9'}'"):
-        check_resumed(newest, is_auto=True)
+    assert check_resumed(newest, is_auto=True) == run / "checkpoint-9"
+    (line,) = (message for message in caplog.messages if "going on from" in message)
+    assert line.startswith(f"resume=auto: going on from {run / 'checkpoint-9'}, the newest checkpoint that is intact")
+    assert f"{newest / 'weights'} is damaged: it has 0 bytes, but 3 were written. The damaged one is kept" in line
+    assert check_resumed(run / "checkpoint-9", is_auto=True) == run / "checkpoint-9"
     with pytest.raises(CheckpointError, match="to skip this check$"):
         check_resumed(newest, is_auto=False)
     (newest / STATE_FILE).unlink()
     (run / "checkpoint-9" / MANIFEST_FILE).unlink()
-    with pytest.raises(CheckpointError, match=f"no {STATE_FILE}.*intact one is resume='{run / 'checkpoint-8'}'"):
-        find_checkpoint("auto", str(run.parent), run.name)
+    assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-8"
     (run / "checkpoint-8" / SHARDS).unlink()
     with pytest.raises(CheckpointError, match=f"No other checkpoint of {run} is known to be intact"):
         find_checkpoint("auto", str(run.parent), run.name)

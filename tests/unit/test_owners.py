@@ -215,6 +215,23 @@ def test_a_lock_that_was_deleted_is_taken_again_unless_somebody_else_was_faster(
     assert (tmp_path / LOCK_FILE).exists()
 
 
+def test_a_folder_that_was_away_is_still_ours(tmp_path: Path) -> None:
+    """A disk that is not mounted leaves an empty folder, which is locked meanwhile; then it is mounted again."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    folder.rename(away)
+    folder.mkdir()
+    lock.check()
+    folder.rename(tmp_path / "empty")
+    away.rename(folder)
+    lock.check()
+    with pytest.raises(ConfigError, match="is in use"):
+        FolderLock(folder)
+    lock.release()
+    assert not (folder / LOCK_FILE).exists()
+
+
 def test_what_is_no_lock_file_is_taken(tmp_path: Path) -> None:
     for text in ("", "{", '{"pid": 1}', "[1]"):
         (tmp_path / LOCK_FILE).write_text(text)

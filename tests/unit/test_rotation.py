@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.checkpoint.rotation import delete_oldest
+from hybrid_rl.resharding.folders import MANIFEST_FILE, write_manifest
 from tests.tiny import exact, sums
+
+
+def whole(folder: Path) -> Path:
+    (folder / "inside").mkdir(parents=True)
+    (folder / "inside" / "weights").write_text("abc")
+    write_manifest(folder, {})
+    return folder
 
 
 def steps_in(run: Path) -> list[int]:
@@ -27,7 +35,7 @@ def steps_in(run: Path) -> list[int]:
 )
 def test_what_goes(tmp_path: Path, limit, keep, left) -> None:
     for step in (2, 4, 6, 10):
-        (tmp_path / f"checkpoint-{step}" / "inside").mkdir(parents=True)
+        whole(tmp_path / f"checkpoint-{step}")
     for other in ("checkpoint-3.abandoned", "checkpoint-best", "mine"):
         (tmp_path / other).mkdir()
     gone = delete_oldest(tmp_path, limit, [tmp_path / f"checkpoint-{step}" for step in keep] + [None])
@@ -36,9 +44,28 @@ def test_what_goes(tmp_path: Path, limit, keep, left) -> None:
     assert all((tmp_path / other).exists() for other in ("checkpoint-3.abandoned", "checkpoint-best", "mine"))
 
 
+@pytest.mark.parametrize("damage", ["cut", "missing", "no manifest", "bad manifest"])
+def test_what_is_damaged_never_takes_the_place_of_what_is_whole(tmp_path: Path, damage: str) -> None:
+    """Of two that may stay, the older is the only one that a run can go on from."""
+    for step in (1, 2, 3):
+        whole(tmp_path / f"checkpoint-{step}")
+    broken = tmp_path / "checkpoint-3"
+    if damage == "cut":
+        (broken / "inside" / "weights").write_text("ab")
+    elif damage == "missing":
+        (broken / "inside" / "weights").unlink()
+    elif damage == "no manifest":
+        (broken / MANIFEST_FILE).unlink()
+    else:
+        (broken / MANIFEST_FILE).write_text("{")
+    assert delete_oldest(tmp_path, 2, []) == []
+    assert delete_oldest(tmp_path, 1, []) == [tmp_path / "checkpoint-1"]
+    assert steps_in(tmp_path) == [2, 3]
+
+
 def test_one_that_cannot_be_deleted_is_told_of(tmp_path: Path, monkeypatch, caplog) -> None:
     for step in (1, 2):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+        whole(tmp_path / f"checkpoint-{step}")
 
     def fails(path):
         raise PermissionError("no")

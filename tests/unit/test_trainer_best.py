@@ -87,6 +87,17 @@ def test_without_a_number_there_is_no_best_step(tmp_path, caplog):
     assert "nor for early_stopping_patience" in caplog.text
 
 
+def test_the_last_best_checkpoint_stays_until_the_next_is_there(tmp_path):
+    """It may be written yet, or have failed on a full disk."""
+    best = BestStep(EvalConfig(metric_for_best_model="eval/reward"), tmp_path)
+    assert best.kept is None
+    for step in (1, 2):
+        assert best.look(step, {"eval/reward": float(step)})
+        assert best.kept == (None if step == 1 else tmp_path / "checkpoint-1")
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        assert best.kept == tmp_path / f"checkpoint-{step}"
+
+
 def test_less_may_be_better(make):
     assert make(greater_is_better=False)._best._sign == -1
     assert make(metric_for_best_model="completions/mean_length")._best._sign == -1

@@ -213,7 +213,7 @@ def test_a_full_disk_ends_only_a_run_that_makes_nothing_else(make_trainer, monke
     monkeypatch.setattr("hybrid_rl.workers.hybrid.save_rollout", full)
     trainer = make_trainer(save_rollouts=True)
     trainer.fit()
-    assert trainer.global_step == 2 and "the rollout of step 2 is not saved: No space left" in caplog.text
+    assert trainer.global_step == 2 and caplog.text.count("is not saved, nor are those that follow") == 1
     with pytest.raises(StorageError):
         make_trainer(mode="rollout").fit()
 

@@ -106,6 +106,29 @@ def test_a_model_that_is_named_by_a_damaged_checkpoint_is_told_by_its_file(make_
             make_trainer(**arguments, max_steps=1)
 
 
+def test_auto_goes_on_before_a_damaged_checkpoint(make_trainer, records, caplog) -> None:
+    """The later records are made again, and nothing is deleted."""
+    keys = {"run_name": "run", "save_steps": 2, "max_steps": 4}
+    first = make_trainer(**keys)
+    first.fit()
+    first.close()
+    damaged = first.run_folder / "checkpoint-4" / "model.safetensors"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    resumed = make_trainer(**keys, resume="auto")
+    assert resumed.global_step == 2 and damaged.exists()
+    assert (
+        "going on from" in caplog.text and f"{damaged} is damaged: its content is not what was written" in caplog.text
+    )
+    resumed.fit()
+    assert [line["step"] for line in records(resumed) if line["step"]] == [1, 2, 3, 4]
+    assert [line["step"] for line in records(resumed, name="metrics.jsonl.dropped")] == [3, 4]
+    kept = resumed.run_folder / "checkpoint-4.abandoned" / "model.safetensors"
+    assert kept.read_bytes()[-1] == data[-1] ^ 1 and weights_of(resumed.run_folder / "checkpoint-4") == data
+    with pytest.raises(CheckpointError, match="is damaged"):
+        make_trainer(**keys, resume=str(kept.parent))
+
+
 def test_auto_again_and_again(make_trainer, records) -> None:
     """A job that is always started with the same line, and dies: before its first checkpoint, then after it."""
     keys = {"run_name": "run", "resume": "auto", "save_steps": 2, "max_steps": 6}

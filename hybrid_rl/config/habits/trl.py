@@ -96,7 +96,7 @@ TRANSFORMERS = tuple(
         "transformers",
         same="""output_dir num_train_epochs max_steps lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2
             adam_epsilon max_grad_norm gradient_checkpointing torch_compile report_to run_name eval_steps eval_on_start
-            save_steps save_total_limit seed
+            save_steps save_total_limit enable_jit_checkpoint seed
             load_best_model_at_end metric_for_best_model greater_is_better log_level""",
         other_name={
             "disable_tqdm": "log_level=quiet",
@@ -150,7 +150,7 @@ TRANSFORMERS = tuple(
             "gradient_checkpointing_kwargs": "blocks are recomputed without reentrance",
             "torch_compile_backend torch_compile_mode": "blocks are compiled with PyTorch's defaults",
             "eval_delay": "set eval_on_start=false and eval_steps",
-            "save_only_model enable_jit_checkpoint": "a checkpoint always has what a resumed run needs",
+            "save_only_model": "a checkpoint always has what a resumed run needs",
             "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision": _NO_HUB,
             "trackio_bucket_id trackio_static_space_id": _NO_HUB,
             "processing_class": "pass the tokenizer as tokenizer=",

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.files import save_tensors
+from hybrid_rl.files import Sink, save_tensors
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.lora.plain import ADAPTER
 from hybrid_rl.models.lora.settings import require_peft
@@ -67,18 +67,26 @@ def stored_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def save_adapter(
-    module: nn.Module, folder: Path, dtype: torch.dtype, *, base: str | None, is_writer: bool = True
+    module: nn.Module,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    base: str | None,
+    is_writer: bool = True,
+    sink: Sink | None = None,
 ) -> None:
     """Write the adapter of a module into a folder, which is made. base: name or path of the model that it belongs to,
-    as peft looks for it.
+    as peft looks for it. sink: takes the tensors instead of having them written.
 
     Every rank of a sharded module calls it, one with is_writer; tensors are gathered one after the other.
     """
-    found = {name: whole(p, dtype, keep=is_writer) for name, p in stored_parameters(module).items()}
+    own = sink is not None
+    found = {name: whole(p, dtype, keep=is_writer, own=own) for name, p in stored_parameters(module).items()}
     if not is_writer:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors({name: tensor.contiguous() for name, tensor in found.items()}, folder / WEIGHTS_FILE, {"format": "pt"})
+    tensors = {name: tensor.contiguous() for name, tensor in found.items()}
+    (sink or save_tensors)(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
     settings = copy.deepcopy(settings_of(module))
     settings.base_model_name_or_path, settings.inference_mode = base, True
     if float(settings.lora_alpha).is_integer():

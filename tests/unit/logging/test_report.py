@@ -101,6 +101,21 @@ def test_records_wait_in_memory_and_the_log_says_so_once(tmp_path: Path, caplog:
     ]
 
 
+@needs_full
+def test_records_that_wait_have_a_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    """Three lines of 12 bytes fit into 40."""
+    monkeypatch.setattr("hybrid_rl.logging.report.MAX_PENDING_BYTES", 40)
+    file = JsonLines(FULL)
+    for step in range(10, 16):
+        file.write([{"step": step}])
+    assert len(file._pending) == 3
+    file.path = tmp_path / "metrics.jsonl"
+    assert file.flush()
+    assert [r["step"] for r in read_jsonl(file.path)] == [13, 14, 15]
+    assert len(caplog.messages) == 3 and "the oldest are dropped from now on" in caplog.messages[1]
+    assert caplog.messages[2].endswith("writable again; 3 records did not fit into memory and were dropped")
+
+
 def test_records_of_a_folder_that_was_removed_are_not_called_safe(tmp_path: Path, caplog) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

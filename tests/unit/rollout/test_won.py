@@ -123,7 +123,7 @@ def test_a_synchronous_run_wins_nothing(clock, tmp_path, monkeypatch, slots):
     for step in range(4):
         run.engines[0].policy_version = step
         metrics = run.collector.collect(step, TrainerState(step + 1, 9, 0.0)).metrics
-        assert metrics["engine/seconds_won"] == pytest.approx(0, abs=1e-9)
+        assert metrics["timing/won"] == pytest.approx(0, abs=1e-9)
     assert clock.seconds > 10
 
 
@@ -140,6 +140,6 @@ def test_a_run_that_holds_wins_what_the_same_samples_would_have_taken(clock, tmp
         alive = Counter(place for length in lengths for place in range(length))
         truth = sum(STEP + SEQUENCE * number for number in alive.values())
         truth += PROMPT * (len(clock.groups) - num_before) - (clock.seconds - before)
-        assert collected.metrics["engine/seconds_won"] == pytest.approx(truth, abs=1e-9)
+        assert collected.metrics["timing/won"] == pytest.approx(truth, abs=1e-9)
         total += truth
     assert abs(total) > 1

@@ -1,0 +1,133 @@
+"""Runs that last: workers that are lost are made again, and requests to stop are followed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.checkpoint.finding import check_resumed, newest_checkpoint
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.errors import HybridRLError
+from hybrid_rl.process.stopping import Stop, is_own_process, seconds_of, seconds_since_start
+from hybrid_rl.run.others import steps_of
+from hybrid_rl.run.prepare import Run
+from hybrid_rl.run.restarts import Loss, Restarts
+from hybrid_rl.run.saving import Saving
+
+logger = logging.getLogger("hybrid_rl")
+
+
+class Lasting(Saving):
+    """The base of Trainer whose `fit()` goes on after a loss of ranks, and ends when it is asked to from outside."""
+
+    _restarts: Restarts
+    _workers: contextlib.ExitStack  # ends the workers when it is closed; used again
+    _begun_at: tuple[dict[str, Any], int]  # position in the data, and training steps of the module, at the start
+
+    def _begin(self, run: Run) -> None:
+        """Start the workers, and put them where the checkpoint is from which the run resumes."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------ stopping
+
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """End the block when a signal or the deadline asks for it, if the run is to listen to them."""
+        self._stop = stop_of(self.config)
+        with self._stop.watching():
+            yield
+
+    def _end_stopped(self, failure: BaseException) -> None:
+        """Save the last complete step, because a stop was requested. failure: which broke off the work: a
+        KeyboardInterrupt, or an error if the same signal ended processes that the work needs.
+
+        Raises KeyboardInterrupt, or CheckpointError if nothing can be saved.
+        """
+        told = f"stopped by {self._stop.reason} after training step {self.global_step}"
+        if not isinstance(failure, KeyboardInterrupt):
+            told += f" ({Loss.of(failure, self.global_step).cause})"
+        if self._guard.is_torn or self.policy.has_ended:
+            told += "; the ranks have ended, so that nothing is saved now"
+        else:
+            self._keep_last_step()
+        newest = self._newest_checkpoint()
+        self._log.display.message(f"{told}; {f'resume from {newest}' if newest else 'there is no checkpoint yet'}")
+        raise KeyboardInterrupt from failure
+
+    # ------------------------------------------------------------------------------------------------------ restarts
+
+    def _unbroken(self, work: Callable[[], None]) -> None:
+        """Do the work of a `fit()`, again from the last checkpoint if ranks are lost, as often as max_restarts says."""
+        loss = self._lost_in(work)
+        while loss is not None:
+            while loss is not None:
+                loss = self._lost_in(self._restart, loss)
+            loss = self._lost_in(work)
+
+    def _lost_in(self, work: Callable[..., None], earlier: Loss | None = None) -> Loss | None:
+        """Do some work. earlier: the loss after which this work is a restart. Returns the loss that broke it off;
+        without the error, whose frames would keep the lost workers in memory."""
+        try:
+            work() if earlier is None else work(earlier)
+        except Exception as error:
+            if self._stop.reason:
+                raise
+            step = self.global_step if earlier is None else earlier.step
+            return self._restarts.admit(error, step, at_start=earlier is not None)
+        return None
+
+    def _restart(self, loss: Loss) -> None:
+        """Make the workers again from the last checkpoint, or as at the start of the run if there is none."""
+        self._workers.close()  # it waits for a checkpoint that is being written, if there are ranks to write it
+        gc.collect()
+        checkpoint, delay = self._restart_point(loss), self._restarts.delay_seconds
+        where = f"from {checkpoint}" if checkpoint is not None else "from the beginning, as there is no checkpoint yet"
+        logger.warning(
+            "after training step %d: %s. Restart %d of at most %d in %.0f s, %s",
+            *(loss.step, loss.cause, self._restarts.number, self.config.max_restarts, delay, where),
+        )
+        wait(delay, self._stop)
+        self._log.resume(checkpoint)
+        self._save_due = False
+        self._run = dataclasses.replace(self._run, resume=checkpoint)
+        self._begin(self._run)
+        self._log.display.start(self.global_step)
+
+    def _restart_point(self, loss: Loss) -> Path | None:
+        """Return the checkpoint from which to go on; None for the beginning. Raises HybridRLError if that is gone, and
+        CheckpointError for a damaged one."""
+        # Until the first step is logged the checkpoints of a resumed folder may belong to another branch.
+        found = newest_checkpoint(self.run_folder, is_ours=True) if self._log.is_taken_up else None
+        if found is not None:
+            found = check_resumed(found, is_auto=True)
+        found = found or self._run.resume
+        if found is None and steps_of(self.module) != self._begun_at[1]:
+            raise HybridRLError(
+                f"after training step {loss.step}: {loss.cause}. There is no checkpoint yet, and the module that was "
+                "passed has been trained in place, so that its first weights are gone and no restart can begin with "
+                "them: load it again, and set a smaller save_steps; a model that is passed by name or folder can be "
+                f"loaded again\n{loss.traceback}"
+            )
+        return found
+
+
+def stop_of(config: TrainerConfig) -> Stop:
+    """Return what may stop a run with this configuration."""
+    listens = config.enable_jit_checkpoint or (is_own_process() and config.save_steps is not None)
+    if config.save_before is None:
+        return Stop(handles_signals=listens)
+    return Stop(handles_signals=listens, seconds=seconds_of(config.save_before) - seconds_since_start())
+
+
+def wait(seconds: float, stop: Stop) -> None:
+    """Wait, unless a stop is requested. Raises KeyboardInterrupt then."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        stop.check()
+        time.sleep(min(left, 0.2))

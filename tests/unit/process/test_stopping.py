@@ -1,0 +1,138 @@
+"""Requests to stop: signals and a deadline, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybrid_rl.process.interrupts import deferred_interrupt
+from hybrid_rl.process.stopping import (
+    SIGNALS,
+    RunStopped,
+    Stop,
+    is_own_process,
+    own_process,
+    seconds_of,
+    seconds_since_start,
+)
+
+ROOT = Path(__file__).parents[3]
+ENDED = 75
+
+
+def run(program: str, *, ignores_ctrl_c: bool = False) -> subprocess.CompletedProcess[str]:
+    """A program with the names of this file; in the background of a shell's script, for example, Ctrl-C is ignored."""
+    start = "import os, signal, time\nfrom hybrid_rl.process.interrupts import deferred_interrupt\n"
+    start += "from hybrid_rl.process.stopping import Stop\n"
+    if ignores_ctrl_c:
+        start = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + start
+    return subprocess.run([sys.executable, "-c", start + program], cwd=ROOT, text=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(90, 90.0), ("13800", 13800.0), ("03:50:00", 13800.0), ("0:00:01", 1.0), ("1-12:00:05", 129605.0)],
+)
+def test_durations(given, seconds: float) -> None:
+    assert seconds_of(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "3h", "03:50", "1:2:99", "slurm"])
+def test_what_is_no_duration(given: str) -> None:
+    with pytest.raises(ValueError):
+        seconds_of(given)
+
+
+def test_the_age_of_this_process() -> None:
+    assert abs(seconds_since_start() - (time.time() - psutil.Process().create_time())) < 5
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_block_with_its_name(number: signal.Signals) -> None:
+    before = {one: signal.getsignal(one) for one in (*SIGNALS, signal.SIGINT)}
+    stop, done = Stop(handles_signals=True), []
+    with pytest.raises(RunStopped) as raised, stop.watching():
+        with deferred_interrupt():
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # at once: the same request
+            done.append("deferred")
+        done.append("too much")
+    assert done == ["deferred"] and stop.reason == number.name
+    assert raised.value.reason == number.name and raised.value.code == ENDED
+    assert {one: signal.getsignal(one) for one in before} == before
+
+
+def test_nothing_is_handled_unasked() -> None:
+    before = {one: signal.getsignal(one) for one in (*SIGNALS, signal.SIGINT)}
+    with Stop().watching():
+        assert {one: signal.getsignal(one) for one in before} == before
+    with pytest.raises(KeyboardInterrupt), Stop(handles_signals=True).watching():
+        signal.raise_signal(signal.SIGINT)  # a Ctrl-C remains one
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with Stop(handles_signals=True).watching():
+            signal.raise_signal(signal.SIGUSR1)
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_deadline_ends_a_wait() -> None:
+    with pytest.raises(RunStopped) as raised, Stop(seconds=0.05).watching():
+        time.sleep(60)
+    assert raised.value.reason == "save_before"
+    with Stop(seconds=60).watching():
+        pass
+    assert not any(
+        isinstance(thread, threading.Timer) and not thread.finished.is_set() for thread in threading.enumerate()
+    )
+
+
+def test_a_deadline_that_is_over_ends_a_thread_where_it_checks() -> None:
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        stop = Stop(seconds=0.0)
+        try:
+            with stop.watching():
+                stop.check()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert isinstance(raised[0], RunStopped)
+
+
+def test_a_script_ends_with_the_status_and_a_second_signal_at_once() -> None:
+    once = "with Stop(handles_signals=True).watching():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(30)\n"
+    for ignores in (False, True):
+        done = run(once, ignores_ctrl_c=ignores)
+        assert (done.returncode, done.stderr) == (ENDED, "")
+    ctrl_c = "with Stop(handles_signals=True).watching():\n    os.kill(os.getpid(), signal.SIGINT)\nprint('ignored')"
+    assert run(ctrl_c, ignores_ctrl_c=True).stdout == "ignored\n"
+    twice = (
+        "with Stop(handles_signals=True).watching(), deferred_interrupt():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.2)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(30)\n"
+    )
+    assert run(twice).returncode == -signal.SIGTERM
+
+
+def test_a_program_of_the_library_may_be_told_to_stop_at_any_time() -> None:
+    assert not is_own_process()
+    with pytest.raises(RunStopped), own_process():
+        assert is_own_process()
+        signal.raise_signal(signal.SIGTERM)
+    assert not is_own_process() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,0 +1,346 @@
+"""Runs in one process that lose their engine and go on from their last checkpoint, or are told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rl import RunStopped, Trainer
+from hybrid_rl.errors import ConfigError, HybridRLError, RewardError, WorkerError
+from hybrid_rl.process.stopping import SIGNALS, own_process
+from hybrid_rl.run import restarts
+from hybrid_rl.run.callbacks import Callback
+from tests.engine_faults import InjectedFault
+from tests.tiny import sums
+
+pytestmark = pytest.mark.slow
+STEPS = {"max_steps": 5, "save_steps": 2, "run_name": "run"}
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY_SECONDS", 0.0)
+
+
+@contextlib.contextmanager
+def dying(monkeypatch: pytest.MonkeyPatch, method: str, *steps: int) -> Iterator[list[int]]:
+    """The worker's method fails in these steps: once for each time that a step is named. Gives the steps tried."""
+    from hybrid_rl.workers.hybrid import HybridWorker
+
+    original, left, tried = getattr(HybridWorker, method), list(steps), []
+
+    def fails(self: Any, *arguments: Any) -> Any:
+        call = next((one for one in arguments if hasattr(one, "state")), None)
+        step = call.state.global_step if call is not None else arguments[-1]
+        tried.append(step)
+        if step in left:
+            left.remove(step)
+            raise InjectedFault("the engine is dead")
+        return original(self, *arguments)
+
+    vars(fails).update(vars(original))
+    fails.__name__ = method
+    with monkeypatch.context() as patch:
+        patch.setattr(HybridWorker, method, fails)
+        yield tried
+
+
+def weights(trainer: Trainer, step: int) -> bytes:
+    return (trainer.run_folder / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["rollout", "update", "update_weights"])
+def test_a_dead_engine_costs_the_steps_since_the_last_checkpoint(
+    make_trainer, records, monkeypatch, caplog, model_folder: Path, tmp_path: Path, method: str
+) -> None:
+    """A model by name, with a reference (beta): records, samples and weights are those of a run that nothing befell."""
+    keys = STEPS | {"beta": 0.05, "eval_dataset": sums(2), "eval_steps": 2}
+    straight = make_trainer(model=str(model_folder), **keys, output_dir=str(tmp_path / "straight"))
+    straight.fit()
+    calls: list[str] = []
+
+    class Noted(Callback):
+        def on_fit_start(self, trainer):
+            calls.append("start")
+
+        def on_step_end(self, trainer, step, batch, metrics):
+            calls.append(f"step {step}")
+
+        def on_fit_end(self, trainer):
+            calls.append("end")
+
+    trainer = make_trainer(model=str(model_folder), **keys, max_restarts=2, callbacks=[Noted()])
+    with dying(monkeypatch, method, 4), caplog.at_level(logging.WARNING, "hybrid_rl"):
+        last = trainer.fit()
+    assert calls == ["start", "step 1", "step 2", "step 3", "step 3", "step 4", "step 5", "end"]
+    assert last["restarts"] == 1.0
+    told = next(text for text in caplog.messages if "Restart" in text)
+    for part in (
+        "after training step 3",
+        "InjectedFault: the engine is dead",
+        "Restart 1 of at most 2",
+        "checkpoint-2",
+    ):
+        assert part in told
+    found = records(trainer, comparable=True)
+    assert [line["step"] for line in found] == [0, 1, 2, 3, 4, 5]
+    assert [line.pop("restarts", None) for line in found] == [None, 0, 0, 1, 1, 1]
+    assert found == records(straight, comparable=True)
+    for name in ("samples.jsonl", "eval-samples.jsonl"):
+        assert records(trainer, name=name) == records(straight, name=name)
+    assert weights(trainer, 5) == weights(straight, 5)
+
+
+def test_a_module_trained_in_place_goes_on_from_a_checkpoint_only(make_trainer, monkeypatch, records) -> None:
+    straight, trainer = make_trainer(**STEPS), make_trainer(**STEPS | {"run_name": "other"}, max_restarts=1)
+    straight.fit()
+    with dying(monkeypatch, "update", 3):
+        trainer.fit()
+    assert weights(trainer, 5) == weights(straight, 5)
+    assert trainer.module is not None and trainer.generate("1+2=")
+    # Before the first update the module is still as it was passed.
+    early = make_trainer(**STEPS | {"run_name": "early"}, max_restarts=1)
+    with dying(monkeypatch, "rollout", 1):
+        early.fit()
+    assert weights(early, 5) == weights(straight, 5)
+    late = make_trainer(**STEPS | {"run_name": "late"}, max_restarts=1)
+    with dying(monkeypatch, "rollout", 2), pytest.raises(HybridRLError, match="first weights are gone") as raised:
+        late.fit()
+    assert "InjectedFault: the engine is dead" in str(raised.value)
+
+
+def test_a_loss_before_the_first_checkpoint_begins_again(make_trainer, records, monkeypatch, model_folder) -> None:
+    straight = make_trainer(model=str(model_folder), **STEPS)
+    straight.fit()
+    trainer = make_trainer(model=str(model_folder), **STEPS | {"run_name": "other"}, max_restarts=1)
+    with dying(monkeypatch, "update", 2):
+        trainer.fit()
+    assert [line["step"] for line in records(trainer)] == [0, 1, 2, 3, 4, 5]
+    assert weights(trainer, 5) == weights(straight, 5)
+
+
+def test_an_error_that_comes_again_after_the_same_step_ends_the_run_with_both_tracebacks(
+    make_trainer, monkeypatch
+) -> None:
+    trainer = make_trainer(**STEPS, max_restarts=9)
+    with (
+        dying(monkeypatch, "update", 4, 4) as tried,
+        pytest.raises(WorkerError, match="second time after step 3") as raised,
+    ):
+        trainer.fit()
+    assert str(raised.value).count("raise InjectedFault") == 2 and tried == [1, 2, 3, 4, 3, 4]
+
+
+def test_losses_after_other_steps_end_the_run_when_there_were_enough(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(**STEPS, max_restarts=1)
+    with dying(monkeypatch, "update", 3, 5), pytest.raises(InjectedFault) as raised:
+        trainer.fit()
+    assert "there were 1 restarts, and max_restarts=1; the failure before came after step 2" in str(
+        raised.value.__notes__
+    )
+    with pytest.raises(HybridRLError, match="make a new Trainer"):
+        trainer.step()
+
+
+class Faulty(Callback):
+    def on_step_end(self, trainer, step, batch, metrics):
+        raise LookupError("of the user")
+
+
+def unfair(completion_ids, **_):
+    raise ZeroDivisionError("of the user")
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"), [({"callbacks": [Faulty()]}, LookupError), ({"reward_funcs": unfair}, RewardError)]
+)
+def test_errors_of_the_users_functions_end_the_run(make_trainer, caplog, keys, error) -> None:
+    trainer = make_trainer(**STEPS, max_restarts=3, **keys)
+    with pytest.raises(error):
+        trainer.fit()
+    assert not any("Restart" in text for text in caplog.messages)
+
+
+def test_what_was_set_on_the_live_trainer_stays(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(**STEPS, max_restarts=1)
+    trainer.fit(steps=3)
+    trainer.temperature = 0.5
+    with dying(monkeypatch, "update", 4):
+        trainer.fit()
+    assert trainer.temperature == 0.5 and trainer.global_step == 5
+
+
+def test_restarts_that_could_not_work_are_refused(make_trainer) -> None:
+    with pytest.raises(ConfigError, match="max_restarts=1: a restart goes on from the last checkpoint, and none"):
+        make_trainer(max_restarts=1)
+    with pytest.raises(ConfigError, match="pass the model by its name or folder"):
+        make_trainer(**STEPS, max_restarts=1, beta=0.1)
+
+
+def test_the_wait_doubles_until_training_gets_further(monkeypatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY_SECONDS", 5.0)
+    counted = restarts.Restarts(99)
+    error = InjectedFault("gone")
+    vars(error)["_is_of_ranks"] = True
+    waits = []
+    for step in (4, 3, 5):
+        counted.admit(error, step)
+        waits.append(counted.delay_seconds)
+    for _ in range(8):
+        counted.admit(error, 5, at_start=True)
+        waits.append(counted.delay_seconds)
+    assert waits == [5, 10, 5, 10, 20, 40, 80, 160, 300, 300, 300] and counted.number == 11
+
+
+def test_the_weights_of_a_dead_worker_are_let_go(make_trainer, monkeypatch, model_folder) -> None:
+    """What the error's frames held would else stay in memory beside what is loaded again."""
+    import weakref
+
+    trainer = make_trainer(model=str(model_folder), **STEPS, max_restarts=1)
+    worker = weakref.ref(trainer.policy._backend._worker)
+    with dying(monkeypatch, "update", 3):
+        trainer.fit()
+    assert worker() is None
+
+
+# --------------------------------------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize(
+    ("method", "saved"),
+    [("rollout", 1), ("update", 2), ("begin_save", 2), ("evaluate", 2)],
+    ids=lambda value: str(value),
+)
+def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
+    make_trainer, records, monkeypatch, tmp_path: Path, method: str, saved: int
+) -> None:
+    """In step 2: before the update the step is taken back, from the update on it is completed. Without save_steps."""
+    from hybrid_rl.workers.hybrid import HybridWorker
+
+    keys = {"max_steps": 3, "run_name": "run", "output_dir": str(tmp_path), "eval_dataset": sums(2), "eval_steps": 1}
+    if method == "begin_save":
+        keys |= {"save_steps": 2}
+    stopped = make_trainer(**keys, enable_jit_checkpoint=True)
+    owner = Trainer if method == "evaluate" else HybridWorker
+    original = getattr(owner, method)
+
+    def signalled(self: Any, *arguments: Any) -> Any:
+        step = next((one.state.global_step for one in arguments if hasattr(one, "state")), stopped.global_step + 1)
+        if step == (3 if method in ("begin_save", "evaluate") else 2):  # they come after their step is counted
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, *arguments)
+
+    vars(signalled).update(vars(original))
+    signalled.__name__ = method
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, signalled)
+        with pytest.raises(RunStopped) as raised:
+            stopped.fit()
+    assert (raised.value.reason, raised.value.code, stopped.global_step) == ("SIGTERM", 75, saved)
+    assert [path.name for path in stopped.run_folder.glob("*checkpoint-*")] == [f"checkpoint-{saved}"]
+    stopped.close()
+    resumed = make_trainer(**keys | {"save_steps": 3}, resume="auto")
+    resumed.fit()
+    straight = make_trainer(**keys | {"save_steps": 3, "run_name": "straight"})
+    straight.fit()
+    assert [line["step"] for line in records(resumed)] == [0, 1, 2, 3]
+    assert weights(resumed, 3) == weights(straight, 3)
+
+
+def test_the_deadline_ends_a_run_that_goes_on_when_it_is_moved(make_trainer, records) -> None:
+    trainer = make_trainer(max_steps=2, save_before="00:00:01")
+    with pytest.raises(RunStopped) as raised:
+        trainer.fit()  # pytest is older than that
+    assert raised.value.reason == "save_before" and trainer.global_step == 0
+    assert not list(trainer.run_folder.glob("checkpoint-*"))
+    with pytest.raises(ConfigError, match="save_before='soon' must be the age of the process"):
+        make_trainer(save_before="soon")
+
+
+def test_an_error_of_processes_that_the_signal_ended_too_is_a_stop(make_trainer) -> None:
+    """The signal goes to all processes of a job: those of rewards end by it, and their samples have no reward."""
+
+    def broken(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            trainer._stop.reason = "SIGTERM"
+            raise LookupError("its process has ended")
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = make_trainer(reward_funcs=broken, enable_jit_checkpoint=True)
+    with pytest.raises(RunStopped):
+        trainer.fit()
+    assert (trainer.run_folder / "checkpoint-1").is_dir()
+
+
+def test_no_handler_is_installed_unasked(make_trainer) -> None:
+    found: list[Any] = []
+
+    class Look(Callback):
+        def on_step_end(self, trainer, step, batch, metrics):
+            found.append([signal.getsignal(number) for number in SIGNALS])
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    make_trainer(callbacks=[Look()], max_steps=1, save_steps=1).fit()
+    make_trainer(callbacks=[Look()], max_steps=1, enable_jit_checkpoint=True).fit()
+    with own_process():
+        make_trainer(callbacks=[Look()], max_steps=1, save_steps=1).fit()
+    assert found[0] == before and found[1] != before and found[2] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+REWARD = """
+import os, signal
+from pathlib import Path
+from tests.tiny import spread
+
+def score(completion_ids, trainer_state, **_):
+    for name in ("SIGKILL", "SIGTERM"):
+        mark = Path(__file__).with_name(name)
+        if trainer_state.global_step == 2 and mark.exists():
+            mark.unlink()
+            os.kill(os.getpid(), getattr(signal, name))
+    return spread(completion_ids)
+"""
+
+
+def test_the_same_command_started_again_and_again(
+    forked, make_trainer, records, model_folder: Path, tmp_path: Path
+) -> None:
+    """What a supervisor does: it is killed before the first checkpoint, told to stop, and started after the end."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(12)))
+    keys = STEPS | {"max_steps": 3, "save_steps": 3, "prompts_per_step": 4, "num_generations": 2}
+    keys |= {"max_completion_length": 5, "learning_rate": 1e-2}
+    run = {"model.path": str(model_folder), "data.train_path": str(tmp_path / "data.jsonl")}
+    config = keys | run | {"output_dir": str(tmp_path), "resume": "auto"}
+    (tmp_path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in config.items()))
+    command = ["-m", "hybrid_rl", "train", f"config={tmp_path / 'run.yaml'}", f"reward={tmp_path / 'rewards.py'}:score"]
+
+    def again() -> Any:
+        return forked.run(*command, environment=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    for name in ("SIGKILL", "SIGTERM"):
+        (tmp_path / name).touch()
+    folder = tmp_path / "run"
+    killed = again()
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (folder / ".lock").exists() and not list(folder.glob("checkpoint-*"))
+    stopped = again()
+    assert stopped.returncode == 75, stopped.stderr
+    assert "stopped by SIGTERM after training step 1; resume from" in stopped.stdout + stopped.stderr
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+    for said in ("resuming", "nothing to do: step 3, max_steps=3"):
+        done = again()
+        assert done.returncode == 0 and said in done.stdout + done.stderr, done.stderr
+    assert [line["step"] for line in records(folder)] == [0, 1, 2, 3]
+    straight = make_trainer(model=str(model_folder), **keys)
+    straight.fit()
+    assert weights(straight, 3) == (folder / "checkpoint-3" / "model.safetensors").read_bytes()
