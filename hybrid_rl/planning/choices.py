@@ -69,9 +69,7 @@ def _of_both(training: MemoryPlan, generating: MemoryPlan) -> MemoryPlan:
     chosen, reasons = generating.choices, dict(training.choices.reasons)
     if name in chosen.reasons:
         reasons[name] = chosen.reasons[name]
-    choices = dataclasses.replace(
-        training.choices, kv_cache_memory_bytes=chosen.kv_cache_memory_bytes, reasons=reasons
-    )
+    choices = dataclasses.replace(training.choices, kv_cache_memory_bytes=chosen.kv_cache_memory_bytes, reasons=reasons)
     return dataclasses.replace(training, choices=choices, generating=generating)
 
 
@@ -251,7 +249,11 @@ def _has_cache(step: StepMemory, name: str) -> bool:
 
 def _is_cramped(plan: MemoryPlan, passes: Passes, attempt: Attempt) -> bool:
     """Whether the cache got much less than it wants, and more could leave for it."""
-    if not attempt.side.generates or given_cache_bytes(attempt.config) is not None or attempt.config.memory.offload is not None:
+    if (
+        not attempt.side.generates
+        or given_cache_bytes(attempt.config) is not None
+        or attempt.config.memory.offload is not None
+    ):
         return False
     wanted = attempt.step(passes).cache().wanted_bytes
     return (plan.choices.kv_cache_memory_bytes or 0) < CACHE_SHARE * wanted

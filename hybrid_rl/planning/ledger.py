@@ -99,9 +99,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of every rank of a run; with rollout_ranks, of those that train. phases: in the order of a step; one that has several peaks comes once for
-    each. device: "cuda" or "cpu". notes: what was assumed. generating: the
-    memory of the ranks that only generate, if there are any."""
+    """The memory of every rank of a run; with rollout_ranks, of those that train. phases: in the order of a step; one
+    that has several peaks comes once for each. device: "cuda" or "cpu". notes: what was assumed. generating: the memory
+    of the ranks that only generate, if there are any."""
 
     num_ranks: int
     device: str

@@ -51,9 +51,7 @@ def planned(run: Run) -> Run:
     check_fits(plan, shape, config, passes)
     _tell(plan)
     chosen = with_choices(config, plan.choices)
-    phases = memory_phases(
-        chosen, has_reward_models=run.rewards.has_models, generates=not rollout_ranks(chosen)
-    )
+    phases = memory_phases(chosen, has_reward_models=run.rewards.has_models, generates=not rollout_ranks(chosen))
     return dataclasses.replace(run, config=chosen, memory=phases, plan=plan)
 
 

@@ -219,7 +219,8 @@ def _title(config: TrainerConfig, passes: Passes) -> str:
     replicas = f", {config.rollout.ranks_per_engine} to a replica" if config.rollout.ranks_per_engine > 1 else ""
     where = "GPU" if config.model.device == "cuda" else "CPU"
     ranks = f"1 rank on a {where}" if config.num_ranks == 1 else f"{config.num_ranks} ranks on {where}s"
-    ranks += f", and {number} that only generate{'s' if number == 1 else ''}" if (number := rollout_ranks(config)) else ""
+    if number := rollout_ranks(config):
+        ranks += f", and {number} that only generate{'s' if number == 1 else ''}"
     return (
         f"{name}, {count_text(size)} parameters{adapters}, {config.model.dtype}: {config.algorithm.name} with "
         f"rollout.engine={config.rollout.engine}, {ranks}{replicas}"

@@ -344,9 +344,7 @@ def prepare(
     )
     success_rule(resolved, names, rewards.num_added)  # or an unknown name is refused
     check_metric(resolved.eval, data.eval, names)
-    phases = memory_phases(
-        resolved, has_reward_models=rewards.has_models, generates=not rollout_ranks(resolved)
-    )
+    phases = memory_phases(resolved, has_reward_models=rewards.has_models, generates=not rollout_ranks(resolved))
     skeleton = choice.skeleton(resolved)
     if brought is not None:
         check_adapters(choice.module or choice.recipe(resolved), brought, resolved)
