@@ -56,6 +56,25 @@ def test_nothing_leaves_where_there_is_room():
     assert choices.kv_cache_memory_bytes == 8 * 32 * 192
 
 
+def test_ranks_that_train_and_ranks_that_only_generate_are_counted_apart():
+    """The first have no engine; the others no optimizer, and the cache gets what they alone have left."""
+    config = settings(rollout_ranks=1, tokens_per_micro_batch=64)
+    both = plan(config, 10**9)
+    assert {memory.phase for memory in both.phases} == {"update", "save"}
+    assert {share.resident for share in both.of("save").device} == {ACTOR, OPTIMIZER}
+    generating = both.generating
+    assert [memory.name for memory in generating.phases] == ["publish", "check", "generate"]
+    assert generating.of("publish").device_bytes == 5472 * 4  # the trainer's half of the probe is made elsewhere
+    assert generating.of("check").bytes_of(KV_CACHE) == both.choices.kv_cache_memory_bytes == 8 * 32 * 192
+    budget = generating.of("generate").device_bytes
+    less = plan(config, budget)
+    assert less.choices.kv_cache_memory_bytes == 8 * 32 * 192 - int(0.05 * budget)
+    assert less.generating.choices.offload == ()
+    assert less.generating.has_room
+    chosen = with_choices(config, less.choices)
+    assert chosen.rollout.inplace.kv_cache_memory_bytes == less.choices.kv_cache_memory_bytes
+
+
 def test_cache_that_holds_no_sequence_is_told():
     """The engine would refuse it: 32 tokens x 192 B are 6144."""
     told = "kv_cache_memory_bytes=6143 cannot hold one sequence of 32 tokens, which takes 6,144 B"
