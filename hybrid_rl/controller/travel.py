@@ -27,6 +27,9 @@ def pack(value: Any, is_handle: Callable[[Any], bool], what: str) -> tuple[bytes
     """Return `value` as bytes, and the handles anywhere in it, which the transport must carry itself to know that they
     are in use. what: names the value in errors. Raises ConfigError naming the part that cannot be pickled.
     """
+    if (script := sys.modules.get("__mp_main__")) is not None:
+        # The name of the script in a process that multiprocessing has spawned; in others it would mean theirs.
+        cloudpickle.register_pickle_by_value(script)
     stream = io.BytesIO()
     pickler = _Pickler(stream, is_handle)
     try:

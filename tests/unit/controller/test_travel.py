@@ -4,11 +4,13 @@ import os
 import pickle
 import sys
 import threading
+import types
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 
@@ -133,3 +135,15 @@ def test_a_module_that_is_missing_is_named() -> None:
     data = pickle.dumps(os.path.join).replace(b"posixpath", b"nopathful")
     with pytest.raises(ConfigError, match="No module named 'nopathful', which .*: install it on all nodes"):
         unpack(data, [])
+
+
+def test_classes_of_a_script_in_a_spawned_process_take_their_code_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = types.ModuleType("__mp_main__")
+    exec("class Reward:\n    def __call__(self):\n        return 7", vars(script))
+    monkeypatch.setitem(sys.modules, "__mp_main__", script)
+    try:
+        data, handles = pack(script.Reward(), lambda part: False, "reward")
+    finally:
+        cloudpickle.unregister_pickle_by_value(script)
+    monkeypatch.delitem(sys.modules, "__mp_main__")
+    assert unpack(data, handles)() == 7

@@ -215,7 +215,9 @@ def test_the_weights_of_a_dead_worker_are_let_go(make_trainer, monkeypatch, mode
 
 
 @pytest.mark.parametrize(
-    ("method", "saved"), [("rollout", 1), ("update", 2), ("save", 2), ("evaluate", 2)], ids=lambda value: str(value)
+    ("method", "saved"),
+    [("rollout", 1), ("update", 2), ("begin_save", 2), ("evaluate", 2)],
+    ids=lambda value: str(value),
 )
 def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
     make_trainer, records, monkeypatch, tmp_path: Path, method: str, saved: int
@@ -224,7 +226,7 @@ def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
     from hybrid_rl.workers.hybrid import HybridWorker
 
     keys = {"max_steps": 3, "run_name": "run", "output_dir": str(tmp_path), "eval_dataset": sums(2), "eval_steps": 1}
-    if method == "save":
+    if method == "begin_save":
         keys |= {"save_steps": 2}
     stopped = make_trainer(**keys, enable_jit_checkpoint=True)
     owner = Trainer if method == "evaluate" else HybridWorker
@@ -232,7 +234,7 @@ def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
 
     def signalled(self: Any, *arguments: Any) -> Any:
         step = next((one.state.global_step for one in arguments if hasattr(one, "state")), stopped.global_step + 1)
-        if step == (3 if method in ("save", "evaluate") else 2):  # they come after their step is counted
+        if step == (3 if method in ("begin_save", "evaluate") else 2):  # they come after their step is counted
             signal.raise_signal(signal.SIGTERM)
         return original(self, *arguments)
 
