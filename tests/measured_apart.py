@@ -7,16 +7,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from weakref import WeakSet
 
 from torch import Tensor
 
 from hybrid_rl.controller import LocalBackend
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, Phase
+from hybrid_rl.resharding.handoff.base import Parts
+from hybrid_rl.resharding.handoff.disk import DiskSource
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup
 from hybrid_rl.workers.groups import PolicyGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from tests.measured_memory import Measured, MeasuredMemory
-from tests.memory_cases import ARENA, GRADIENTS, MeasuredStep, gradients, shards
+from tests.memory_cases import ARENA, GRADIENTS, OF_OTHERS, MeasuredStep, gradients, shards
 
 
 class MeasuredApart(MeasuredStep):
@@ -31,7 +35,11 @@ class MeasuredApart(MeasuredStep):
         try:
             self.engine._side.client._thread, self.engine._side.client._advance = None, self.engine._side.client._step
             residents = self._residents if trains else self._of_generating
-            with MeasuredMemory(residents, on_host=(ARENA,), lasting=(GRADIENTS,) if trains else ()) as memory:
+            self._sources = WeakSet[DiskSource]()
+            with (
+                self._sources_seen(),
+                MeasuredMemory(residents, on_host=(ARENA, OF_OTHERS), lasting=(GRADIENTS,) if trains else ()) as memory,
+            ):
                 self._watch(memory) if trains else self._watch_generating(memory)
                 for step in (0, 1, 2):
                     memory.forget()
@@ -64,7 +72,24 @@ class MeasuredApart(MeasuredStep):
     def _of_generating(self) -> dict[str, list[Tensor]]:
         engine: Any = self.engine._side.client.engine
         cache = [tensor for pair in engine._cache._memory.values() for tensor in pair]
-        return {ACTOR: shards(self.engine._model.module), KV_CACHE: cache}
+        others = [tensor for tensors in self._residents().values() for tensor in tensors]
+        return {ACTOR: shards(self.engine._model.module), KV_CACHE: cache, OF_OTHERS: [*others, *self._mapped()]}
+
+    def _mapped(self) -> list[Tensor]:
+        """Tensors of the version that is read: pages of its files, of which no rank has a copy."""
+        opened = [parts for source in list(self._sources) for parts in source._opened.values()]
+        return [tensor for parts in opened for tensor in parts if tensor is not None]
+
+    @contextmanager
+    def _sources_seen(self) -> Iterator[None]:
+        parts = DiskSource._parts
+
+        def seen(source: DiskSource, number: int) -> Parts:
+            self._sources.add(source)
+            return parts(source, number)
+
+        with patch.object(DiskSource, "_parts", seen):
+            yield
 
     def _watch_generating(self, memory: MeasuredMemory) -> None:
         watched = self.engine.watched

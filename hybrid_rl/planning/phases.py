@@ -143,8 +143,12 @@ class StepMemory:
     def movable(self) -> frozenset[str]:
         """Tags of what sleeps if a phase does not need it."""
         rollout, engine = self.config.rollout, {ENGINE_WEIGHTS, KV_CACHE}
-        if isinstance(rollout, ColocatedRolloutConfig) and (self.config.model.device == "cpu" or rollout.adopt_weights):
-            engine = set()  # vLLM sleeps on GPUs only, and adopted memory is the trainer's
+        if isinstance(rollout, ColocatedRolloutConfig) and (
+            self.config.model.device == "cpu" or rollout.adopt_weights or not self.trains
+        ):
+            engine = (
+                set()
+            )  # vLLM sleeps on GPUs only, and for others that need the room; adopted memory is the trainer's
         return frozenset(self.plan.offload | engine)
 
     # -------------------------------------------------------------------------------------------------- phases
@@ -334,6 +338,11 @@ class StepMemory:
         """Return what publishing takes besides the weights of both sides."""
         config, sharding = self.config, sharding_of(self.config)
         shares = self._adapters_on_their_way()
+        if not self.trains and isinstance(config.rollout, ColocatedRolloutConfig):
+            # Files are mapped in host memory, of which nothing is copied but what is on its way to a GPU.
+            if config.model.device == "cuda":
+                shares.append(Share(HANDOFF, BUCKET_BYTES, f"a bucket of {size_text(BUCKET_BYTES)} from files"))
+            return shares
         if sharding is None:
             return shares
         sizes = self._unit_bytes(sharding)

@@ -78,8 +78,8 @@ def memory_phases(
         reference_is_actor=reference_is_policy(config),
     ).of_ranks(trains=trains, generates=generates)
     engine = frozenset({ENGINE_WEIGHTS, KV_CACHE}) & residents
-    # vLLM sleeps on GPUs only, and adopted memory is the trainer's.
-    engine_stays = adopts or (config.rollout.engine == "vllm" and config.model.device == "cpu")
+    # vLLM sleeps on GPUs only, and for others that need the room; adopted memory is the trainer's.
+    engine_stays = adopts or (config.rollout.engine == "vllm" and (config.model.device == "cpu" or not trains))
     return MemoryPhases(cycle, residents, offload, offload if engine_stays else offload | engine)
 
 

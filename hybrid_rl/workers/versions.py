@@ -18,7 +18,7 @@ from hybrid_rl.errors import ConfigError, HandoffError, counted
 from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.lora.plain import is_adapted, plain, wrappers
-from hybrid_rl.resharding.handoff.base import Gather, Source
+from hybrid_rl.resharding.handoff.base import Gather
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.tensors.boxes import local_box, local_tensor
@@ -89,7 +89,7 @@ def moving_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, source: Source) -> int:
+def fill(module: nn.Module, source: DiskSource) -> int:
     """Copy the moving weights of a version into a module with the same names, plain or sharded. Returns the bytes
     written. Raises HandoffError for other names."""
     weights = moving_weights(module)
@@ -100,7 +100,7 @@ def fill(module: nn.Module, source: Source) -> int:
             "the module was changed since it was loaded; make a new Trainer"
         )
     for name, tensor in weights.items():
-        local_tensor(tensor).copy_(source.full(name)[local_box(tensor)])
+        source.read_into(local_tensor(tensor), name, local_box(tensor))
     return sum(local_tensor(tensor).nbytes for tensor in weights.values())
 
 
@@ -123,7 +123,7 @@ class PolicyReader:
         self._base: DiskSource | None = None
 
     @contextmanager
-    def read(self, version: int) -> Iterator[tuple[Source, dict[str, LowRank]]]:
+    def read(self, version: int) -> Iterator[tuple[DiskSource, dict[str, LowRank]]]:
         """Map a version into host memory inside the block, and check its hashes; those of the base once. Yields the
         source of its weights, and what adapters add to them. Raises HandoffError for files that differ from what was
         written."""
@@ -150,4 +150,4 @@ class PolicyReader:
     def probe(self) -> Tensor | None:
         """The trainer's half of the probe of the version that is read, float32 [k, V]; None if it has none."""
         there = {sharded.spec.name for sharded in self._files.layout().tensors}
-        return self._files.full(PROBE) if PROBE in there else None
+        return self._files.part(PROBE).full("") if PROBE in there else None  # the weights are not mapped for it

@@ -38,12 +38,14 @@ from hybrid_rl.resharding.handoff.base import (
     agree,
     alone,
     assembled,
+    cells,
     copy_shares,
+    number_of,
 )
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan
 from hybrid_rl.resharding.shards import stored_boxes
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.tensors.boxes import Box, overlap, within
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -172,6 +174,19 @@ class DiskSource(Source):
     def full(self, name: str) -> Tensor:
         """Assemble one tensor from the files; not collective."""
         return assembled(self._layout, name, self._parts, self._device)
+
+    def read_into(self, target: Tensor, name: str, box: Box) -> None:
+        """Write a box of one tensor from the mapped files, without a copy of the whole; not collective. target: of the
+        box's shape, any dtype and device."""
+        number = number_of(self._layout, name)
+        for cell, owners in cells(self._layout.tensors[number]):
+            common = overlap(cell, box)
+            if common is None:
+                continue
+            part = self._parts(owners[0])[number]
+            assert part is not None, "the layout was made from what the files hold"
+            extents = [side.stop - side.start for side in cell]
+            target[within(common, box)].copy_(part.reshape(extents)[within(common, cell)])
 
     def held(self) -> dict[int, Parts]:
         """Return the parts in this reader's share of the files."""
