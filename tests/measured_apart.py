@@ -1,4 +1,5 @@
-"""Training steps of a rank that trains beside one that only generates, both in this process; either can be measured."""
+"""Training steps of a rank that trains beside one that only generates, both in this process; either can be measured:
+what the other one holds does not count, nor do pages of files."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ class MeasuredApart(MeasuredStep):
         training.generating = generating
         try:
             self.engine._side.client._thread, self.engine._side.client._advance = None, self.engine._side.client._step
-            residents = self._residents if trains else self._of_generating
+            sides = (self._of_training, self._of_generating)
+            own, other = sides if trains else sides[::-1]
+
+            def residents() -> dict[str, list[Tensor]]:
+                others = [tensor for tensors in other().values() for tensor in tensors]
+                return own() | {OF_OTHERS: [*others, *self._mapped()]}
+
             self._sources = WeakSet[DiskSource]()
             with (
                 self._sources_seen(),
@@ -60,7 +67,7 @@ class MeasuredApart(MeasuredStep):
         self.engine = RolloutWorker(setup, context)
         return self.engine
 
-    def _residents(self) -> dict[str, list[Tensor]]:
+    def _of_training(self) -> dict[str, list[Tensor]]:
         worker, found = self.worker, {}
         found[ACTOR] = shards(worker._actor.model.module)
         found["optimizer"] = worker._actor.optimizer.tensors()
@@ -72,8 +79,7 @@ class MeasuredApart(MeasuredStep):
     def _of_generating(self) -> dict[str, list[Tensor]]:
         engine: Any = self.engine._side.client.engine
         cache = [tensor for pair in engine._cache._memory.values() for tensor in pair]
-        others = [tensor for tensors in self._residents().values() for tensor in tensors]
-        return {ACTOR: shards(self.engine._model.module), KV_CACHE: cache, OF_OTHERS: [*others, *self._mapped()]}
+        return {ACTOR: shards(self.engine._model.module), KV_CACHE: cache}
 
     def _mapped(self) -> list[Tensor]:
         """Tensors of the version that is read: pages of its files, of which no rank has a copy."""

@@ -143,12 +143,10 @@ class StepMemory:
     def movable(self) -> frozenset[str]:
         """Tags of what sleeps if a phase does not need it."""
         rollout, engine = self.config.rollout, {ENGINE_WEIGHTS, KV_CACHE}
-        if isinstance(rollout, ColocatedRolloutConfig) and (
-            self.config.model.device == "cpu" or rollout.adopt_weights or not self.trains
-        ):
-            engine = (
-                set()
-            )  # vLLM sleeps on GPUs only, and for others that need the room; adopted memory is the trainer's
+        # vLLM sleeps on GPUs only, and for others that need the room; adopted memory is the trainer's.
+        can_sleep = self.config.model.device != "cpu" and self.trains
+        if isinstance(rollout, ColocatedRolloutConfig) and (rollout.adopt_weights or not can_sleep):
+            engine = set()
         return frozenset(self.plan.offload | engine)
 
     # -------------------------------------------------------------------------------------------------- phases
