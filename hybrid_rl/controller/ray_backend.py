@@ -151,8 +151,8 @@ class _Connection:
             told = f"{type(error).__name__}: {error}"
             if found is None:
                 raise NoRoomError(
-                    f"Ray could not be started on this machine: {told}. If the machine is busy, it may take too long; try "
-                    "again when there is less to do"
+                    f"Ray could not be started on this machine: {told}. A busy machine may take too long for it; "
+                    "try again when there is less to do"
                 ) from error
             where = f" (found at {found})" if found != connection.address else ""
             raise ConfigError(f"ray address {connection.address!r}{where} cannot be used: {told}") from error
