@@ -20,7 +20,7 @@ class ConfigError(HybridRLError, ValueError):
 
 
 class NoRoomError(ConfigError):
-    """The machines of a cluster have no room for the ranks, now."""
+    """The machines have no room for the ranks now: nodes are missing, or Ray did not start in time."""
 
 
 class DataError(HybridRLError, ValueError):

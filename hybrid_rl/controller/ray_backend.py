@@ -148,9 +148,14 @@ class _Connection:
             connection.resources.enter_context(session.sigterm_exits(before))
         except Exception as error:
             connection.close()
-            what = f"ray address {connection.address!r}" if connection.address else "a Ray cluster on this machine"
+            told = f"{type(error).__name__}: {error}"
+            if found is None:
+                raise NoRoomError(
+                    f"Ray could not be started on this machine: {told}. A busy machine may take too long for it; "
+                    "try again when there is less to do"
+                ) from error
             where = f" (found at {found})" if found != connection.address else ""
-            raise ConfigError(f"{what}{where} cannot be used: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"ray address {connection.address!r}{where} cannot be used: {told}") from error
         return connection
 
     def _start(self, object_store_memory_bytes: int | None) -> None:

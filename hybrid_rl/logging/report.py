@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_rl.errors import ConfigError, HybridRLError, counted
+from hybrid_rl.errors import ConfigError, HybridRLError, StorageError, counted
 from hybrid_rl.logging import curves
 from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.metrics import finite
@@ -40,6 +40,14 @@ class JsonLines:
         """Append one line per record."""
         self._pending += [self._line(record) for record in records]
         self.flush()
+
+    def keep_until(self, step: int) -> list[str]:
+        """Forget records of later steps that wait for the disk, because a resumed run makes them again, and how long
+        the file was before it was cut. Returns what was forgotten, as lines."""
+        later = [line for line in self._pending if (_step_of(line.encode(errors="backslashreplace")) or 0) > step]
+        self._pending = [line for line in self._pending if line not in later]
+        self._size = 0
+        return later
 
     def _line(self, record: Mapping[str, Any]) -> str:
         """Return a record as a line. Values that JSON cannot hold are replaced: the rest must not be lost with them."""
@@ -153,7 +161,7 @@ class RunFolder:
     def keep_until(self, step: int) -> Dropped:
         """Move records of later steps, which a resumed run makes again, and unreadable lines from each log to the file
         `<log>.dropped` next to it. If it is killed in between, the next call completes it."""
-        num_steps, unreadable = 0, {}
+        num_steps, unreadable = len(self.metrics.keep_until(step)), {}
         others = (path for pattern in LOGS for path in sorted(self.path.glob(pattern)))
         for path in (self.metrics.path, *others):
             if not path.exists():
@@ -168,7 +176,7 @@ class RunFolder:
             if num_unreadable := sum(at is None for at, _ in steps):
                 unreadable[path.name] = num_unreadable
             if path == self.metrics.path:
-                num_steps = sum(at is not None and at > step for at, _ in steps)
+                num_steps += sum(at is not None and at > step for at, _ in steps)
         return Dropped(num_steps, unreadable)
 
     def _keep_aside(self, path: Path, dropped: bytes) -> None:
@@ -182,7 +190,7 @@ class RunFolder:
                 if there != dropped:
                     file.write((b"\n" if there and not there.endswith(b"\n") else b"") + dropped)
         except OSError as error:
-            raise ConfigError(f"cannot write {target}: {error}; free space, or make the folder writable") from error
+            raise StorageError(f"cannot write {target}: {error}; free space, or make the folder writable") from error
 
     def steps(self) -> list[int]:
         """The steps whose metrics have been recorded, in the order of the file."""

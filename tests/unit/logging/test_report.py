@@ -254,6 +254,19 @@ def test_what_is_dropped_is_kept_once_though_a_killed_process_had_kept_it(run: R
     assert run.metrics.path.read_bytes() == lines[0]
 
 
+def test_keep_until_drops_later_steps_that_wait_for_the_disk(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
+    """A restart goes on from step 2 while the records of 2 and 3 could not be written yet: 3 is made again."""
+    run.log_metrics(1, {"reward": 1.0})
+    path, run.metrics.path = run.metrics.path, run.path / "no such folder" / "metrics.jsonl"
+    run.log_metrics(2, {"reward": 2.0})
+    run.log_metrics(3, {"reward": 3.0})
+    run.metrics.path = path
+    assert run.keep_until(2).num_steps == 1
+    run.log_metrics(3, {"reward": 4.0})
+    assert [(record["step"], record["reward"]) for record in read_jsonl(path)] == [(1, 1.0), (2, 2.0), (3, 4.0)]
+    assert "nothing was lost" in caplog.text and "removed or cut" not in caplog.text
+
+
 def test_keep_until_without_files(run: RunFolder) -> None:
     run.keep_until(3)
     assert list(run.path.iterdir()) == []
