@@ -88,7 +88,10 @@ def load_config(
             if leaves[path].metadata["takes_rest"]:  # separate keys, each of which is overridden by itself
                 given[path] = {**flat[path], **given[path]}
         flat.update(given)
-        explicit.update(given if place else ())  # nobody gave the defaults of another library
+        if place == 1 and isinstance(config, TrainerConfig):  # it has every key; what is as it was nobody gave
+            explicit.update(path for path, value in given.items() if value != leaves[path].default)
+        else:
+            explicit.update(given if place else ())  # nobody gave the defaults of another library
     flat |= {f"{section}.{CHOICES[section].tag}": member for section, member in tags.items() if CHOICES[section].tag}
     values = {}
     for path, value in flat.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from hybrid_rl.algos import GRPO, Clip, Needs
 from hybrid_rl.algos.kl import NoKL
@@ -13,7 +14,8 @@ from hybrid_rl.errors import ConfigError
 
 
 def with_rollout_ranks(config: TrainerConfig, given: Collection[str]) -> TrainerConfig:
-    """Return the config with async_level=1 if it has ranks that only generate. given: the paths that the user set.
+    """Return the config with async_level=1 if it has ranks that only generate, without these ranks if it replays what
+    they have generated. given: the paths that the user set.
 
     Raises ConfigError for what does not go with such ranks.
     """
@@ -25,6 +27,10 @@ def with_rollout_ranks(config: TrainerConfig, given: Collection[str]) -> Trainer
             f"rollout_ranks={number} generates while the other ranks train, so that every step trains on samples of "
             "older weights, but async_level=0; leave async_level out, or set it to 1"
         )
+    apart = replace(config, rollout=replace(config.rollout, async_level=1))
+    if config.mode == "train":
+        controller: Any = config.controller
+        return replace(apart, controller=replace(controller, rollout_ranks=0))
     transport, adopts = "auto", False
     if isinstance(config.rollout, ColocatedRolloutConfig):
         transport, adopts = config.rollout.transport, config.rollout.adopt_weights
@@ -41,7 +47,7 @@ def with_rollout_ranks(config: TrainerConfig, given: Collection[str]) -> Trainer
     for what, is_so in others.items():
         if is_so:
             raise ConfigError(f"rollout_ranks={number} cannot be combined with {what}; leave one of them out")
-    return replace(config, rollout=replace(config.rollout, async_level=1))
+    return apart
 
 
 def rollout_config(config: TrainerConfig) -> TrainerConfig:

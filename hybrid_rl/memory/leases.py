@@ -253,12 +253,12 @@ class Lease(AbstractContextManager[None]):
             raise
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        if self._is_outermost:
+            self._leases._leased = None
 
     def end(self) -> None:
-        """End the lease, if that has not happened: a Ctrl-C that does not wait may come when `__exit__` begins."""
+        """End the lease once more, after its block: a Ctrl-C that does not wait may have come as `__exit__` began."""
         if self._is_outermost:
-            self._is_outermost = False
             self._leases._leased = None
 
 

@@ -56,7 +56,8 @@ class Lasting(Saving):
             told += "; the ranks have ended, so that nothing is saved now"
         else:
             self._keep_last_step()
-        newest = self._newest_checkpoint()
+        # Before its first step a resumed run leaves newer checkpoints where they are; they may be damaged.
+        newest = self._newest_checkpoint() if self._log.is_taken_up else self._run.resume
         self._log.display.message(f"{told}; {f'resume from {newest}' if newest else 'there is no checkpoint yet'}")
         raise KeyboardInterrupt from failure
 

@@ -32,6 +32,20 @@ def test_they_are_divided_into_replicas_of_vllm() -> None:
     assert (config.rollout.ranks_per_engine, config.num_ranks, config.lora.r) == (2, 1, 8)
 
 
+def test_a_config_that_was_loaded_is_what_it_was_made_of() -> None:
+    """The command line loads a config and passes it on: keys that nobody gave are not given then either."""
+    config, _ = load_config({"max_steps": 4, "rollout_ranks": 2})
+    again, given = load_config(config)
+    assert "rollout.async_level" not in given and "controller.rollout_ranks" in given
+    assert resolve(again, given, hardware=Hardware()).rollout.async_level == 1
+
+
+def test_a_replay_needs_no_ranks_that_generate() -> None:
+    config = resolved(mode="train", rollouts_path="there")
+    assert (config.controller.rollout_ranks, config.rollout.async_level) == (0, 1)
+    assert config.correction.correction_mode == "tis"
+
+
 def test_gpus_are_left_for_them() -> None:
     node = Hardware(8, "a GPU")
     assert resolved(node, num_ranks="auto").num_ranks == 6
@@ -46,7 +60,6 @@ def test_gpus_are_left_for_them() -> None:
     [
         ({"rollout.async_level": 0}, "rollout_ranks=2 generates while .* but async_level=0"),
         ({"mode": "rollout"}, "rollout_ranks=2 cannot be combined with mode=rollout"),
-        ({"mode": "train", "rollouts_path": "there"}, "rollout_ranks=2 cannot be combined with mode=train"),
         ({"rollout.engine": "hf"}, "rollout_ranks=2 cannot be combined with rollout.engine=hf"),
         (
             {"rollout.engine": "vllm", "transport": "distributed", "num_ranks": 2},
