@@ -180,26 +180,25 @@ class Trainer(Lasting):
         self._require_idle("call fit()")
         last = self._length_for(steps)
         self._is_stopping = steps is None and self._stops_at_once()
+        begun = self.global_step
         with self._stoppable(), self._working("fit()"), self._run_shown():
-            self._unbroken(partial(self._train, None if steps is None else last, self.global_step))
+            for attempt in self._attempts():
+                with attempt:
+                    self._stop.check()
+                    self._evaluate_at_start()
+                    while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
+                        self._stop.check()
+                        self.step()
+                    self._wait_for_save()
+                    if self._save_due:
+                        self._save_now(final=True)
+                    elif steps is None and self.global_step > begun:
+                        self._keep_last_step()
+                    if steps is None:
+                        self._load_best()
         return self._last_metrics
 
     train = fit  # its name in TRL and transformers
-
-    def _train(self, last: int | None, begun: int) -> None:
-        """Train to a step, or (None) to the end of the run, and do what is due then. begun: the step before."""
-        self._stop.check()
-        self._evaluate_at_start()
-        while self.global_step < (self.max_steps if last is None else last) and not self._is_stopping:
-            self._stop.check()
-            self.step()
-        self._wait_for_save()
-        if self._save_due:
-            self._save_now(final=True)
-        elif last is None and self.global_step > begun:
-            self._keep_last_step()
-        if last is None:
-            self._load_best()
 
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
@@ -263,7 +262,8 @@ class Trainer(Lasting):
         """Raise the error that ended a run, after saving the last complete step if that step is sound."""
         if self._stop.reason:
             self._end_stopped(failure)
-        if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)):
+        self._finish_save()
+        if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)) and not self.policy.has_ended:
             self._keep_last_step()
         if isinstance(failure, KeyboardInterrupt):
             self._log.display.message(

@@ -8,6 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,25 +64,26 @@ class Lasting(Saving):
 
     # ------------------------------------------------------------------------------------------------------ restarts
 
-    def _unbroken(self, work: Callable[[], None]) -> None:
-        """Do the work of a `fit()`, again from the last checkpoint if ranks are lost, as often as max_restarts says."""
-        loss = self._lost_in(work)
-        while loss is not None:
+    def _attempts(self) -> Iterator[Attempt]:
+        """Yield blocks for the work of a `fit()`: one, and another from the last checkpoint whenever ranks were lost in
+        the one before, as often as max_restarts says."""
+        while True:
+            attempt = Attempt(self._admitted)
+            yield attempt
+            if attempt.loss is None:
+                return
+            loss: Loss | None = attempt.loss
             while loss is not None:
-                loss = self._lost_in(self._restart, loss)
-            loss = self._lost_in(work)
+                with Attempt(partial(self._admitted, earlier=loss)) as start:
+                    self._restart(loss)
+                loss = start.loss
 
-    def _lost_in(self, work: Callable[..., None], earlier: Loss | None = None) -> Loss | None:
-        """Do some work. earlier: the loss after which this work is a restart. Returns the loss that broke it off;
-        without the error, whose frames would keep the lost workers in memory."""
-        try:
-            work() if earlier is None else work(earlier)
-        except Exception as error:
-            if self._stop.reason:
-                raise
-            step = self.global_step if earlier is None else earlier.step
-            return self._restarts.admit(error, step, at_start=earlier is not None)
-        return None
+    def _admitted(self, error: Exception, earlier: Loss | None = None) -> Loss:
+        """Return the loss after which work goes on, or raise. earlier: the loss after which a restart was under way."""
+        if self._stop.reason:
+            raise error
+        step = self.global_step if earlier is None else earlier.step
+        return self._restarts.admit(error, step, at_start=earlier is not None)
 
     def _restart(self, loss: Loss) -> None:
         """Make the workers again from the last checkpoint, or as at the start of the run if there is none."""
@@ -98,6 +100,7 @@ class Lasting(Saving):
         self._save_due = False
         self._run = dataclasses.replace(self._run, resume=checkpoint)
         self._begin(self._run)
+        self._is_stopping = self._best.is_over  # a callback that has stopped the run after this step will do so again
         self._log.display.start(self.global_step)
 
     def _restart_point(self, loss: Loss) -> Path | None:
@@ -116,6 +119,28 @@ class Lasting(Saving):
                 f"loaded again\n{loss.traceback}"
             )
         return found
+
+
+class Attempt(contextlib.AbstractContextManager["Attempt"]):
+    """A block of work that may be broken off by a loss. A block, not a call, so that a debugger in the work shows no
+    frames of restarts. admit: makes a loss of an error, or raises.
+
+    loss: which broke the block off; without the error, whose frames would keep the lost workers in memory."""
+
+    def __init__(self, admit: Callable[[Exception], Loss]) -> None:
+        self._admit = admit
+        self.loss: Loss | None = None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        try:
+            self.loss = self._admit(error)
+        except BaseException as raised:
+            if raised is error:
+                return False
+            raise
+        return True
 
 
 def stop_of(config: TrainerConfig) -> Stop:

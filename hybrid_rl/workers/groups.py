@@ -139,6 +139,8 @@ class PolicyGroup(RankGroup):
     def lost_samples(self) -> list[Path]:
         """Write the samples that wait, and return the files that cannot be written. Dead ranks were reported when they
         died."""
+        if self.has_ended:
+            return []
         try:
             files: list[list[Path]] = self._ranks.call(HybridWorker.flush_samples)
         except WorkerError:
