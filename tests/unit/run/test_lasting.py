@@ -16,7 +16,7 @@ import pytest
 from hybrid_rl import RunStopped, Trainer
 from hybrid_rl.errors import ConfigError, HybridRLError, RewardError, WorkerError
 from hybrid_rl.process.stopping import SIGNALS, own_process
-from hybrid_rl.run import restarts
+from hybrid_rl.run import lasting, restarts
 from hybrid_rl.run.callbacks import Callback
 from tests.engine_faults import InjectedFault
 from tests.tiny import sums
@@ -167,6 +167,40 @@ def test_errors_of_the_users_functions_end_the_run(make_trainer, caplog, keys, e
     with pytest.raises(error):
         trainer.fit()
     assert not any("Restart" in text for text in caplog.messages)
+
+
+class Stopping(Callback):
+    def on_step_end(self, trainer, step, batch, metrics):
+        if step == 3:
+            trainer.stop()
+
+
+def test_a_run_that_was_stopped_trains_again_what_a_restart_has_lost(make_trainer, monkeypatch) -> None:
+    """stop() in step 3, whose checkpoint the engine does not outlive; the one before is that of step 2."""
+    trainer = make_trainer(max_steps=5, save_steps=2, max_restarts=1, callbacks=[Stopping()])
+    save = trainer._keep_last_step
+    failures = [True]
+
+    def fails() -> None:
+        if failures.pop() if failures else False:
+            error = InjectedFault("gone")
+            vars(error)["_is_of_ranks"] = True
+            raise error
+        save()
+
+    monkeypatch.setattr(Trainer, "_keep_last_step", lambda self: fails())
+    trainer.fit()
+    assert trainer.global_step == 3 and (trainer.run_folder / "checkpoint-3").is_dir()
+
+
+def test_ctrl_c_in_the_wait_before_a_restart_is_a_ctrl_c(make_trainer, monkeypatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    trainer = make_trainer(**STEPS, max_restarts=1)
+    monkeypatch.setattr(lasting, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), dying(monkeypatch, "update", 3):
+        trainer.fit()
 
 
 def test_what_was_set_on_the_live_trainer_stays(make_trainer, monkeypatch) -> None:
