@@ -25,6 +25,7 @@ from hybrid_rl.errors import (
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
+from hybrid_rl.process.interrupts import undisturbed
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.rollout.tally import Collected
@@ -318,7 +319,7 @@ class Trainer(Lasting):
         self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
         is_evaluated = is_last or (eval_steps is not None and step % eval_steps == 0)
         do_all(
-            lambda: metrics.update(self.evaluate() if is_evaluated and self._run.data.eval else {}),
+            lambda: metrics.update(self._evaluation() if is_evaluated and self._run.data.eval else {}),
             lambda: self._note_best(metrics),
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
@@ -391,6 +392,11 @@ class Trainer(Lasting):
             self._best.look(0, record)
         self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
         self._log.metrics(0, record)
+
+    def _evaluation(self) -> Mapping[str, float]:
+        """Evaluate after a step. A Ctrl-C waits, as a resumed run would not evaluate this step again."""
+        with undisturbed():
+            return self.evaluate()
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:

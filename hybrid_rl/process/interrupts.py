@@ -17,11 +17,23 @@ from types import FrameType
 PACKAGE = str(Path(__file__).parents[1])
 
 _requested = threading.Event()
+_undisturbed = threading.Event()
 
 
 def interrupt_requested() -> bool:
     """Whether a Ctrl-C is deferred in this process, or another process has requested an interrupt."""
-    return _requested.is_set()
+    return _requested.is_set() and not _undisturbed.is_set()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Have the work inside the block not stop at its safe points: it belongs to what must be whole. A Ctrl-C that is
+    deferred comes after it, and a second one at once."""
+    _undisturbed.set()
+    try:
+        yield
+    finally:
+        _undisturbed.clear()
 
 
 def request_interrupt() -> None:

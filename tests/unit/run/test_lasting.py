@@ -289,6 +289,25 @@ def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
     assert weights(resumed, 3) == weights(straight, 3)
 
 
+def test_an_evaluation_that_has_begun_is_made_before_a_run_stops(make_trainer, records, monkeypatch) -> None:
+    """A resumed run begins after that step, and would never evaluate it."""
+    trainer = make_trainer(
+        max_steps=3, save_steps=1, eval_dataset=sums(2), eval_steps=1, run_name="run", enable_jit_checkpoint=True
+    )
+    rollout = type(trainer.collector).rollout
+
+    def signalled(self: Any, *arguments: Any, **named: Any) -> Any:
+        if trainer.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return rollout(self, *arguments, **named)
+
+    with monkeypatch.context() as patch, pytest.raises(RunStopped):
+        patch.setattr(type(trainer.collector), "rollout", signalled)
+        trainer.fit()
+    assert trainer.global_step == 2
+    assert ["eval/reward" in line for line in records(trainer)] == [True, True, True]
+
+
 def test_the_deadline_ends_a_run_that_goes_on_when_it_is_moved(make_trainer, records) -> None:
     trainer = make_trainer(max_steps=2, save_before="00:00:01")
     with pytest.raises(RunStopped) as raised:
