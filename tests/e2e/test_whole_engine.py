@@ -127,6 +127,7 @@ def differences(mine: list[Any], theirs: list[Any], phases: Collection[str]) -> 
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.e2e_full
 def test_ranks_train_and_generate_in_turn_and_leave_nothing(tmp_path: Path, traces: Traces) -> None:
     case, num_steps = next(iter(CASES)), 3
     drive(tmp_path, case, num_steps)
