@@ -88,7 +88,7 @@ def resolve(
 
 
 def _settled_buffer(config: TrainerConfig) -> BufferConfig:
-    """Return the section of the buffer without None. Raises ConfigError for what held groups cannot be joined with."""
+    """Return the section of the buffer as it is used. Raises ConfigError for what held groups cannot be joined with."""
     buffer, size, ahead = config.buffer, config.data.prompts_per_step, config.rollout.async_level
     if not isinstance(buffer, HeldConfig):
         return buffer
@@ -106,14 +106,15 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
         return _dropping(config, buffer)
     # As many as a step takes, with two versions more than they need, win most of what holding more and for longer could
     # (benchmarks/simulate_time.py), with tokens that are about one version old on average.
-    oversample = (buffer.oversample or size) if config.rollout.partial else 0
+    oversample = (buffer.oversample or size) if config.rollout.partial else None
     # Each step takes as many groups as it begins, so the extra ones of the first step decide how old groups become.
-    least = ahead + math.ceil(oversample / size)
+    least = ahead + math.ceil((oversample or 0) / size)
     longest = least + 2 * config.rollout.partial
     if buffer.max_staleness is not None and buffer.max_staleness < least:
         raise ConfigError(
-            f"max_staleness={buffer.max_staleness} is too small for async_level={ahead} with oversample={oversample}: "
-            f"a step has room for prompts_per_step={size} groups; set it to at least {least}, or leave it out"
+            f"max_staleness={buffer.max_staleness} is too small for async_level={ahead} with "
+            f"oversample={oversample or 0}: a step has room for prompts_per_step={size} groups; set it to at least "
+            f"{least}, or leave it out"
         )
     if buffer.buffer_order == "freshest" and ahead:
         raise ConfigError("buffer_order=freshest would never train on what async_level=1 generates ahead; use fifo")

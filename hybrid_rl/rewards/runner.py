@@ -171,6 +171,8 @@ class RewardRunner:
         try:
             found = await asyncio.gather(*(self._call(place, chunk, trainer_state) for place, chunk in calls))
         except asyncio.CancelledError:
+            if not self._closed:
+                raise  # whoever has submitted these samples does not wait for them any more
             raise RewardError("the reward runner was closed before scoring finished") from None
         finally:
             self._open.discard(asyncio.current_task())

@@ -45,9 +45,18 @@ class OpenGroup:
 
     @property
     def is_scored(self) -> bool:
-        """Whether it has its rewards, or will have them. What has failed is asked for again."""
+        """Whether it has its rewards, will have them, or a function has failed to give them."""
         found = self.scoring
         return found is not None and not (found.done() and (found.cancelled() or found.exception() is not None))
+
+    def forget_failure(self) -> None:
+        """Have its rewards asked for again if a function has failed to give them. A call that could not be ended and
+        may still run is not repeated."""
+        if self.scoring is None or not self.scoring.done() or not self.is_scored:
+            return
+        outcomes = [outcome for _, (_, outcome) in self.scoring.result()]
+        if any((one.failure or one.errors) and not one.is_left_behind for one in outcomes):
+            self.scoring = None
 
     @property
     def samples(self) -> list[FinishedSample]:

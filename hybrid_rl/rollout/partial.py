@@ -152,7 +152,8 @@ class PartialRollout(ScoredRollout):
         def begin() -> Standing:
             nonlocal handle
             for group in groups:
-                if group.is_whole:  # it was read from a checkpoint, or the functions are others now
+                if group.is_whole:  # it was read from a checkpoint, its rewards failed, or the functions are others
+                    group.forget_failure()
                     self._score(group, call)
             handle = self._client.submit(requests, call.version)
             return standing()

@@ -20,6 +20,7 @@ from hybrid_rl.config.load import leaf_names
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_log import RunLog
+from hybrid_rl.process.interrupts import deferred_interrupt
 from hybrid_rl.rewards import RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.successes import Grades
@@ -199,13 +200,14 @@ class Live(Tenant):
             after = dataclasses.replace(after, grades=Grades())
         num_steps = after.num_optimizer_steps, after.num_critic_steps
         collector = make_collector(after, self.policy, self._sampler).after(self.collector)
-        self.policy.reconfigure(config, num_steps, after.rewards if is_other else None)
-        self._run, self._changed = after, (*self._changed, *made)
-        object.__setattr__(self, "config", config)
-        object.__setattr__(self, "collector", collector)
-        if is_other or config.algorithm != run.config.algorithm:
-            self._signal_watch = SignalWatch(config, is_chat=run.is_chat)
-        self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])
+        with deferred_interrupt():  # or the ranks would have the new settings, and the driver the old ones
+            self.policy.reconfigure(config, num_steps, after.rewards if is_other else None)
+            self._run, self._changed = after, (*self._changed, *made)
+            object.__setattr__(self, "config", config)
+            object.__setattr__(self, "collector", collector)
+            if is_other or config.algorithm != run.config.algorithm:
+                self._signal_watch = SignalWatch(config, is_chat=run.is_chat)
+            self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])
 
     def _differences(self, config: TrainerConfig) -> Iterator[Change]:
         for path, was, now in differing(to_dict(self.config), to_dict(config)):

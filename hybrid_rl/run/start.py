@@ -217,12 +217,11 @@ def _held(config: TrainerConfig) -> dict[str, Any]:
     buffer = config.buffer
     if not isinstance(buffer, HeldConfig):
         return {}
-    assert buffer.oversample is not None, "resolve() has set it"
     size = config.data.prompts_per_step
     ahead = config.rollout.async_level * size
     drops = buffer.unfinished == "drop"
     rule = HoldRule(size, buffer.max_staleness or 0, ahead, buffer.buffer_order, drops=drops)
-    return {"hold": rule, "num_extra": ahead + buffer.oversample}
+    return {"hold": rule, "num_extra": ahead + (buffer.oversample or 0)}
 
 
 def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:

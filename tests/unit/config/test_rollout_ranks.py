@@ -21,7 +21,10 @@ def resolved(hardware: Hardware | None = None, **keys: Any) -> Any:
 def test_it_is_one_step_off_on_ray() -> None:
     config = resolved()
     assert (config.controller.backend, config.num_ranks, config.rollout.async_level) == ("ray", 1, 1)
-    assert isinstance(config.buffer, HeldConfig) and (config.buffer.oversample, config.buffer.max_staleness) == (0, 1)
+    assert isinstance(config.buffer, HeldConfig) and (config.buffer.oversample, config.buffer.max_staleness) == (
+        None,
+        1,
+    )
     assert config.correction.correction_mode == "tis"
     partial = resolved(**{"rollout.partial": True}).buffer
     assert isinstance(partial, HeldConfig) and (partial.oversample, partial.max_staleness) == (16, 4)

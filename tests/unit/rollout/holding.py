@@ -25,6 +25,7 @@ from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.results import RewardResult
 from hybrid_rl.rollout import held_agents, partial, scored
 from hybrid_rl.rollout.collector import Collector, StepPlan
@@ -176,11 +177,14 @@ class Lengths:
 
     def submit(self, inputs: Sequence[Any], state: TrainerState) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result([(0, (one.key, len(one.completion_ids) + state.global_step / 64)) for one in inputs])
+        values: list[float | None] = [len(one.completion_ids) + state.global_step / 64 for one in inputs]
+        future.set_result([(0, (inputs, CallOutcome(values, {}, None, {}, [], {})))])
         return future
 
     def join(self, inputs: Sequence[Any], parts: Sequence[tuple[int, Any]], failed: Any = ()) -> RewardResult:
-        values = dict(value for _, value in parts)
+        values = {
+            one.key: value for _, (scored, outcome) in parts for one, value in zip(scored, outcome.values, strict=True)
+        }
         rewards = np.array([values[one.key] for one in inputs], dtype=np.float64)
         keys = [one.key for one in inputs]
         return RewardResult(keys, rewards.reshape(-1, 1), rewards, [], {}, {}, [np.zeros(0)] * len(keys), {})

@@ -124,7 +124,7 @@ def rule_of(rng):
         config = resolve(*load_config(keys)[:2])
     buffer, num_ahead = config.buffer, ahead * size
     rule = HoldRule(size, buffer.max_staleness, num_ahead, buffer.buffer_order)
-    return rule, num_ahead + buffer.oversample
+    return rule, num_ahead + (buffer.oversample or 0)
 
 
 def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):

@@ -1,6 +1,8 @@
 """Partial rollouts in whole runs: versions are those of the weights, a step taken back begins again from what was held,
 and what cannot be joined with held groups is refused."""
 
+import asyncio
+import gc
 import json
 import os
 import random
@@ -278,6 +280,61 @@ def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
     for group in rollout.held(1):
         group.scoring = broken
     assert not trainer.step().batch["rewards"].isnan().any()
+
+
+@pytest.mark.parametrize("keys", [{}, {"rollout.partial": False, "rollout.async_level": 1}], ids=["partial", "ahead"])
+def test_a_reward_that_failed_for_a_held_group_is_asked_again_by_the_next_try(make, keys):
+    """A service that is away for a while: the steps that need it fail, and the first after it has come back goes on."""
+    is_away = False
+
+    def service(completion_ids, **_):
+        if is_away:
+            raise ConnectionError("away")
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = make(reward_funcs=service, **keys)
+    trainer.step()
+    is_away, num_failed = True, 0
+    for _ in range(3):
+        try:
+            trainer.step()
+        except RewardError:
+            num_failed += 1
+    assert num_failed
+    is_away, before = False, trainer.global_step
+    trainer.step()
+    assert trainer.global_step == before + 1
+
+
+def test_ctrl_c_while_rewards_are_set_leaves_ranks_and_driver_alike(make, monkeypatch):
+    trainer = make(**{"rollout.partial": False, "rollout.async_level": 1})
+    trainer.step()
+    reconfigure = type(trainer.policy).reconfigure
+
+    def interrupted(self, *arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return reconfigure(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(trainer.policy), "reconfigure", interrupted)
+        trainer.set(reward_funcs=[spread, count], reward_weights=[1.0, 2.0])
+    assert trainer.config.rewards.reward_weights == [1.0, 2.0]
+    assert all(len(values) == 2 for values in trainer.step().batch["function_rewards"])
+
+
+def test_dropped_groups_leave_no_word_in_the_log(make, caplog):
+    """Their rewards are cancelled; asyncio tells of errors that nobody reads, when it forgets their tasks."""
+
+    async def slow(completion_ids, **_):
+        await asyncio.sleep(0.02)
+        return spread(completion_ids)
+
+    trainer = make(reward_funcs=slow, oversample=4, unfinished="drop")
+    for _ in range(3):
+        trainer.step()
+    trainer.close()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_rows_that_a_checkpoint_would_change_are_refused_before_anything_is_generated(make):
