@@ -44,7 +44,7 @@ from hybrid_rl.run.others import bring_back, make_way, steps_of, warn_of_trainin
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.restarts import Restarts, check_restarts
+from hybrid_rl.run.restarts import Restarts, check_restarts, may_restart
 from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
@@ -394,9 +394,15 @@ class Trainer(Lasting):
         self._log.metrics(0, record)
 
     def _evaluation(self) -> Mapping[str, float]:
-        """Evaluate after a step. A Ctrl-C waits, as a resumed run would not evaluate this step again."""
-        with undisturbed():
-            return self.evaluate()
+        """Evaluate after a step. A Ctrl-C waits, and if the engine is lost the step is not saved: a resumed run would
+        not evaluate it again."""
+        self._is_unevaluated = False
+        try:
+            with undisturbed():
+                return self.evaluate()
+        except Exception as error:
+            self._is_unevaluated = may_restart(error)
+            raise
 
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:

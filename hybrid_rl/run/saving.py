@@ -34,6 +34,7 @@ class Saving(Evaluating):
     _saving: Path | None = None  # the checkpoint that is written in the background
     _save_failure = ""  # why the last one could not be written
     _has_told_of_memory = False
+    _is_unevaluated = False  # the engine was lost in the evaluation of the last step, so that step is to be made again
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Saving(Evaluating):
     def _save_if_due(self) -> None:
         """Save after a step if that is due, or if an earlier attempt has failed."""
         self._look_at_save()
-        if self._save_due:
+        if self._save_due and not self._is_unevaluated:
             self._save_now(final=False)
 
     @contextlib.contextmanager
@@ -185,8 +186,8 @@ class Saving(Evaluating):
             return
         self._save_seconds["timing/checkpoint_write"] = max(one.seconds for one in ranks)
         self._log.display.message(f"saved {target}")
-        self._notify("on_save", int(target.name.removeprefix("checkpoint-")), target)
         self._note_saved(target)
+        self._notify("on_save", int(target.name.removeprefix("checkpoint-")), target)
 
     def _wait_for_save(self) -> None:
         """Wait until the checkpoint that is written in the background is there, or has failed."""
@@ -199,7 +200,11 @@ class Saving(Evaluating):
         try:
             self._wait_for_save()
         except Exception as error:  # what closes must not fail; the ranks may be gone
-            logger.warning("%s was being written, and is not there: %s", target, error)
+            if target is not None and (target / STATE_FILE).is_file():
+                told = f"{type(error).__name__}: {error}"
+                logger.warning("%s is there; what was to be done after it failed: %s", target, told)
+            else:
+                logger.warning("%s was being written, and is not there: %s", target, error)
         finally:
             self._saving = None
 

@@ -308,6 +308,36 @@ def test_an_evaluation_that_has_begun_is_made_before_a_run_stops(make_trainer, r
     assert ["eval/reward" in line for line in records(trainer)] == [True, True, True]
 
 
+def test_an_engine_that_dies_in_an_evaluation_costs_no_evaluation(make_trainer, records, monkeypatch) -> None:
+    trainer = make_trainer(**STEPS | {"save_steps": 1}, max_restarts=1, eval_dataset=sums(2), eval_steps=1)
+    rollout, failures = type(trainer.collector).rollout, [True]
+
+    def dying(self: Any, *arguments: Any, **named: Any) -> Any:
+        if trainer.global_step == 2 and failures and failures.pop():
+            error = InjectedFault("gone")
+            vars(error)["_is_of_ranks"] = True
+            raise error
+        return rollout(self, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.collector), "rollout", dying)
+        trainer.fit()
+    assert trainer.global_step == 5 and not failures
+    assert ["eval/reward" in line for line in records(trainer)] == [True] * 6
+
+
+def test_an_error_of_on_save_is_not_told_as_a_lost_checkpoint(make_trainer, caplog) -> None:
+    class Faulty(Callback):
+        def on_save(self, *_: Any) -> None:
+            raise LookupError("mine")
+
+    trainer = make_trainer(max_steps=3, save_steps=2, callbacks=[Faulty()])
+    with pytest.raises(LookupError):
+        trainer.fit()
+    trainer.close()
+    assert (trainer.run_folder / "checkpoint-2").is_dir() and "is not there" not in caplog.text
+
+
 def test_the_deadline_ends_a_run_that_goes_on_when_it_is_moved(make_trainer, records) -> None:
     trainer = make_trainer(max_steps=2, save_before="00:00:01")
     with pytest.raises(RunStopped) as raised:
