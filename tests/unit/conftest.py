@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,3 +94,22 @@ def records() -> Callable[..., list[dict[str, Any]]]:
         return found
 
     return read
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of what has been synchronised with the disk since the test began, and "rename" for each path renamed."""
+    found: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recording_fsync(descriptor: int) -> None:
+        found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def recording_rename(path: Path, target: Path) -> Path:
+        found.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(Path, "rename", recording_rename)
+    return found

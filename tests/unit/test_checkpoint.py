@@ -137,25 +137,12 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(
     assert before is None or contents(folder) == before
 
 
-def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, synced: list[str]) -> None:
     """Synchronised under the temporary name: every file, every folder; after the rename the folder above. The records
     of its steps too."""
     folder.parent.mkdir()
     for name in ("metrics.jsonl", "samples.jsonl"):
         (folder.parent / name).touch()
-    synced: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def recording_fsync(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def recording_rename(path: Path, target: Path) -> Path:
-        synced.append("rename")
-        return rename(path, target)
-
-    monkeypatch.setattr(os, "fsync", recording_fsync)
-    monkeypatch.setattr(Path, "rename", recording_rename)
     write(folder)
     at = synced.index("rename")
     temporary = next(path for path in synced if path.endswith(".tmp"))
