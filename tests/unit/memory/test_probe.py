@@ -14,7 +14,7 @@ from hybrid_rl.memory.probe import free_device_bytes, measure, require_room
 SIZE = 64 * 2**20
 
 
-def test_touched_memory_is_seen_and_given_back() -> None:
+def is_seen_and_given_back() -> bool:
     """64 MiB of anonymous pages written; 8 MiB of slack for whatever else the process does."""
     before = measure()["process"]
     block = mmap.mmap(-1, SIZE)
@@ -23,7 +23,12 @@ def test_touched_memory_is_seen_and_given_back() -> None:
     block.close()
     after = measure()["process"]
     slack = SIZE // 8
-    assert held - before > SIZE - slack and after - before < 2 * slack
+    return SIZE - slack < held - before < SIZE + slack and abs(after - before) < 2 * slack
+
+
+def test_touched_memory_is_seen_and_given_back() -> None:
+    """Once in five times: a thread that another test has left may take or free memory meanwhile."""
+    assert any(is_seen_and_given_back() for _ in range(5))
 
 
 def test_available_is_below_what_the_machine_has() -> None:
