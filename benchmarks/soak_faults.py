@@ -83,12 +83,14 @@ def step_under_way() -> int:
     return int((Path(os.environ[FOLDER]) / "step").read_text())
 
 
-def right_calls(completions: Sequence[Sequence[Mapping[str, Any]]], trainer_state: Any, **_: Any) -> list[float]:
-    """The share of possible tool calls that gave 23. Of a step with a fault one sample always raises or hangs, or the
-    process ends, once."""
+def right_calls(
+    prompts: Sequence[Any], completions: Sequence[Sequence[Mapping[str, Any]]], trainer_state: Any, **_: Any
+) -> list[float]:
+    """The share of possible tool calls that gave 23. Of a step with a fault one sample always raises or hangs (and those
+    of its group that say the same), or the process ends, once."""
     step = trainer_state.global_step
-    for said in completions:
-        text = json.dumps(said)
+    for prompt, said in zip(prompts, completions, strict=True):
+        text = json.dumps([prompt, said])
         if claim("reward exception", step, text):
             note("reward exception", step)
             raise ArithmeticError("no reward for this one")
