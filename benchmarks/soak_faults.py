@@ -35,6 +35,7 @@ EVERY = {
     "driver killed": 250,
     "disk full": 160,
 }
+FILLER = "filler"  # the file that fills the disk
 DISK_FULL_STEPS = 6  # so that the step of a checkpoint is among them
 FIRST_STEP = 3
 

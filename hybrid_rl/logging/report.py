@@ -160,7 +160,8 @@ class RunFolder:
 
     def keep_until(self, step: int) -> Dropped:
         """Move records of later steps, which a resumed run makes again, and unreadable lines from each log to the file
-        `<log>.dropped` next to it. If it is killed in between, the next call completes it."""
+        `<log>.dropped` next to it. If it is killed in between, the next call completes it. Raises StorageError if the
+        disk is full or read-only."""
         num_steps, unreadable = len(self.metrics.keep_until(step)), {}
         others = (path for pattern in LOGS for path in sorted(self.path.glob(pattern)))
         for path in (self.metrics.path, *others):
@@ -172,7 +173,10 @@ class RunFolder:
             if dropped:
                 self._keep_aside(path, dropped)
             if kept != path.read_bytes():
-                self._write(path.name, kept)
+                try:
+                    self._write(path.name, kept)
+                except ConfigError as error:
+                    raise StorageError(f"{error}; free space, or make the folder writable") from error
             if num_unreadable := sum(at is None for at, _ in steps):
                 unreadable[path.name] = num_unreadable
             if path == self.metrics.path:

@@ -65,6 +65,7 @@ class RunLog:
         self._about = dict(about or {})
         self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
+        self._must_take_up = False
         if not self._run.is_continued:
             self._write_config()
         if self._run.taken is not None:
@@ -81,14 +82,19 @@ class RunLog:
     @property
     def is_taken_up(self) -> bool:
         """Whether something was written to the folder by this run."""
-        return self._is_taken_up
+        return self._is_taken_up or self._must_take_up
 
-    def resume(self, checkpoint: Path | None) -> None:
-        """Go back to one of the folder's checkpoints, None for the beginning: `begin` comes again, and the first write
-        after it sets aside what is later."""
+    def resume(self, checkpoint: Path | None, step: int | None) -> None:
+        """Go back to a checkpoint and its step, None for the beginning; `begin` comes again. If this run has written to
+        the folder, what is later is set aside now, before workers are started. Raises as `take_up`."""
         if self._trackers is not None:
             self._trackers.close()
+        self._must_take_up = self.is_taken_up  # also if that fails now
         self._checkpoint, self._is_taken_up, self._run.is_continued = checkpoint, False, True
+        if self._must_take_up:
+            self._first_step = step or 0
+            self.take_up()
+            self._must_take_up = False
 
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.checkpoint.finding import check_resumed, newest_checkpoint
+from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.process.stopping import Stop, is_own_process, seconds_of, seconds_since_start
@@ -96,7 +97,7 @@ class Lasting(Saving):
             *(loss.step, loss.cause, self._restarts.number, self.config.max_restarts, delay, where),
         )
         wait(delay, self._stop)
-        self._log.resume(checkpoint)
+        self._log.resume(checkpoint, None if checkpoint is None else read_state(checkpoint)["global_step"])
         self._save_due = False
         self._run = dataclasses.replace(self._run, resume=checkpoint)
         self._begin(self._run)

@@ -75,7 +75,8 @@ class Restarts:
         Raises the error if it allows no restart or there were enough, and WorkerError with both tracebacks if
         training failed after the same step as the last time.
         """
-        if not self._limit or not may_restart(error):
+        waits_for_disk = at_start and isinstance(error, StorageError)  # full for a while
+        if not self._limit or not (may_restart(error) or waits_for_disk):
             raise error
         loss, last = Loss.of(error, step), self._last
         if not at_start and last is not None and last.step == step:

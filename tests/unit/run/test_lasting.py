@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from hybrid_rl import RunStopped, Trainer
-from hybrid_rl.errors import ConfigError, HybridRLError, RewardError, WorkerError
+from hybrid_rl.errors import ConfigError, HybridRLError, RewardError, StorageError, WorkerError
+from hybrid_rl.logging.report import RunFolder
 from hybrid_rl.process.stopping import SIGNALS, own_process
 from hybrid_rl.run import lasting, restarts
 from hybrid_rl.run.callbacks import Callback
@@ -137,6 +138,30 @@ def test_an_error_that_comes_again_after_the_same_step_ends_the_run_with_both_tr
     ):
         trainer.fit()
     assert str(raised.value).count("raise InjectedFault") == 2 and tried == [1, 2, 3, 4, 3, 4]
+
+
+def test_a_restart_waits_for_a_disk_that_is_full(make_trainer, monkeypatch, records, caplog, model_folder) -> None:
+    """What is later than the checkpoint cannot be set aside at first: it is tried again, each time as a restart."""
+    original, tries = RunFolder.keep_until, []
+
+    def full_at_first(self: RunFolder, step: int) -> Any:
+        tries.append(step)
+        if len(tries) < 3:
+            raise StorageError("cannot write metrics.jsonl.dropped: No space left on device")
+        return original(self, step)
+
+    monkeypatch.setattr(RunFolder, "keep_until", full_at_first)
+    straight = make_trainer(model=str(model_folder), **STEPS)
+    straight.fit()
+    trainer = make_trainer(model=str(model_folder), **STEPS | {"run_name": "other"}, max_restarts=3)
+    with dying(monkeypatch, "update", 4) as tried, caplog.at_level(logging.WARNING, "hybrid_rl"):
+        assert trainer.fit()["restarts"] == 3.0
+    assert tries == [2, 2, 2] and tried == [1, 2, 3, 4, 3, 4, 5]
+    told = [text for text in caplog.messages if "Restart" in text]
+    assert ["No space left" in text for text in told] == [False, True, True]
+    assert all("after training step 3" in text and "checkpoint-2" in text for text in told)
+    assert [line["step"] for line in records(trainer)] == [0, 1, 2, 3, 4, 5]
+    assert weights(trainer, 5) == weights(straight, 5)
 
 
 def test_losses_after_other_steps_end_the_run_when_there_were_enough(make_trainer, monkeypatch) -> None:
