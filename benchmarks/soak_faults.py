@@ -87,8 +87,8 @@ def step_under_way() -> int:
 def right_calls(
     prompts: Sequence[Any], completions: Sequence[Sequence[Mapping[str, Any]]], trainer_state: Any, **_: Any
 ) -> list[float]:
-    """The share of possible tool calls that gave 23. Of a step with a fault one sample always raises or hangs (and those
-    of its group that say the same), or the process ends, once."""
+    """The share of possible tool calls that gave 23. Of a step with a fault one sample always raises or hangs (and what
+    says the same in its group), or the process ends, once."""
     step = trainer_state.global_step
     for prompt, said in zip(prompts, completions, strict=True):
         text = json.dumps([prompt, said])
