@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak import faults, growth, num_restarts, problems_of
+from benchmarks.soak import faults, growth, num_restarts, problems_of, without_folders
 from benchmarks.soak_faults import EVERY, FIRST_STEP, claim, draw_schedule, schedule
 
 ROOT = Path(__file__).parents[3]
@@ -69,6 +69,11 @@ def test_growth_is_the_median_slope_after_the_first_fifth() -> None:
     # What was trained again counts once, as it was in the end.
     again = [line(10, process_bytes=1010.0, at=99)]
     assert growth([*record[:9], line(10, process_bytes=5.0), *again], "process_bytes", 10)["per_step"] == 1.0
+
+
+def test_warnings_are_told_without_folders() -> None:
+    told = without_folders("cannot write /tmp/x/run/metrics.jsonl (only 1/2 KiB): see /tmp/y/disk: full")
+    assert told == "cannot write metrics.jsonl (only 1/2 KiB): see disk: full"
 
 
 def test_restarts_of_every_driver_count() -> None:
