@@ -19,7 +19,7 @@ class LastingKeys:
         "5 s, 10 s ... up to 300 s come before; needs save_steps",
         minimum=0,
     )
-    save_before: str | None = key(
+    save_before: float | str | None = key(
         None,
         "save a checkpoint and end with status 75 once the process is so old: seconds, or "
         "[days-]hours:minutes:seconds; the limit of the job, less what the end of a step and a checkpoint take",

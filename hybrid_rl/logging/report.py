@@ -152,7 +152,7 @@ class RunFolder:
         except OSError as error:
             with contextlib.suppress(OSError):  # of a disk that is read-only by now
                 temporary.unlink(missing_ok=True)
-            raise ConfigError(f"cannot write {target}: {error}") from error
+            raise StorageError(f"cannot write {target}: {error}; free space, or make the folder writable") from error
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one JSON object for a step, without NaN and infinities."""
