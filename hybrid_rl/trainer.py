@@ -171,7 +171,8 @@ class Trainer(Lasting):
         Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
         KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, call
         trainer.stop() in a callback. Signals and save_before end it in the same way, if they are to be listened to
-        (enable_jit_checkpoint), and RunStopped is raised, with which a script ends with status 75.
+        (enable_jit_checkpoint), and RunStopped is raised, with which a script ends with status 75 if there is a
+        checkpoint to go on from.
 
         If ranks are lost, it goes on from the last checkpoint as often as max_restarts says.
         """

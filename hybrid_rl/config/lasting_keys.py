@@ -26,8 +26,9 @@ class LastingKeys:
     )
     enable_jit_checkpoint: bool = key(
         False,
-        "at SIGTERM, SIGUSR1 or SIGUSR2 fit() saves a checkpoint and ends with status 75; a second signal ends the "
-        "process at once; hybrid-rl train and the recipes do so anyway if save_steps is set",
+        "at SIGTERM, SIGUSR1 or SIGUSR2 fit() saves a checkpoint and ends with status 75 (128 and the number of the "
+        "signal if there is nothing to save); a second signal ends the process at once; hybrid-rl train and the "
+        "recipes do so anyway if save_steps is set",
     )
 
 

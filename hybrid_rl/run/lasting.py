@@ -82,8 +82,7 @@ class Lasting(Saving):
         if not self._last_metrics:
             told += "; nothing was trained since the start of this process"
         # Before its first step a resumed run leaves newer checkpoints where they are; they may be damaged.
-        newest = self._newest_checkpoint() if self._log.is_taken_up else ""
-        newest = newest or self._run.resume
+        newest = (self._log.is_taken_up and self._newest_checkpoint()) or self._run.resume
         self._log.display.message(f"{told}; {f'resume from {newest}' if newest else 'there is no checkpoint yet'}")
         if self._stop.reason == DEADLINE and not (newest and self._last_metrics):
             why = "no training step was complete" if not self._last_metrics else "no checkpoint could be saved"

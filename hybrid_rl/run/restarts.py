@@ -22,7 +22,6 @@ from hybrid_rl.errors import (
     RewardError,
     StorageError,
     WorkerError,
-    counted,
 )
 
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 300.0
@@ -132,7 +131,7 @@ def _again(failures: list[Loss], num_restarts: int) -> WorkerError:
         ]
     else:
         told = [f"training failed with the same error again after step {step}, so another restart would not help."]
-    told[0] += f" There were {counted(num_restarts, 'restart')} so far."
+    told[0] += f" Restarts so far: {num_restarts}."
     for place, failure in enumerate(failures, 1):
         told += [f"Failure {place} of {number}: {failure.cause}", textwrap.indent(failure.traceback, "    ")]
     return WorkerError("\n".join(told))
