@@ -457,6 +457,7 @@ def test_a_summary_counts_steps_that_come_again_once(tmp_path: Path, file: io.St
     display.step(0, {"eval/accuracy": 0.75})
     display.step(1, {"reward": 0.75, "step_time": 3.0})
     display.step(2, {"reward": 1.0, "step_time": 4.0})
+    display.stop()
     display.summary(tmp_path)
     lines = file.getvalue().replace("→", "->").splitlines()
     assert lines[-5].startswith("trained 2 steps in") and lines[-5].endswith(", 3.50 s each")

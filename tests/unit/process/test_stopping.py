@@ -144,7 +144,7 @@ def test_a_program_of_the_library_may_be_told_to_stop_at_any_time(capsys) -> Non
     assert not is_own_process()
     for notes, status, told in (
         (False, 143, "there is no checkpoint"),
-        (True, 75, "started again with resume goes on"),
+        (True, 75, "the same run started again"),
     ):
         with pytest.raises(RunStopped) as raised, own_process():
             assert is_own_process()
