@@ -140,7 +140,7 @@ class Lasting(Saving):
         wait(delay_seconds, self._stop)
         step = 0 if checkpoint is None else read_state(checkpoint, ("global_step",))["global_step"]
         self._log.resume(checkpoint, step)
-        self._save_due, self._owed = False, None
+        self._save_due, self._is_unevaluated, self._owed = False, False, None
         self._run = dataclasses.replace(self._run, resume=checkpoint)
         self._begin(self._run)
         # A callback that has stopped the run after an earlier step will do so again.
