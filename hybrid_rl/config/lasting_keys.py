@@ -23,6 +23,7 @@ class LastingKeys:
         None,
         "save a checkpoint and end with status 75 once the process is so old: seconds, or "
         "[days-]hours:minutes:seconds; the limit of the job, less what the end of a step and a checkpoint take",
+        above=0,
     )
     enable_jit_checkpoint: bool = key(
         False,

@@ -348,5 +348,5 @@ def test_save_before_takes_what_is_a_number_or_a_duration(given: str, kept: Any,
 
 @pytest.mark.parametrize("given", ["soon", "3h", -5, 0, "nan", "inf", "03:50"])
 def test_save_before_says_what_is_no_time(given: Any) -> None:
-    with pytest.raises(ConfigError, match=f"save_before={re.escape(repr(given))}.*must be the age of the process"):
+    with pytest.raises(ConfigError, match=f"save_before={re.escape(repr(given))} must be (above 0|the age of the)"):
         resolved(save_before=given)
