@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig, TrainerConfig
 from hybrid_rl.planning.ledger import VERSIONS, Share
 from hybrid_rl.planning.shapes import shard_bytes, weights_share
@@ -17,7 +18,8 @@ def versions_share(policy: nn.Module, config: TrainerConfig, sharding: ShardOpti
     are most of them. They are in the dtype in which that rank keeps the weights."""
     whole = weights_share(VERSIONS, [policy], sharding)
     is_embedded = not isinstance(config.rollout, ColocatedRolloutConfig)
-    if not config.lora.is_on or (config.lora.modules_to_save and not is_embedded):
+    lora = config.lora
+    if not isinstance(lora, LoraKeys) or (lora.modules_to_save and not is_embedded):
         return Share(VERSIONS, NUM_VERSIONS * whole.num_bytes, f"{NUM_VERSIONS} versions x {whole.formula}")
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     moving = sum(p.numel() * p.itemsize for p in trained) if sharding is None else shard_bytes(policy, sharding)

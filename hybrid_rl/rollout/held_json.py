@@ -33,7 +33,7 @@ def read(kind: Any, found: Any, key: str) -> Any:
     if kind in SIMPLE:
         name, is_one = SIMPLE[kind]
         return found if is_one(found) else _refuse(key, found, name)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return read_fields(kind, found, key)
     if origin is Literal:
         return found if found in arguments else _refuse(key, found, f"one of {', '.join(map(str, arguments))}")
@@ -64,7 +64,7 @@ def read_fields(kind: type[T], found: Any, key: str) -> T:
     for name, field in fields.items():
         if name not in found and field.default is field.default_factory is dataclasses.MISSING:
             raise CheckpointError(f"{_path(key, name)} is missing")
-    types = field_types(kind)
+    types = field_types(kind)  # type: ignore[arg-type]
     values = {name: read(types[name], one, _path(key, name)) for name, one in found.items()}
     try:
         return kind(**values)
