@@ -158,9 +158,8 @@ class HeldAgentRollout(AgentRollout):
         assert call.hold is not None, "nothing else has a next step"
         ending = Ending(call.hold, learner, is_outdated)
         try:
-            held, _ = self._taken_up(step)  # `run` has begun all of them
-            groups = held + self._made(tasks, call)
-            self._held[step], self._alive_after = groups, step
+            held, _ = self._taken_up(step)  # `run` has left them alive
+            groups = self._held[step] = held + self._made(tasks, call)
             self._client.take_use()
             with self._client.session(), turns.rollout(call.version):
                 metrics.total("buffer/continued_tokens", turns.num_begun)
