@@ -161,11 +161,11 @@ class OpenGroup:
             key = f"finished.{trajectory}"
             check(trajectory in kept.seeds and sample.id == trajectory, f"{key}.id", sample.id, "one of the samples")
             check(sample.finish_reason != "abort", f"{key}.finish_reason", "abort", "that of a whole sample")
-            check_tokens(sample.completion_ids, f"{key}.completion_ids", sample.logprobs, sample.versions)
+            check_tokens(sample.completion_ids, f"{key}.completion_ids", sample.versions, sample.logprobs)
         for trajectory, one in kept.begun.items():
             is_open = trajectory in kept.seeds and trajectory not in kept.finished
             check(is_open, f"begun.{trajectory}", one, "of an unfinished sample")
-            check_tokens(one.token_ids, f"begun.{trajectory}.token_ids", one.logprobs, one.versions)
+            check_tokens(one.token_ids, f"begun.{trajectory}.token_ids", one.versions, one.logprobs)
         requests = {
             trajectory: RolloutRequest(
                 trajectory, kept.prompt_ids, dataclasses.replace(kept.params, seed=seed), group=kept.group
@@ -193,8 +193,9 @@ class _Kept:
 
 
 def check_tokens(token_ids: Sequence[int], key: str, *beside: Sequence[float]) -> None:
-    """Check the ids of tokens in a checkpoint. beside: their logprobs and versions. Raises CheckpointError."""
-    check(min(token_ids, default=0) >= 0, key, min(token_ids, default=0), "the id of a token, which is 0 or above")
+    """Check the ids of tokens in a checkpoint. beside: their versions and logprobs. Raises CheckpointError."""
+    for name, numbers in ((key, token_ids), (f"a version of {key}", beside[0] if beside else ())):
+        check(min(numbers, default=0) >= 0, name, min(numbers, default=0), "0 or above")
     for values in beside:
         check(len(values) == len(token_ids), key, token_ids, f"as long as what belongs to it, {shorten(values)}")
 
@@ -391,7 +392,7 @@ def load_held(
         try:
             groups = read(list[Any], json.loads(path.read_text(encoding="utf-8")), "the file")
             of_ranks.append([_read_group(read_group, one, place) for place, one in enumerate(groups)])
-        except (OSError, ValueError, CheckpointError) as error:
+        except (OSError, ValueError, OverflowError, CheckpointError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
     if len(of_ranks) == num_ranks:
         return of_ranks[rank]

@@ -42,17 +42,18 @@ IN_TURN = {"rollout_ranks": None, "rollout.async_level": 1}
 PARTIAL = {"rollout.partial": True, "oversample": 3}
 
 
+def note(what: str) -> None:
+    """Note in a folder what happens in which process."""
+    if folder := os.environ.get("NOTES"):
+        (Path(folder) / f"{what}-{os.getpid()}").touch()
+
+
 class Sums:
-    """An environment whose sums are there at once. It notes in a folder in which processes it is made and closed."""
+    """An environment whose sums are there at once."""
 
     def __init__(self) -> None:
-        self._note("made")
+        note(f"made-{id(self)}")
         self.number: int | None = None
-
-    def _note(self, what: str) -> None:
-        folder = os.environ.get("NOTES")
-        if folder:
-            (Path(folder) / f"{what}-{os.getpid()}-{id(self)}").touch()
 
     def reset(self, number: int, **row: Any) -> None:
         assert self.number is None, "another trajectory still acts on this one"
@@ -74,7 +75,22 @@ class Sums:
         return self.num_sums / 4 + was / 64
 
     def close(self) -> None:
-        self._note("closed")
+        note(f"closed-{id(self)}")
+
+
+class Factory:
+    """Makes them, and notes in which processes it arrives."""
+
+    def __call__(self) -> Sums:
+        return Sums()
+
+    def __reduce__(self):
+        return _arrived, ()
+
+
+def _arrived() -> Factory:
+    note("arrived")
+    return Factory()
 
 
 class SlowSums(Sums):
@@ -142,7 +158,7 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path, monkeypatch
     notes.mkdir()
     one = make(folder="one", **IN_TURN)
     results = [one.step() for _ in range(4)]
-    apart = make(env_vars={"NOTES": str(notes)})
+    apart = make(environment_factory=Factory(), env_vars={"NOTES": str(notes)})
     again = [apart.step() for _ in range(4)]
     steps = [loaded(result.batch) for result in again]
     for ours, theirs, batch in zip(again, results, steps, strict=True):
@@ -162,11 +178,11 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path, monkeypatch
         others.append(other_gap)
     assert max(others) > 1e-2
     apart.close()
-    made, closed = (
-        [path.name.removeprefix(what) for path in notes.iterdir() if path.name.startswith(what)]
-        for what in ("made", "closed")
+    made, closed, (rank,) = (
+        sorted(path.name.removeprefix(what) for path in notes.glob(f"{what}-*"))
+        for what in ("made", "closed", "arrived")
     )
-    assert len({name.split("-")[1] for name in made}) == 1 and sorted(made) == sorted(closed)
+    assert made == closed and made and all(name.endswith(rank) for name in made)
     kept = shutil.copytree(apart.run_folder / "checkpoint-2", tmp_path / "kept" / "checkpoint-2")
     resumed = make(folder="again", resume=str(apart.run_folder / "checkpoint-2"), max_steps=5)
     third = resumed.step()
