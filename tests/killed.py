@@ -46,9 +46,8 @@ BY_CHANCE = (
 OF_RANKS = ("ranks/*",)
 # What is counted of losses that the run itself has made good.
 COUNTED = {"driver": (), "rank": ("restarts",), "reward": ("rewards/num_retried",)}
-# Moments of kills: any, while a checkpoint is written in the background, or in a phase of the timeline.
+# Moments of kills: any, while a checkpoint is written in the background, or a phase of the timeline by its name.
 ANY, BACKGROUND = "any", "background"
-PHASES = ("rollout", "logprobs", "update", "handoff", "checkpoint")
 # A process lives for this share of the whole run at most: its first step takes longest, and some two kills come before
 # the end is reached.
 LONGEST_LIFE = 0.9

@@ -166,12 +166,18 @@ def telling(path: Path, patch: pytest.MonkeyPatch) -> Callable[[int, str], None]
     """Have a run write what it does into a file, which stays if it is killed."""
     from hybrid_rl.run.timeline import Timeline
 
-    file, now = os.open(path, os.O_CREAT | os.O_WRONLY), Doing(0, "")
+    file, now = -1, Doing(0, "")
 
     def tell(step: int, phase: str) -> None:
-        nonlocal now
+        nonlocal file, now
         now = Doing(step, phase)
-        os.pwrite(file, f"{step} {phase}".ljust(64).encode(), 0)
+        text = f"{step} {phase}".ljust(64)
+        if file < 0:
+            made = path.with_name(f"{path.name}.new")
+            made.write_text(text)
+            made.rename(path)
+            file = os.open(path, os.O_WRONLY)
+        os.pwrite(file, text.encode(), 0)
 
     step_of, phase_of = Timeline.step, Timeline.phase
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.callers import build_policy
-from tests.killed import BACKGROUND, HOLDING, PHASES, Killed
+from tests.killed import BACKGROUND, HOLDING, Killed
 from tests.killed_functions import adding, long_in_a_process, sandboxed
 from tests.killed_runs import Program, Starter
 from tests.tiny import sums
@@ -19,7 +20,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "grpo": {"async_save": True},
     "ppo": {"async_save": True, "algorithm": "ppo", "critic_learning_rate": 1e-2, "num_generations": 2},
 }
-MOMENTS = (BACKGROUND, *PHASES)
+MOMENTS = (BACKGROUND, "update", "rollout", "handoff", "logprobs", "checkpoint")
 AGENTS = {
     "max_steps": 3,
     "prompts_per_step": 3,
@@ -52,11 +53,12 @@ def play(tmp_path: Path, forks: Any, record_property: Any):
         if num_ranks > 1:
             keys = {"num_ranks": num_ranks, **keys}
             program["environment"] = forks.environment()
+            used.enter_context(forks.used())
         starter = Starter(tmp_path, Program(keys, is_slow_disk=num_ranks == 1, **program))
         made.append(Killed(tmp_path, starter, seed=seed, num_ranks=num_ranks, num_steps=num_steps))
         return made[-1]
 
-    with forks.used():
+    with contextlib.ExitStack() as used:
         yield make
     for killed in made:
         killed.tell(record_property)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,13 @@ def play(tmp_path: Path, forks: Any, short_folder: Path, record_property: Any):
         program = Program({**ENGINE, **keys}, model=build_model(**SHAPE), is_vllm=True, is_slow_disk=num_ranks == 1)
         if num_ranks > 1:
             program.environment = forks.environment()
+            used.enter_context(forks.used())
             program.keys |= {"num_ranks": num_ranks, "tensor_parallel_size": num_ranks, "transport": "auto"}
             program.keys |= {"env_vars": {"TMPDIR": str(short_folder)}}
         made.append(Killed(tmp_path, Starter(tmp_path, program), seed=seed, num_ranks=num_ranks))
         return made[-1]
 
-    with forks.used():
+    with contextlib.ExitStack() as used:
         yield make
     for killed in made:
         killed.tell(record_property)
