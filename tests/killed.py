@@ -168,8 +168,7 @@ class Killed:
         earliest, latest = max(earliest, self._newest() + 1), latest or self._num_steps
         moment = self._moment(left[0] if left else None, pause_at, earliest, latest)
         while process.is_alive():
-            if moment(process):
-                kill = self._kill(victim, process)
+            if moment(process) and (kill := self._kill(victim, process)) is not None:
                 self.kills.append(kill)
                 del left[:1]
                 if victim == "driver":
@@ -214,7 +213,8 @@ class Killed:
         is_saving = doing.phase != "checkpoint" and any(self.killed.glob(".checkpoint-*.tmp"))
         return BACKGROUND if is_saving else ""
 
-    def _kill(self, victim: str, process: Any) -> Kill:
+    def _kill(self, victim: str, process: Any) -> Kill | None:
+        """Kill a process of this kind; None: there is none yet."""
         doing, is_in_call = self._starter.doing(), False
         if victim == "driver":
             pid = process.pid
@@ -222,9 +222,15 @@ class Killed:
             pid = self._rank()
         elif victim == "sandbox":
             programs = [one.pid for one in psutil.Process(process.pid).children(recursive=True) if WARDEN in told(one)]
+            if not programs:
+                return None
             pid, is_in_call = self._rng.choice(programs), len(programs) > 1
         else:
-            pid = self._caller()
+            found = [int(path.name) for path in self._starter.calls.iterdir() if path.name.isdigit()]
+            alive = [pid for pid in found if psutil.pid_exists(pid)]
+            if not alive:
+                return None
+            pid = self._rng.choice(alive)
             is_in_call = (self._starter.calls / f"{pid}.calls").exists()
             pid = self._rng.choice([pid, psutil.Process(pid).ppid()])  # or the one that keeps it
         os.kill(pid, signal.SIGKILL)
@@ -237,13 +243,6 @@ class Killed:
         """The process of one of the ranks, by their logs."""
         log = self._rng.choice(sorted(self.killed.glob("logs/policy-rank*.log")))
         return int(re.findall(r"pid (\d+) on", log.read_text())[-1])
-
-    def _caller(self) -> int:
-        """A process that calls functions."""
-        pids = [int(path.name) for path in self._starter.calls.iterdir() if path.name.isdigit()]
-        alive = [pid for pid in pids if psutil.pid_exists(pid)]
-        assert alive, "no function was called yet"
-        return self._rng.choice(alive)
 
     # ----------------------------------------------------------------------------------------------------- comparison
 
@@ -292,7 +291,7 @@ class Killed:
         """Compare with a run on another number of ranks: tokens are the same, numbers differ by rounding."""
         for step in range(1, self._num_steps + 1):
             ours, theirs = (load_rollout(run / "rollouts", step) for run in self._runs)
-            assert [*ours] == [*theirs]
+            assert not {*ours} ^ {*theirs}
             for name in ours:
                 assert_near(name, parts_of(ours[name]), parts_of(theirs[name]), tolerance)
         name = f"checkpoint-{self._num_steps}/model.safetensors"
@@ -302,7 +301,7 @@ class Killed:
         ours, theirs = (last_lines(run / "metrics.jsonl", self._num_steps) for run in self._runs)
         for mine, other in zip(ours, theirs, strict=True):
             mine, other = ({n: v for n, v in line.items() if not is_among(n, OF_RANKS)} for line in (mine, other))
-            assert mine.keys() == other.keys()
+            assert not mine.keys() ^ other.keys()
             near = partial(math.isclose, abs_tol=tolerance, rel_tol=tolerance)
             wrong = {n: (mine[n], other[n]) for n in mine if not near(mine[n], other[n])}
             assert not wrong
@@ -310,7 +309,14 @@ class Killed:
     def _compare_told(self, words: Sequence[str]) -> bool:
         """Compare the samples of each step, up to the first in which the policy was told of a lost process. Returns
         whether there is one."""
-        lines = [read_jsonl(run / "samples.jsonl") for run in self._runs]
+        # The advantages of a step depend on all of its samples.
+        lines = [
+            [
+                {name: value for name, value in line.items() if name not in ("advantage", "token_values")}
+                for line in found
+            ]
+            for found in (read_jsonl(run / "samples.jsonl") for run in self._runs)
+        ]
         for step in range(1, self._num_steps + 1):
             ours, theirs = ([line for line in some if line["step"] == step] for some in lines)
             assert len(ours) == len(theirs)
