@@ -43,7 +43,7 @@ BY_CHANCE = (
     *("elapsed*", "*seconds*"),
 )
 # What the number of ranks decides.
-OF_RANKS = ("ranks/*",)
+OF_RANKS = ("ranks/*", "handoff/*bytes")
 # What is counted of losses that the run itself has made good.
 COUNTED = {"driver": (), "rank": ("restarts",), "reward": ("rewards/num_retried",)}
 # Moments of kills: any, while a checkpoint is written in the background, or a phase of the timeline by its name.
@@ -260,8 +260,7 @@ class Killed:
 
     def _compare_checkpoint(self, step: int) -> None:
         ours, theirs = (contents(run / f"checkpoint-{step}") for run in (self.whole, self.killed))
-        assert ours.keys() == theirs.keys()
-        assert not [name for name in ours if ours[name] != theirs[name]], step
+        assert not (wrong := [n for n in ours | theirs if ours.get(n) != theirs.get(n)]), (step, wrong)
 
     def _compare_rollouts(self, last: int) -> int:
         """Compare tokens, versions, logprobs, rewards and all else that was saved of the samples of each step."""
@@ -281,7 +280,8 @@ class Killed:
         for path in self.whole.glob("samples*.jsonl"):
             assert path.read_text() == (self.killed / path.name).read_text()
         ours, theirs = (last_lines(run / "metrics.jsonl", self._num_steps, counted) for run in self._runs)
-        assert ours == theirs
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine == other, {n: (mine.get(n), other.get(n)) for n in mine | other if mine.get(n) != other.get(n)}
 
     @property
     def _runs(self) -> tuple[Path, Path]:
@@ -291,7 +291,7 @@ class Killed:
         """Compare with a run on another number of ranks: tokens are the same, numbers differ by rounding."""
         for step in range(1, self._num_steps + 1):
             ours, theirs = (load_rollout(run / "rollouts", step) for run in self._runs)
-            assert not {*ours} ^ {*theirs}
+            assert {*ours} == {*theirs}, {*ours} ^ {*theirs}
             for name in ours:
                 assert_near(name, parts_of(ours[name]), parts_of(theirs[name]), tolerance)
         name = f"checkpoint-{self._num_steps}/model.safetensors"
@@ -300,11 +300,11 @@ class Killed:
             assert_near(name, [ours[name]], [theirs[name]], tolerance)
         ours, theirs = (last_lines(run / "metrics.jsonl", self._num_steps) for run in self._runs)
         for mine, other in zip(ours, theirs, strict=True):
-            mine, other = ({n: v for n, v in line.items() if not is_among(n, OF_RANKS)} for line in (mine, other))
-            assert not mine.keys() ^ other.keys()
+            mine, other = ({n: line[n] for n in line if not is_among(n, OF_RANKS)} for line in (mine, other))
             near = partial(math.isclose, abs_tol=tolerance, rel_tol=tolerance)
-            wrong = {n: (mine[n], other[n]) for n in mine if not near(mine[n], other[n])}
-            assert not wrong
+            wrong = {n: (mine.get(n), other.get(n)) for n in mine | other}
+            wrong = {n: pair for n, pair in wrong.items() if None in pair or not near(*pair)}
+            assert not wrong, wrong
 
     def _compare_told(self, words: Sequence[str]) -> bool:
         """Compare the samples of each step, up to the first in which the policy was told of a lost process. Returns
