@@ -166,7 +166,7 @@ class Killed:
         Returns whether it came to its end."""
         process = self._starter.start(self.killed.parent, {"save_total_limit": 2, **(keys or {})}, pause_at)
         earliest, latest = max(earliest, self._newest() + 1), latest or self._num_steps
-        moment = self._moment(left[0] if left else None, pause_at, earliest, latest)
+        moment = self._moment(left[0] if left and earliest <= latest else None, pause_at, earliest, latest)
         while process.is_alive():
             if moment(process) and (kill := self._kill(victim, process)) is not None:
                 self.kills.append(kill)
