@@ -134,8 +134,9 @@ class RunFolder:
 
     def __init__(self, output_dir: str, name: str | None, default_name: str, *, keep: bool = False) -> None:
         self.is_continued = keep
+        is_given = bool(name)
         name = name or f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path = _claim(Path(output_dir).absolute(), name, keep)
+        self.path = _claim(Path(output_dir).absolute(), name, keep, takes_empty=is_given)
         self.taken = None if self.path.name == name else self.path.with_name(name)  # the name that was asked for
         self.metrics = JsonLines(self.path / "metrics.jsonl")
 
@@ -237,7 +238,9 @@ def _step_of(line: bytes) -> int | None:
         return None
 
 
-def _claim(base: Path, name: str, keep: bool) -> Path:
+def _claim(base: Path, name: str, keep: bool, *, takes_empty: bool) -> Path:
+    """Make a folder of this name, or of its next number that is free. takes_empty: a folder that is there and empty is
+    free, as one that a user has made; one with a time as its name is that of a run that started in the same second."""
     try:
         base.mkdir(parents=True, exist_ok=True)
         if keep:
@@ -249,7 +252,7 @@ def _claim(base: Path, name: str, keep: bool) -> Path:
                 path.mkdir()
                 return path
             except FileExistsError:
-                if path.is_dir() and not any(path.iterdir()):
+                if takes_empty and path.is_dir() and not any(path.iterdir()):
                     return path
     except OSError as error:
         raise ConfigError(

@@ -173,6 +173,12 @@ def test_a_run_without_name_has_algorithm_and_time(tmp_path: Path) -> None:
     assert re.fullmatch(r"grpo-\d{8}-\d{6}", RunFolder(str(tmp_path), None, "grpo").path.name)
 
 
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "20300102-030405")
+    names = [RunFolder(str(tmp_path), None, "grpo").path.name for _ in range(2)]  # nothing is written in between
+    assert names == ["grpo-20300102-030405", "grpo-20300102-030405-2"]
+
+
 def test_a_run_that_goes_on_keeps_its_folder(run: RunFolder) -> None:
     run.log_metrics(1, {"reward": 0.5})
     again = RunFolder(str(run.path.parent), "run", "", keep=True)
