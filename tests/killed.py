@@ -138,9 +138,10 @@ class Killed:
     def run_whole(self, keys: Mapping[str, Any] | None = None) -> None:
         """Run without a kill."""
         process = self._starter.start(self.whole.parent, keys or {})
+        last = self.whole / f"checkpoint-{self._num_steps}"
         while process.is_alive():
             with contextlib.suppress(psutil.Error):
-                self._seconds = max(self._seconds, self._starter.seconds(process))
+                self._seconds = self._seconds if last.exists() else max(self._seconds, self._starter.seconds(process))
             process.join(0.01)
         assert process.exitcode == 0
 

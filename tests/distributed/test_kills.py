@@ -28,7 +28,7 @@ AGENTS = {
     "max_steps": 3,
     "prompts_per_step": 3,
     "max_prompt_length": 60,
-    "max_completion_length": 200,
+    "max_completion_length": 600,  # else a message of a lost process may leave no room for an answer
     "max_tool_calling_iterations": 3,
     "stop_token_ids": None,
     "tool_processes": 1,
