@@ -161,7 +161,7 @@ def test_a_process_that_is_killed_once_costs_no_sample(tmp_path, score_by):
         for texts in (["a"], ["a", "b"], ["odd", "b"])[: 3 if score_by == "sample" else 2]:
             mark.touch()
             result = runner.score(samples(*texts), None)
-            assert result.rewards == [1.0] * len(texts) and not result.failures and not mark.exists()
+            assert result.rewards.tolist() == [1.0] * len(texts) and not result.failures and not mark.exists()
             assert [number for number, _ in result.retried.values()] == [len(texts)]
 
 
@@ -181,7 +181,7 @@ def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path):
 
     value = One()
     with RewardRunner(lambda completions: [value] * len(completions), num_processes=1) as runner:
-        assert runner.score(samples("a", "b"), None).rewards == [1.0, 1.0] and not mark.exists()
+        assert runner.score(samples("a", "b"), None).rewards.tolist() == [1.0, 1.0] and not mark.exists()
 
 
 def test_a_base_exception_is_reported_with_its_traceback_too():
