@@ -52,6 +52,7 @@ ANY, BACKGROUND = "any", "background"
 # the end is reached.
 LONGEST_LIFE = 0.9
 LOOK_SECONDS = 0.001
+BACKGROUND_SECONDS = 0.02  # less than a checkpoint takes on a slow disk
 WARDEN = "hybrid_rl.sandbox.warden"  # on the command line of the process that starts programs, and of its forks
 # Another restart would not help if training failed again after the same step, so the next kill of a rank comes later.
 STEPS_APART = 2
@@ -191,7 +192,7 @@ class Killed:
             due = self._rng.uniform(0, LONGEST_LIFE * self._seconds)
             return lambda process: self._starter.seconds(process) > due
         step = self._rng.randint(earliest, latest)
-        delay, began = self._rng.random() * self._longest(name), None
+        delay, began = self._rng.random() * self._usual_seconds(name), None
 
         def is_now(process: Any) -> bool:
             nonlocal began
@@ -202,10 +203,10 @@ class Killed:
 
         return is_now
 
-    def _longest(self, phase: str) -> float:
-        """Seconds that a phase took in most of the steps."""
+    def _usual_seconds(self, phase: str) -> float:
+        """The median of the seconds that a phase took in the whole run."""
         if phase == BACKGROUND:
-            return 0.02
+            return BACKGROUND_SECONDS
         records = read_jsonl(self.whole / "timeline.jsonl")
         found = sorted(seconds for record in records for name, _, seconds in record["phases"] if name == phase)
         return float(found[len(found) // 2])
@@ -215,35 +216,37 @@ class Killed:
         return BACKGROUND if is_saving else ""
 
     def _kill(self, victim: str, process: Any) -> Kill | None:
-        """Kill a process of this kind; None: there is none yet."""
-        doing, is_in_call = self._starter.doing(), False
-        if victim == "driver":
-            pid = process.pid
-        elif victim == "rank":
-            pid = self._rank()
-        elif victim == "sandbox":
-            programs = [one.pid for one in psutil.Process(process.pid).children(recursive=True) if WARDEN in told(one)]
-            if not programs:
-                return None
-            pid, is_in_call = self._rng.choice(programs), len(programs) > 1
-        else:
-            found = [int(path.name) for path in self._starter.calls.iterdir() if path.name.isdigit()]
-            alive = [pid for pid in found if psutil.pid_exists(pid)]
-            if not alive:
-                return None
-            pid = self._rng.choice(alive)
-            is_in_call = (self._starter.calls / f"{pid}.calls").exists()
-            pid = self._rng.choice([pid, psutil.Process(pid).ppid()])  # or the one that keeps it
-        os.kill(pid, signal.SIGKILL)
+        """Kill a process of this kind; None: there is none just now."""
+        doing = self._starter.doing()
+        try:
+            pid, is_in_call = self._find(victim, process)
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return None
         if victim == "driver":
             process.join()
             doing = self._starter.doing()  # what it really did last
         return Kill(victim, doing, bool(self._saving(doing)), is_in_call)
 
-    def _rank(self) -> int:
-        """The process of one of the ranks, by their logs."""
-        log = self._rng.choice(sorted(self.killed.glob("logs/policy-rank*.log")))
-        return int(re.findall(r"pid (\d+) on", log.read_text())[-1])
+    def _find(self, victim: str, process: Any) -> tuple[int, bool]:
+        """The id of a process, and whether it is in a call. Raises ProcessLookupError if there is none."""
+        if victim == "driver":
+            return process.pid, False
+        if victim == "rank":
+            log = self._rng.choice(sorted(self.killed.glob("logs/policy-rank*.log")))
+            return int(re.findall(r"pid (\d+) on", log.read_text())[-1]), False
+        if victim == "sandbox":
+            programs = [one.pid for one in psutil.Process(process.pid).children(recursive=True) if WARDEN in told(one)]
+        else:
+            found = [int(path.name) for path in self._starter.calls.iterdir() if path.name.isdigit()]
+            programs = [pid for pid in found if psutil.pid_exists(pid)]
+        if not programs:
+            raise ProcessLookupError
+        pid = self._rng.choice(programs)
+        if victim == "sandbox":
+            return pid, len(programs) > 1
+        is_in_call = (self._starter.calls / f"{pid}.calls").exists()
+        return self._rng.choice([pid, psutil.Process(pid).ppid()]), is_in_call  # or the one that keeps it
 
     # ----------------------------------------------------------------------------------------------------- comparison
 
