@@ -31,12 +31,13 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from benchmarks import report  # noqa: E402
-from benchmarks.soak_faults import EVERY, draw_schedule  # noqa: E402
+from benchmarks.soak_faults import EVERY, FILLER, draw_schedule  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("without faults", "with faults")
-DISK_BYTES = 64 << 20
+DISK_BYTES, DISK_BYTES_PER_STEP = 64 << 20, 256 << 10  # of checkpoints, and of the records of a step
 STALLED_SECONDS = 600.0  # without a step, a run counts as hung
+FREED_SECONDS = 60.0  # without a step, somebody frees a full disk: a restart waits for that
 MOST_STARTS = 30
 WARM_SHARE = 0.2  # of the steps, in which memory may grow
 LAST_SHARE = 0.2  # of the steps, whose rewards are compared
@@ -70,7 +71,7 @@ def main() -> int:
         for side in SIDES:
             folder = root / side.replace(" ", "-")
             (folder / "claims").mkdir(parents=True)
-            with small_disk(folder / "disk") as is_small:
+            with small_disk(folder / "disk", DISK_BYTES + given.steps * DISK_BYTES_PER_STEP) as is_small:
                 here = [kind for kind in kinds if kind != "disk full" or is_small] if side == SIDES[1] else []
                 found[side] = run_side(given, folder, here)
         skipped = sorted(set(EVERY) - set(here))
@@ -94,10 +95,10 @@ def main() -> int:
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
+def small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
     """Mount a disk that can be filled, or make a plain folder if that is not allowed. Gives whether it can be."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     is_small = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("mount") is not None
     is_small = is_small and subprocess.run(mount, capture_output=True, check=False).returncode == 0
     try:
@@ -133,6 +134,8 @@ def start(folder: Path, temporary: Path) -> int:
     """Start the driver once, and return the status with which it ended; kill it if it makes no steps."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "benchmarks.soak_run", str(folder)]
+    filler = folder / "disk" / FILLER
+    filler.unlink(missing_ok=True)
     with (folder / "output.txt").open("a") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
         num_lines, changed = -1, time.monotonic()
@@ -142,7 +145,9 @@ def start(folder: Path, temporary: Path) -> int:
                 number = len(lines(folder / "record.jsonl"))
                 if number != num_lines:
                     num_lines, changed = number, time.monotonic()
-                elif time.monotonic() - changed > STALLED_SECONDS:
+                if time.monotonic() - changed > FREED_SECONDS:
+                    filler.unlink(missing_ok=True)
+                if time.monotonic() - changed > STALLED_SECONDS:
                     report.progress(f"{folder.name}: no step for {STALLED_SECONDS:.0f} s")
                     process.kill()
         finally:

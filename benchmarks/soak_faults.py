@@ -35,6 +35,7 @@ EVERY = {
     "driver killed": 250,
     "disk full": 160,
 }
+FILLER = "filler"  # the file that fills the disk
 DISK_FULL_STEPS = 6  # so that the step of a checkpoint is among them
 FIRST_STEP = 3
 
@@ -83,12 +84,14 @@ def step_under_way() -> int:
     return int((Path(os.environ[FOLDER]) / "step").read_text())
 
 
-def right_calls(completions: Sequence[Sequence[Mapping[str, Any]]], trainer_state: Any, **_: Any) -> list[float]:
-    """The share of possible tool calls that gave 23. Of a step with a fault one sample always raises or hangs, or the
-    process ends, once."""
+def right_calls(
+    prompts: Sequence[Any], completions: Sequence[Sequence[Mapping[str, Any]]], trainer_state: Any, **_: Any
+) -> list[float]:
+    """The share of possible tool calls that gave 23. Of a step with a fault one sample always raises or hangs (and what
+    says the same in its group), or the process ends, once."""
     step = trainer_state.global_step
-    for said in completions:
-        text = json.dumps(said)
+    for prompt, said in zip(prompts, completions, strict=True):
+        text = json.dumps([prompt, said])
         if claim("reward exception", step, text):
             note("reward exception", step)
             raise ArithmeticError("no reward for this one")

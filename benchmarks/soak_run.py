@@ -35,7 +35,7 @@ KEYS: dict[str, Any] = {
     "prompts_per_step": 4,
     "num_generations": 4,
     "max_prompt_length": 60,
-    "max_completion_length": 60,
+    "max_completion_length": 32,
     "max_tool_calling_iterations": soak_faults.CALLS_IN_A_TRAJECTORY,
     "learning_rate": 1e-3,
     "reward_processes": 1,
@@ -93,7 +93,7 @@ class Record(Callback):
 
     def _fill(self, step: int) -> None:
         """Leave no room on the disk of the run in some steps."""
-        filler = self._disk / "filler"
+        filler = self._disk / soak_faults.FILLER
         starts = [at for at, kind in soak_faults.schedule().items() if kind == "disk full"]
         begun = next((at for at in starts if at <= step < at + soak_faults.DISK_FULL_STEPS), None)
         if begun is None:

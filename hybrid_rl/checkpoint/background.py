@@ -28,6 +28,7 @@ logger = logging.getLogger("hybrid_rl")
 
 PART = ".part-{}.json"  # of a rank, in the hidden folder; none is left in a checkpoint
 LOOK_SECONDS = 0.05
+GIVEN_UP = "given up"  # the error of a rank that ended because of another one's
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class BackgroundWrite:
             else:
                 self._leave_part(self._snapshot.write(self._common, self._go_on))
         except GivenUpError:
-            self._error = self._error or "given up"
+            self._error = self._error or GIVEN_UP
         except Exception as error:  # safetensors wraps I/O errors in its own types
             self._error = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         finally:

@@ -161,7 +161,8 @@ class RunFolder:
 
     def keep_until(self, step: int) -> Dropped:
         """Move records of later steps, which a resumed run makes again, and unreadable lines from each log to the file
-        `<log>.dropped` next to it. If it is killed in between, the next call completes it."""
+        `<log>.dropped` next to it. If it is killed in between, the next call completes it. Raises StorageError if the
+        disk is full or read-only."""
         num_steps, unreadable = len(self.metrics.keep_until(step)), {}
         others = (path for pattern in LOGS for path in sorted(self.path.glob(pattern)))
         for path in (self.metrics.path, *others):

@@ -72,6 +72,7 @@ class History:
     def __init__(self) -> None:
         self._steps: deque[StepMemory] = deque(maxlen=KEPT_STEPS)
         self._known: dict[str, int] = {}
+        self._has_started = False
         self._begin()
 
     def _begin(self) -> None:
@@ -80,6 +81,15 @@ class History:
         self._levels: deque[Level] = deque()
         self._phases: deque[Span] = deque(maxlen=KEPT_LEVELS)
         self._moves: deque[Transition] = deque(maxlen=KEPT_LEVELS)
+
+    def start(self, resident_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Learn what has been in memory since before the first phase: what never moves is noted nowhere else in the
+        first step. resident_bytes: by tag, 0 if it sleeps. Later calls do nothing."""
+        if not self._has_started:
+            unmoved = {tag: size for tag, size in resident_bytes().items() if tag not in self._known}
+            self._known |= unmoved
+            self._before |= unmoved
+            self._has_started = True
 
     @property
     def steps(self) -> list[StepMemory]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybrid_rl.checkpoint.background import GIVEN_UP
 from hybrid_rl.checkpoint.base_model import BASE
 from hybrid_rl.checkpoint.finding import clear_up
 from hybrid_rl.checkpoint.reading import STATE_FILE
@@ -197,7 +198,8 @@ class Saving(Evaluating):
             self._saving = None
             self.policy.end_save(is_given_up=bool(errors))
         if errors:
-            rank, text = errors[-1]  # the leader may have given up because another rank had failed
+            # The leader gives up if another rank has failed, and if itself fails, others find their folder gone.
+            rank, text = next((one for one in errors if one[1] != GIVEN_UP), errors[0])
             self._save_due = True
             self._note_failure(CheckpointError(failure(target, f"rank {rank}: {text}" if len(ranks) > 1 else text)))
             return

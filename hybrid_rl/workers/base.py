@@ -63,6 +63,7 @@ class WorkerBase:
     @contextmanager
     def watched(self, phase: Phase) -> Iterator[None]:
         """Note when this phase was, and compare its memory with the plan."""
+        self.history.start(self.leases.resident_bytes)
         comparison = self._comparison
         if comparison is None:
             with self.history.phase(phase.name):

@@ -67,6 +67,20 @@ def test_what_grows_without_a_move_is_seen_at_the_end_of_the_step(clock: SimpleN
     assert second.series() == ([0.0, 1.0], {"optimizer": [8, 8]})
 
 
+def test_what_never_moves_is_there_in_the_first_step(clock: SimpleNamespace) -> None:
+    history = History()
+    history.note([Transition("actor", True, 0.0, 1.0, 10)])
+    clock.now = 1.0
+    for engine_bytes in (40, 50):  # what it has grown to by a later phase is told at the end of the step
+        history.start(lambda size=engine_bytes: {"actor": 10, "kv_cache": size, "reference": 0})  # type: ignore[misc]
+        with history.phase("generate"):
+            clock.now += 2.0
+    history.end_step({"actor": 10, "kv_cache": 50, "reference": 0})
+    (step,) = history.steps
+    assert step.before == {"kv_cache": 40, "reference": 0}
+    assert step.levels == (Level(1.0, "actor", 10), Level(5.0, "kv_cache", 50))
+
+
 def test_only_the_last_steps_and_levels_are_kept(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_LEVELS", 2)
     history = History()
