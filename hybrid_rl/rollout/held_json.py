@@ -40,7 +40,7 @@ def read(kind: Any, found: Any, key: str) -> Any:
     if origin in (Union, UnionType):
         return _read_union(arguments, found, key)
     if origin in (tuple, list):
-        if type(found) is not list:
+        if not isinstance(found, list | tuple):  # JSON makes lists of both
             return _refuse(key, found, "a list")
         item = arguments[0]
         if item in SIMPLE and all(map(SIMPLE[item][1], found)):  # thousands of tokens
