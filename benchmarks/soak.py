@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -77,8 +78,6 @@ def main() -> int:
         skipped = sorted(set(EVERY) - set(here))
     problems = problems_of(found, given.steps)
     Console(stderr=True, width=120).print(table(found), *(f"skipped: {kind}" for kind in skipped), *problems, sep="\n")
-    settings = report.settings(given)
-    del settings["keep"]
     details = {side: summary(one, given.steps) for side, one in found.items()}
     rewards = [details[side]["reward"]["mean"] for side in reversed(SIDES)]
     report.print_line(
@@ -88,7 +87,7 @@ def main() -> int:
         ratio=rewards[0] / rewards[1] if rewards[1] else None,
         unit="mean reward of the last steps, with faults and without",
         hardware=report.hardware(1, {}),
-        settings=settings,
+        settings=report.settings(given),
         details={**details, "skipped": skipped, "problems": problems},
     )
     return 1 if problems else 0
@@ -206,10 +205,15 @@ def summary(side: dict[str, Any], num_steps: int) -> dict[str, Any]:
         "rewards_retried": sum(line.get("rewards/num_retried", 0.0) for line in record),
         "tool_timeouts": sum(line.get("agents/tool_timeouts", 0.0) for line in record),
         "largest_gap": max((line[GAP] for line in record if GAP in line), default=None),
-        "warnings": Counter(text[:60] for text in side["warnings"]).most_common(12),
+        "warnings": Counter(without_folders(text)[:60] for text in side["warnings"]).most_common(12),
         "seconds": side["seconds"],
         "median_step_seconds": statistics.median(line["step_time"] for line in record) if record else None,
     }
+
+
+def without_folders(text: str) -> str:
+    """A text with the last part of each path only."""
+    return re.sub(r"/[^\s:]*/", "", text)
 
 
 def num_restarts(record: Sequence[dict[str, Any]]) -> float:
