@@ -185,7 +185,7 @@ install: $(STAMP) ## only install
 # both forms of the package, and the sets of versions that go with its extras.
 wheel: $(STAMP) ## build wheel and sdist into dist, check them, install the wheel into an empty environment, and run hybrid-rl there
 	@rm -rf build dist; $(PIP) install -q $(PIP_ARGS) -c constraints.txt auditwheel wheel
-	@$(PIP) wheel -q $(PIP_ARGS) --no-deps --no-build-isolation --wheel-dir dist .
+	@HYBRID_RL_BUILD_CUDA=0 $(PIP) wheel -q $(PIP_ARGS) --no-deps --no-build-isolation --wheel-dir dist .
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(BIN)/python release/wheel.py --retag dist/hybrid_rl-*.whl; fi
 	@$(BIN)/python setup.py -q sdist --dist-dir dist; cp $(RELEASED) dist
 	@folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; wheel="$$(ls $(CURDIR)/dist/hybrid_rl-*.whl)"; \

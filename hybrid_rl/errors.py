@@ -92,7 +92,12 @@ class CheckpointError(HybridRLError, RuntimeError):
 
 
 class WorkerError(HybridRLError, RuntimeError):
-    """A rank of a worker group failed, died or hung; the message names it and holds its traceback."""
+    """A rank of a worker group failed, died or hung; the message names it and holds its traceback.
+
+    is_kill: processes are gone, and none said why: they were killed, perhaps because memory ran out.
+    """
+
+    is_kill = False
 
 
 def counted(number: int, noun: str) -> str:

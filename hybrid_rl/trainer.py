@@ -17,15 +17,12 @@ from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import (
     ConfigError,
     DataError,
-    DivergedError,
     HybridRLError,
-    NoSignalError,
     do_all,
 )
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
-from hybrid_rl.process.interrupts import undisturbed
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.rollout.tally import Collected
@@ -44,7 +41,7 @@ from hybrid_rl.run.others import bring_back, make_way, steps_of, warn_of_trainin
 from hybrid_rl.run.pictures import MemoryPictures, save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.restarts import Restarts, check_restarts, may_restart
+from hybrid_rl.run.restarts import Restarts, check_restarts
 from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
@@ -174,10 +171,12 @@ class Trainer(Lasting):
         Ctrl-C ends training cleanly: results and, if checkpoints were asked for, the last complete step are saved, then
         KeyboardInterrupt is raised again. A later call continues after the last complete step. To stop early, call
         trainer.stop() in a callback. Signals and save_before end it in the same way, if they are to be listened to
-        (enable_jit_checkpoint), and RunStopped is raised, with which a script ends with status 75.
+        (enable_jit_checkpoint), and RunStopped is raised, with which a script ends with status 75 if there is a
+        checkpoint to go on from.
 
         If ranks are lost, it goes on from the last checkpoint as often as max_restarts says.
         """
+        self._make_again()
         self._require_idle("call fit()")
         last = self._length_for(steps)
         self._is_stopping = steps is None and self._stops_at_once()
@@ -185,21 +184,22 @@ class Trainer(Lasting):
         with self._stoppable(), self._working("fit()"), self._run_shown():
             for attempt in self._attempts():
                 with attempt:
-                    self._stop.check()
+                    if self._has_steps(last):
+                        self._stop.check()
                     self._evaluate_at_start()
-                    while self.global_step < (self.max_steps if steps is None else last) and not self._is_stopping:
+                    while self._has_steps(last):
                         self._stop.check()
                         self.step()
-                    self._wait_for_save()
-                    if self._save_due:
-                        self._save_now(final=True)
-                    elif steps is None and self.global_step > begun:
-                        self._keep_last_step()
+                    self._end_saves(keeps_last=steps is None and self.global_step > begun)
                     if steps is None:
                         self._load_best()
         return self._last_metrics
 
     train = fit  # its name in TRL and transformers
+
+    def _has_steps(self, last: int | None) -> bool:
+        """Whether `fit()` has a step to train, up to this one; None = max_steps, which may change meanwhile."""
+        return self.global_step < (self.max_steps if last is None else last) and not self._is_stopping
 
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
@@ -259,19 +259,6 @@ class Trainer(Lasting):
         else:
             do_all(*ends)
 
-    def _end_run(self, failure: BaseException) -> None:
-        """Raise the error that ended a run, after saving the last complete step if that step is sound."""
-        if self._stop.reason:
-            self._end_stopped(failure)
-        self._finish_save()
-        if isinstance(failure, (KeyboardInterrupt, NoSignalError, DivergedError)) and not self.policy.has_ended:
-            self._keep_last_step()
-        if isinstance(failure, KeyboardInterrupt):
-            self._log.display.message(
-                f"interrupted after training step {self.global_step}; results are in {self.run_folder}"
-            )
-        raise failure
-
     def _nothing_to_do(self) -> str:
         done = f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
         more = "trainer.fit(steps=20) trains 20 more, and trainer.max_steps += 1 allows another trainer.step()"
@@ -314,12 +301,12 @@ class Trainer(Lasting):
     def _after_step(self, result: StepResult) -> None:
         """Evaluate, log and save. An error in the user's evaluation or callback is raised after log and checkpoint."""
         metrics, step = result.metrics, self.global_step
-        self._last_metrics = metrics
+        self._last_metrics, self._is_unevaluated, self._owed = metrics, False, None
         is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
         self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
         is_evaluated = is_last or (eval_steps is not None and step % eval_steps == 0)
         do_all(
-            lambda: metrics.update(self._evaluation() if is_evaluated and self._run.data.eval else {}),
+            lambda: metrics.update(self._evaluate_step(metrics) if is_evaluated and self._run.data.eval else {}),
             lambda: self._note_best(metrics),
             lambda: self._log_samples(step, result.batch),
             lambda: self._log.metrics(step, metrics),
@@ -383,27 +370,6 @@ class Trainer(Lasting):
         self._require_open()
         return save_trace(self.policy.memory_history(), path)
 
-    def _evaluate_at_start(self) -> None:
-        if self._has_begun or self.global_step:
-            return
-        record = dict(self._handoff)
-        if self._run.data.eval and self.config.eval.eval_on_start:
-            record |= self.evaluate()
-            self._best.look(0, record)
-        self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
-        self._log.metrics(0, record)
-
-    def _evaluation(self) -> Mapping[str, float]:
-        """Evaluate after a step. A Ctrl-C waits, and if the engine is lost the step is not saved: a resumed run would
-        not evaluate it again."""
-        self._is_unevaluated = False
-        try:
-            with undisturbed():
-                return self.evaluate()
-        except Exception as error:
-            self._is_unevaluated = may_restart(error)
-            raise
-
     def _notify(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             try:
@@ -428,6 +394,7 @@ class Trainer(Lasting):
             raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
         self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
         self._best.load_state_dict(state.get("best", {}))
+        self._owed = state.get("owed")
         if "collector" in state:
             held = self.policy.held_prompts(self.global_step, checkpoint.resolve())
             self.collector.load_state_dict(state["collector"], held, self.global_step)

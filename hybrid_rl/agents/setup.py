@@ -18,14 +18,16 @@ from hybrid_rl.errors import ConfigError
 class AgentSetup:
     """How the trajectories of a run are made; it travels to ranks by cloudpickle.
 
-    tools: functions; kinds: of environments. rollout_func, agent: instead of both. opened: with an instance of each
-    kind, made when they were looked at; left out of pickles.
+    tools: functions; kinds: of environments. rollout_func, agent: instead of both. turn_rewards_problem: why they may
+    give no rewards to turns; "" = they may. opened: with an instance of each kind, made when they were looked at; left
+    out of pickles.
     """
 
     tools: tuple[Callable[..., Any], ...] = ()
     kinds: tuple[EnvironmentKind, ...] = ()
     rollout_func: Callable[..., Any] | None = None
     agent: Callable[..., Any] | None = None
+    turn_rewards_problem: str = ""
     opened: Opened | None = field(default=None, compare=False)
 
     @property

@@ -176,9 +176,10 @@ def _written(checkpoint: Path) -> int:
 
 def check_resumed(checkpoint: Path, *, is_auto: bool) -> Path:
     """Call `check_checkpoint`, and return the checkpoint to resume: if the newest one of a run is damaged, the newest
-    that is intact, with a warning. One that the user has named is not replaced. Raises CheckpointError."""
+    that is intact, with a warning. One that the user has named is not replaced, and needs no manifest. Raises
+    CheckpointError."""
     try:
-        check_checkpoint(checkpoint)
+        check_checkpoint(checkpoint, needs_manifest=is_auto)
     except CheckpointError as error:
         if not is_auto:
             raise
@@ -203,7 +204,7 @@ def _intact_before(damaged: Path, error: CheckpointError) -> Path:
 def _newest_intact(damaged: Path) -> Path | None:
     """Return what to resume instead of a damaged checkpoint; None if nothing is known to be intact."""
     for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True):
-        if path == damaged or not (path / MANIFEST_FILE).is_file():
+        if path == damaged:
             continue
         try:
             read_state(path)

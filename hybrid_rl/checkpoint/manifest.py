@@ -16,16 +16,21 @@ STATE_FILE = "trainer_state.json"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
-def check_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError, naming the file, if a checkpoint is not what was written.
+def check_checkpoint(folder: Path, *, needs_manifest: bool = True) -> None:
+    """Raise CheckpointError, naming the file, if a checkpoint is not what was written. needs_manifest: also if it has
+    no manifest to compare with, as an incomplete copy; otherwise that is a warning.
 
-    Warns if there is no manifest, and about texts of the model that seem to have been edited.
+    Warns about texts of the model that seem to have been edited.
     """
     files = _read(folder)
+    if files is None and needs_manifest:
+        raise CheckpointError(
+            f"{folder} has no {MANIFEST_FILE}, so nothing in it can be checked, as in an incomplete copy "
+            f"(resume={folder} reads it all the same). Use another checkpoint"
+        )
     if files is None:
         logger.warning(
-            "%s has no %s, so nothing in it can be checked: it was written by an earlier version, or the copy is "
-            "incomplete",
+            "%s has no %s, so nothing in it can be checked: it was deleted, or the copy is incomplete",
             *(folder, MANIFEST_FILE),
         )
         return

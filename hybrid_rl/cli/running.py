@@ -90,7 +90,7 @@ def run_recipe(run: Callable[[list[str]], None]) -> None:
     """Run a recipe on the `key=value` arguments of the command line and exit.
 
     The library's own errors are printed as one message without a traceback (status 1); Ctrl-C gives status 130. A stop
-    by a signal or by save_before gives status 75 (`RunStopped`).
+    by a signal or by save_before gives status 75 if there is a checkpoint to go on from (`RunStopped`).
     """
     try:
         with own_process():

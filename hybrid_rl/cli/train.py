@@ -36,7 +36,8 @@ def train(settings: Settings = None) -> None:
       hybrid-rl train config=run.yaml reward=mine.py:score max_steps=10
       hybrid-rl train config=run.yaml resume=auto run_name=first
 
-    Status 75: it was stopped by a signal or by save_before, and the same command goes on with resume=auto.
+    Status 75: it was stopped by a signal or by save_before, and the same command goes on with resume=auto. 143 and the
+    like: it was stopped by a signal, and there is no checkpoint.
     """
     from hybrid_rl.config import load_config
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import ray._private.node
 import ray._private.services
+import ray._private.utils
 import ray._private.worker
 
 TRIED = "2.60.0"
@@ -29,6 +31,10 @@ NAMES = {
     "ray._private.node.Node.start_log_monitor": "80 MB; runs whatever log_to_driver says",
     "ray._private.node.Node.start_api_server": "100 MB; runs whatever include_dashboard says",
     "ray._private.worker.listen_error_messages": "prints on the console, whatever log_to_driver says",
+    "ray._private.utils.set_kill_on_parent_death_linux": (
+        "runs last in a process of a cluster, before its program, and so where it can be told to ignore signals; no "
+        "argument says so"
+    ),
     "ray._private.services.canonicalize_bootstrap_address": (
         "which address 'auto' is: ray.init tries for minutes to reach a cluster that is gone"
     ),
@@ -55,17 +61,27 @@ def quiet() -> Iterator[None]:
 
 
 def start_cluster(address: str, folder: str, **arguments: Any) -> None:
-    """Start a small cluster in this process and connect to it: no autoscaler, no dashboard, no logs on the console.
+    """Start a small cluster in this process and connect to it: no autoscaler, no dashboard, no logs on the console. Its
+    processes, ranks included, ignore SIGUSR1 and SIGUSR2, with which schedulers tell a job that its time is over: they
+    may come to all processes, and are meant for the driver.
 
     address: of the loopback interface, which the cluster then listens on, and on no other. folder: for Ray's files;
     Ray opens it to every user. arguments: of ray.init.
     """
     node = ray._private.node.Node
+    die_with_parent = ray._private.utils.set_kill_on_parent_death_linux
+
+    def set_up() -> None:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        die_with_parent()
+
     with _replaced(
         (node, "start_monitor", _nothing),
         (node, "start_log_monitor", _nothing),
         (node, "start_api_server", _nothing),
         (ray._private.services, "resolve_ip_for_localhost", lambda host: host),
+        (ray._private.utils, "set_kill_on_parent_death_linux", set_up),
     ):
         ray.init(address="local", _node_ip_address=address, _temp_dir=folder, **arguments)
 

@@ -19,15 +19,17 @@ class LastingKeys:
         "5 s, 10 s ... up to 300 s come before; needs save_steps",
         minimum=0,
     )
-    save_before: str | None = key(
+    save_before: float | str | None = key(
         None,
         "save a checkpoint and end with status 75 once the process is so old: seconds, or "
         "[days-]hours:minutes:seconds; the limit of the job, less what the end of a step and a checkpoint take",
+        above=0,
     )
     enable_jit_checkpoint: bool = key(
         False,
-        "at SIGTERM, SIGUSR1 or SIGUSR2 fit() saves a checkpoint and ends with status 75; a second signal ends the "
-        "process at once; hybrid-rl train and the recipes do so anyway if save_steps is set",
+        "at SIGTERM, SIGUSR1 or SIGUSR2 fit() saves a checkpoint and ends with status 75 (128 and the number of the "
+        "signal if there is nothing to save); a second signal ends the process at once; hybrid-rl train and the "
+        "recipes do so anyway if save_steps is set",
     )
 
 

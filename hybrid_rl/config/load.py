@@ -366,6 +366,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         try:
             return _typed(path, first, value)
         except ConfigError as error:
+            if isinstance(value, str) and str in options:
+                return value
             raise ConfigError(f"{error}{f' or {words[0]}' if words else ''}") from error
     if origin is Literal:
         if isinstance(value, bool) and {"group", "none"} <= set(options):

@@ -216,7 +216,7 @@ class RolloutConfig:
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
     probe_steps: int = key(
         8,
-        "compare engine and trainer on a probe prompt at the first three handoffs and at every n-th; 0 = never",
+        "compare engine and trainer on a probe prompt at the first 3 handoffs and after every n-th step; 0 = never",
         minimum=0,
     )
     probe_tolerance: float | None = key(

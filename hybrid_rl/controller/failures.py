@@ -45,6 +45,11 @@ class Failure:
     is_interrupt: bool = False
     is_end: bool = False
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is gone without a word of its own."""
+        return self.is_end and not self.traceback
+
 
 def failure_of(error: BaseException) -> Failure:
     """Return the failure to report for an exception that was caught on a rank."""
@@ -150,6 +155,7 @@ def error_of(site: Site, doing: str, failures: Mapping[int, Failure]) -> BaseExc
         original.add_note("\n".join(lines))
         return original
     error = WorkerError("\n".join(lines))
+    error.is_kill = failure.is_gone
     error.__cause__ = original
     return error
 

@@ -194,20 +194,34 @@ def binned(values: Sequence[float], num_bins: int) -> list[float]:
 
 @dataclass
 class History:
-    """What the summary of a run tells: a few numbers of each step, of as many steps as `fit` ran."""
+    """What the summary of a run tells: a few numbers of each step that `fit` ran, by step. One that comes again takes
+    the place of the one before."""
 
-    num_steps: int = 0
-    step_seconds: float = 0.0
-    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step, or (step 0) of the evaluation before the first."""
-        if step:
-            self.num_steps += 1
-        self.step_seconds += metrics.get("step_time", 0.0)
+        self.seconds[step] = metrics.get("step_time", 0.0)
         for _, name, _ in (*SUMMED_UP, *columns_of_sets(metrics)):
             if name in metrics and math.isfinite(metrics[name]):
-                self.series.setdefault(name, []).append((step, metrics[name]))
+                self.series.setdefault(name, {})[step] = metrics[name]
+
+    def keep_until(self, step: int) -> None:
+        """Forget later steps."""
+        for values in (self.seconds, *self.series.values()):
+            for later in [one for one in values if one > step]:
+                del values[later]
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps."""
+        return sum(step > 0 for step in self.seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """What they took."""
+        return sum(self.seconds.values())
 
     def rows(self, *, is_plain: bool) -> list[tuple[str, str, str]]:
         """Return title, before and after, and sparkline of what was measured. A long series is shown by means of equal
@@ -215,7 +229,7 @@ class History:
         found = []
         arrow = "->" if is_plain else "→"
         for title, name, form in (*SUMMED_UP, *columns_of_sets(self.series)):
-            values = [value for _, value in self.series.get(name, [])]
+            values = list(self.series.get(name, {}).values())
             if not values:
                 continue
             means = binned(values, SPARK_CELLS)

@@ -56,7 +56,7 @@ MEANINGS: dict[str, str] = {
     "buffer/held_share": "share of the tokens of held and delivered groups that is held",
     "buffer/dropped_groups": "groups that were begun and dropped, because the step had enough",
     "buffer/dropped_tokens": "their tokens, which nothing is learned from",
-    "buffer/continued_tokens": "tokens of held completions that the step went on from",
+    "buffer/continued_tokens": "tokens of completions that were broken off and that the step went on from",
     "engine/steps": "steps of the engine in the rollout: each decodes one token of every sequence that runs",
     "engine/idle_share": "share of the engine's slots that decoded nothing, of as many as were used at once",
     "timing/won": "seconds that the step's samples would have taken synchronously, less those of its rollout",

@@ -90,14 +90,17 @@ class ProgressDisplay:
         with self._shown(live, remind, START_SECONDS):
             yield
 
-    def start(self, step: int) -> None:
-        """Begin the display of `fit` after so many completed training steps."""
+    def start(self, step: int, *, goes_on: bool = False) -> None:
+        """Begin the display of `fit` after so many completed training steps. goes_on: of the one under way, which has
+        gone back to this step: its summary tells of all that is left of it, and its time goes on."""
         self.stop()
-        self._history = History()
+        if goes_on:
+            self._history.keep_until(step)
+        else:
+            self._history, self._begun = History(), time.monotonic()
         self._step = self._first_step = step
-        self._begun = time.monotonic()
         self._moments.clear()
-        self._moments.append(self._begun)
+        self._moments.append(time.monotonic())
         self._open.enter_context(self._shown(self._live_lines, self._remind, STEP_SECONDS))
 
     def retotal(self, max_steps: int) -> None:

@@ -153,7 +153,7 @@ class RunFolder:
         except OSError as error:
             with contextlib.suppress(OSError):  # of a disk that is read-only by now
                 temporary.unlink(missing_ok=True)
-            raise ConfigError(f"cannot write {target}: {error}") from error
+            raise StorageError(f"cannot write {target}: {error}; free space, or make the folder writable") from error
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one JSON object for a step, without NaN and infinities."""
@@ -174,10 +174,7 @@ class RunFolder:
             if dropped:
                 self._keep_aside(path, dropped)
             if kept != path.read_bytes():
-                try:
-                    self._write(path.name, kept)
-                except ConfigError as error:
-                    raise StorageError(f"{error}; free space, or make the folder writable") from error
+                self._write(path.name, kept)
             if num_unreadable := sum(at is None for at, _ in steps):
                 unreadable[path.name] = num_unreadable
             if path == self.metrics.path:

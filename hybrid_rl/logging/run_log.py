@@ -19,7 +19,7 @@ from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
 from hybrid_rl.config.changes import changes
 from hybrid_rl.config.load import as_mapping
-from hybrid_rl.errors import ConfigError, counted
+from hybrid_rl.errors import ConfigError, StorageError, counted
 from hybrid_rl.files import set_aside
 from hybrid_rl.logging.environment import environment
 from hybrid_rl.logging.progress import ProgressDisplay
@@ -65,7 +65,6 @@ class RunLog:
         self._about = dict(about or {})
         self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
-        self._must_take_up = False
         if not self._run.is_continued:
             self._write_config()
         if self._run.taken is not None:
@@ -82,19 +81,19 @@ class RunLog:
     @property
     def is_taken_up(self) -> bool:
         """Whether something was written to the folder by this run."""
-        return self._is_taken_up or self._must_take_up
+        return self._is_taken_up
 
-    def resume(self, checkpoint: Path | None, step: int | None) -> None:
-        """Go back to a checkpoint and its step, None for the beginning; `begin` comes again. If this run has written to
-        the folder, what is later is set aside now, before workers are started. Raises as `take_up`."""
+    def resume(self, checkpoint: Path | None, step: int) -> None:
+        """Go back to one of the folder's checkpoints, of this step; None and 0 for the beginning. `begin` comes again.
+        What is later in the folder is set aside, at once if this run has written to it.
+
+        Raises StorageError, and whatever else `take_up` raises; the same call again completes it.
+        """
         if self._trackers is not None:
             self._trackers.close()
-        self._must_take_up = self.is_taken_up  # also if that fails now
-        self._checkpoint, self._is_taken_up, self._run.is_continued = checkpoint, False, True
-        if self._must_take_up:
-            self._first_step = step or 0
-            self.take_up()
-            self._must_take_up = False
+        self._checkpoint, self._first_step, self._run.is_continued = checkpoint, step, True
+        if self._is_taken_up:
+            self._set_later_aside()
 
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
@@ -114,8 +113,11 @@ class RunLog:
 
         Raises HybridRLError if the folder was taken over or cannot be written.
         """
-        if self._is_taken_up:
-            return
+        if not self._is_taken_up:
+            self._set_later_aside()
+            self._is_taken_up = True
+
+    def _set_later_aside(self) -> None:
         self.check()
         kept = self._first_step if self._checkpoint is not None else -1
         # Checkpoints first: if the run is killed now, no checkpoint of another branch may be left without its records.
@@ -126,7 +128,6 @@ class RunLog:
             with contextlib.suppress(FileNotFoundError):
                 set_aside(self.path / "config.yaml", "dropped")
         self._write_config()
-        self._is_taken_up = True
         after = f"training continues from step {kept}" if kept >= 0 else "training begins without a checkpoint"
         if moved:
             logger.warning(
@@ -175,7 +176,7 @@ class RunLog:
         if problem is None and not (self.path / "config.yaml").exists():
             try:
                 self._write_config()
-            except ConfigError as error:
+            except StorageError as error:
                 problem = error
         if problem is not None and not self._has_warned:
             logger.warning(
@@ -205,7 +206,7 @@ class RunLog:
             return
         try:
             self._write_config()
-        except (ConfigError, OSError) as error:
+        except OSError as error:
             logger.warning("config.yaml keeps the old settings: %s", error)
 
     def _write_config(self) -> None:
@@ -218,7 +219,7 @@ class RunLog:
         """Write what is run, and where. A folder is complete without that, so that a failure is a warning."""
         try:
             self._run.write_text(ENVIRONMENT, json.dumps(self._about | environment(), indent=2) + "\n")
-        except ConfigError as error:
+        except StorageError as error:
             logger.warning("%s", error)
         self._has_environment = True
 

@@ -20,6 +20,7 @@ HANDOFF = "handoff"  # buckets and tables of weights on their way to the engine
 ENGINE_WORK = "engine_work"  # activations, workspace and graphs of the engine
 PROCESS = "process"  # the CUDA context, its libraries, and buffers of NCCL
 ARENA = "arena"  # host memory where residents sleep
+VERSIONS = "versions"  # files in shared memory by which ranks that only generate get the weights
 
 TRANSIENT = (GRADIENTS, ACTIVATIONS, GATHERED, UPDATING, HANDOFF, ENGINE_WORK)
 

@@ -47,6 +47,7 @@ from hybrid_rl.planning.shapes import (
 )
 from hybrid_rl.planning.sharded import padded_numel, units_of
 from hybrid_rl.planning.sizes import size_text
+from hybrid_rl.planning.versions import versions_share
 from hybrid_rl.resharding.plan import BUCKET_BYTES
 from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
@@ -186,6 +187,10 @@ class StepMemory:
             host.append(Share(GRADIENTS, shard_bytes(module, sharding), words))
         if waiting:
             host.append(Share(ARENA, waiting, f"slots of {', '.join(sorted(self.plan.offload))}"))
+        if self.trains and not self.generates:
+            host.append(
+                versions_share(self.passes.module("policy", self.config), self.config, sharding_of(self.config))
+            )
         if host_bytes:
             host.append(Share(ACTIVATIONS, host_bytes, "activations until the backward pass"))
         device += [share for share in work if share.num_bytes]

@@ -61,30 +61,39 @@ class CallProcess:
     """
 
     def __init__(self, calling: Path, environment: Mapping[str, str]) -> None:
-        self.socket, theirs = socket.socketpair()
+        self._calling, self._environment = calling, environment
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", str(MAIN), str(calling), str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", str(MAIN), str(self._calling), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 # Several processes with a thread per core each would fight for the cores.
-                env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
+                env={"OMP_NUM_THREADS": "1", **os.environ, **self._environment},
             )
         # Without close(), the process ends with the interpreter or with the last reference. A fork of the trainer is
         # not its parent, so Popen there takes it for ended.
         self._end = weakref.finalize(self, end_process, self.process)
 
     async def load(self, functions: bytes) -> str | None:
-        """Send the functions (`packed`) and wait until they are loaded. Returns what went wrong, None if nothing."""
-        self.streams = await asyncio.open_unix_connection(sock=self.socket)
-        try:
-            problem: str | None = pickle.loads(await self._ask(functions, START_SECONDS))
-        except TimeoutError:
-            return f"not done after {START_SECONDS} s"
-        except (EOFError, OSError):
-            return f"it ended with {self._exit()}"
+        """Send the functions (`packed`) and wait until they are loaded. Returns what went wrong, None if nothing. A
+        process that ends meanwhile may have been killed from outside, so another one takes its place, once."""
+        for is_last in (False, True):
+            self.streams = await asyncio.open_unix_connection(sock=self.socket)
+            try:
+                problem: str | None = pickle.loads(await self._ask(functions, START_SECONDS))
+                return problem
+            except TimeoutError:
+                return f"not done after {START_SECONDS} s"
+            except (EOFError, OSError):
+                problem = f"it ended with {self._exit()}"
+            if not is_last:
+                self._begin()
         return problem
 
     @property

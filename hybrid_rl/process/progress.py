@@ -54,12 +54,12 @@ def doing(name: str, total: int = 0, unit: str = "", *, is_common: bool = False)
     `Progress`.
     """
     global _stack
-    before = _stack
-    _stack = (*before, _Work(name, total=total, unit=unit, is_common=is_common))
+    work = _Work(name, total=total, unit=unit, is_common=is_common)
+    _stack = (*_stack, work)
     try:
         yield
     finally:
-        _stack = before
+        _stack = tuple(one for one in _stack if one is not work)  # what another thread has begun meanwhile goes on
 
 
 def count(total: int, unit: str, *, is_common: bool = False) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,23 +27,29 @@ DEADLINE = "save_before"
 _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 _is_own = False
+_has_checkpoint = False  # to go on from, if a signal comes outside of training
 
 
 class RunStopped(SystemExit):
-    """Training was ended from outside, by a signal of a scheduler or by save_before, and what was learned is saved.
+    """Training was ended from outside, by a signal of a scheduler or by save_before.
 
-    Like `sys.exit(75)` (EX_TEMPFAIL of sysexits.h: try again), so that a script that does not catch it ends with this
-    status. reason: the name of the signal, or "save_before".
+    If there is a checkpoint to go on from, it is like `sys.exit(75)` (EX_TEMPFAIL of sysexits.h: try again), so that a
+    script that does not catch it ends with this status. Otherwise the status is 128 and the number of the signal, as a
+    shell has it for a process that a signal has ended; 1 after save_before. reason: the name of the signal, or
+    "save_before".
     """
 
     STATUS = 75
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(self.STATUS)
+    def __init__(self, reason: str, *, has_checkpoint: bool = True) -> None:
+        number = signal.Signals.__members__.get(reason)
+        super().__init__(self.STATUS if has_checkpoint else 1 if number is None else 128 + number)
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"stopped by {self.reason}; the same run started again with resume goes on (status {self.STATUS})"
+        if self.code == self.STATUS:
+            return f"stopped by {self.reason}; the same run started again with resume goes on (status {self.code})"
+        return f"stopped by {self.reason}; there is no checkpoint to go on from (status {self.code})"
 
 
 def seconds_of(duration: float | str) -> float:
@@ -62,20 +69,27 @@ def seconds_since_start() -> float:
 @contextlib.contextmanager
 def own_process() -> Iterator[None]:
     """Say that the program inside the block is the library's own, so that it may handle signals: outside of training
-    they raise RunStopped. Handlers that were there before stay."""
-    global _is_own
-    before = _is_own
+    that listens to them they raise RunStopped, which is told on stderr. Handlers that were there before stay."""
+    global _is_own, _has_checkpoint
+    before, stopped = _is_own, list[RunStopped]()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stopped.append(RunStopped(signal.Signals(number).name, has_checkpoint=_has_checkpoint))
+        raise stopped[-1]
+
     with contextlib.ExitStack() as closing:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, _end)
+                    signal.signal(number, end)
                     closing.callback(signal.signal, number, signal.SIG_DFL)
-        _is_own = True
+        _is_own, _has_checkpoint = True, before and _has_checkpoint
         try:
             yield
         finally:
             _is_own = before
+            if stopped:
+                print(f"{stopped[0]}; nothing was saved at the signal", file=sys.stderr, flush=True)
 
 
 def is_own_process() -> bool:
@@ -83,8 +97,10 @@ def is_own_process() -> bool:
     return _is_own
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    raise RunStopped(signal.Signals(number).name)
+def note_checkpoint() -> None:
+    """Note that there is a checkpoint to go on from, for a signal that comes outside of training."""
+    global _has_checkpoint
+    _has_checkpoint = True
 
 
 class Stop:
@@ -92,10 +108,11 @@ class Stop:
 
     handles_signals: whether signals of `SIGNALS` are requests. seconds: until the deadline; None = there is none.
     reason: the signal's name, or `save_before`; empty as long as nothing was requested.
+    has_checkpoint: whether there is something to go on from; to be set by whoever saves.
     """
 
     def __init__(self, *, handles_signals: bool = False, seconds: float | None = None) -> None:
-        self.reason = ""
+        self.reason, self.has_checkpoint = "", False
         self._handles_signals = handles_signals
         self._deadline = None if seconds is None else time.monotonic() + seconds
         self._asked_at = 0.0
@@ -133,7 +150,7 @@ class Stop:
         except KeyboardInterrupt:
             if not self.reason:
                 raise
-            raise RunStopped(self.reason) from None
+            raise RunStopped(self.reason, has_checkpoint=self.has_checkpoint) from None
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:

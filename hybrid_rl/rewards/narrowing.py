@@ -11,7 +11,8 @@ from hybrid_rl.rewards.calling import CallOutcome, failed_call
 from hybrid_rl.rewards.functions import RewardInput
 from hybrid_rl.rewards.results import Part, cause_of
 
-HUNG = frozenset({"timeout", "died"})
+DIED = "died"
+HUNG = frozenset({"timeout", DIED})
 REPEATED = HUNG | {"raised"}
 MAX_HUNG_SAMPLES = 8
 """The rest of a call is given up after so many of its samples ran into the limit or killed their process."""
@@ -28,17 +29,22 @@ async def call_narrowed(
 ) -> list[Part]:
     """Call over all samples; if that fails, and a single sample may be the reason, call again for each sample alone.
 
-    Thus only the offending samples fail. But samples that hang cost the whole time limit each, and a function that is
-    down (a judge without its server) costs a call each: after MAX_HUNG_SAMPLES that hung, or if the first
-    MAX_ALIKE_SAMPLES all failed alike, the remaining ones fail without another call, which bounds the time of a step.
+    Thus only the offending samples fail. A process may also have been killed from outside: a call that cannot be
+    narrowed is made once more if it ended with its process. But samples that hang cost the whole time limit each, and a
+    function that is down (a judge without its server) costs a call each: after MAX_HUNG_SAMPLES that hung, or if the
+    first MAX_ALIKE_SAMPLES all failed alike, the remaining ones fail without another call, which bounds the time of a
+    step.
 
     slot: held during each call; it limits how many run at a time. is_whole: the samples must stay one call, so all of
     them fail with it.
     """
+    is_one = is_whole or len(inputs) == 1
     async with slot:
         outcome = await call(inputs)
-    failure = outcome.failure
-    if failure is None or failure[0] not in REPEATED or outcome.is_left_behind or is_whole or len(inputs) == 1:
+        failure = outcome.failure
+        if is_one and has_died(outcome):
+            outcome = (await call(inputs))._replace(repeats=failure)
+    if failure is None or failure[0] not in REPEATED or outcome.is_left_behind or is_one:
         return [(inputs, outcome)]
     parts: list[Part] = []
     num_hung = 0
@@ -49,6 +55,8 @@ async def call_narrowed(
             if num_hung >= MAX_HUNG_SAMPLES:
                 return given_up(sample)
             single = await call([sample])
+            if failure[0] != DIED and has_died(single):
+                single = await call([sample])
             num_hung += single.failure is not None and single.failure[0] in HUNG
         parts.append(([sample], single))
         return [sample], single._replace(repeats=failure)
@@ -63,6 +71,11 @@ async def call_narrowed(
     if are_alike(found):
         return [*found, *map(given_up, rest)]
     return [*found, *await asyncio.gather(*map(alone, rest))]
+
+
+def has_died(outcome: CallOutcome) -> bool:
+    """Whether the process of a call ended during it."""
+    return outcome.failure is not None and outcome.failure[0] == DIED
 
 
 def are_alike(parts: Sequence[Part]) -> bool:

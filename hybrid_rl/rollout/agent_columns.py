@@ -236,9 +236,17 @@ def _span(origin: str, token_ids: Sequence[int], decode: Decode) -> dict[str, An
     return {"origin": origin, "num_tokens": len(token_ids), "text": decode(token_ids)}
 
 
-def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: EngineStats, most_open: int) -> MetricSums:
-    """Return the metrics of the trajectories of a rank. before, after: counts of its engine; most_open: trajectories
-    that were under way at once."""
+def engine_metrics(before: EngineStats, after: EngineStats, most_open: int) -> MetricSums:
+    """Return the metrics of what a rank's engine did for trajectories. before, after: its counts; most_open:
+    trajectories that were under way at once."""
+    metrics = MetricSums()
+    metrics.mean("agents/prefix_hit_share", after.prefix_hit_share(before), 1)
+    metrics.high("agents/open_max", most_open)
+    return metrics
+
+
+def agent_metrics(attempts: Sequence[Attempt]) -> MetricSums:
+    """Return the metrics of the trajectories of a rank."""
     metrics, number = MetricSums(), len(attempts)
     counts = [attempt.trajectory.counts for attempt in attempts]
 
@@ -257,8 +265,6 @@ def agent_metrics(attempts: Sequence[Attempt], before: EngineStats, after: Engin
         metrics.mean(f"agents/ended_{reason}", ended, number)
     lengths = [sum(len(sample.token_ids) for sample in attempt.samples) for attempt in attempts]
     metrics.mean("agents/conversation_length_mean", sum(lengths), number)
-    metrics.mean("agents/prefix_hit_share", after.prefix_hit_share(before), 1)
-    metrics.high("agents/open_max", most_open)
     for attempt in attempts:
         for name, value in attempt.trajectory.metrics.items():
             metrics.mean(f"agent/{name}", value, 1)

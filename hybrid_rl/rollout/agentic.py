@@ -23,6 +23,7 @@ from hybrid_rl.rollout.agent_columns import (
     Attempt,
     agent_metrics,
     as_written,
+    engine_metrics,
     has_own_reward,
     has_turn_reward,
     own_rewards,
@@ -118,7 +119,8 @@ class AgentRollout:
             end = now()
             timings.add("rollout", episodes.made_at - start)
             timings.add("reward", end - episodes.made_at)
-            agents = agent_metrics(episodes.attempts, before, self._client.stats(), room.most_open)
+            agents = agent_metrics(episodes.attempts)
+            agents.merge(engine_metrics(before, self._client.stats(), room.most_open))
             use = SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
             batch, report = self._delivered([episodes], call, timings, agents)
         return batch, replace(report, use=use)

@@ -255,7 +255,7 @@ class Collector:
         return batch
 
     def _warn_of_retries(self, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
-        """Warn, once for each function, of calls that were repeated sample by sample: each costs what a call costs."""
+        """Warn, once for each function, of calls that were repeated: each costs what a call costs."""
         retried: dict[str, list[tuple[int, str]]] = {}
         for function, found in (item for report in reports for item in report.retried.items()):
             retried.setdefault(function, []).append(found)
@@ -264,10 +264,10 @@ class Collector:
             if ("retried", function) not in self._told:
                 self._told.add(("retried", function))
                 logger.warning(
-                    "%s: a call of reward function %r over several samples failed (%s), so it was called again for "
-                    "%s one by one (rewards/num_retried counts them from now on). Only samples that fail alone are "
-                    "masked, but after 8 identical failures the rest of the call is masked. To avoid second calls, set "
-                    "score_by=group, which masks the whole group",
+                    "%s: a call of reward function %r failed (%s), so it was made again for %s, one by one unless "
+                    "score_by=group (rewards/num_retried counts them from now on). Only samples that fail again are "
+                    "masked, but after 8 identical failures the rest of the call is masked. With score_by=group an "
+                    "exception masks the whole group at once",
                     *(call.purpose, function, cause_of(detail), counted(number, "sample")),
                 )
 

@@ -15,6 +15,7 @@ from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, Sa
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, counted
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import Part
+from hybrid_rl.rollout.held_json import check, read, read_fields
 from hybrid_rl.rollout.lengths import expected_length
 
 HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
@@ -74,14 +75,18 @@ class OpenGroup:
     def num_tokens(self) -> int:
         """Tokens that were generated for it."""
         finished = sum(len(sample.completion_ids) for sample in self.finished.values())
-        return finished + sum(len(one.token_ids) for one in self.begun.values())
+        return finished + self.num_begun
+
+    @property
+    def num_begun(self) -> int:
+        """Tokens of its completions that were broken off."""
+        return sum(len(one.token_ids) for one in self.begun.values())
 
     @property
     def num_again(self) -> int:
         """Tokens that an engine has computed and will compute again, before it goes on: those of completions that were
         broken off, and of their prompt, once."""
-        begun = sum(len(one.token_ids) for one in self.begun.values())
-        return begun + len(self.row.prompt_ids) if begun else 0
+        return self.num_begun + len(self.row.prompt_ids) if self.num_begun else 0
 
     @property
     def num_missing(self) -> int:
@@ -146,39 +151,53 @@ class OpenGroup:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> OpenGroup:
-        """Make the group that `to_json` described. Raises CheckpointError for anything else."""
-        try:
-            row, params = dict(found["row"]), dict(found["params"])
-            row["prompt_ids"] = tuple(row["prompt_ids"])
-            for name in ("stop_token_ids", "stop_strings"):
-                params[name] = tuple(params[name])
-            requests = {
-                int(trajectory): RolloutRequest(
-                    int(trajectory),
-                    tuple(found["prompt_ids"]),
-                    SamplingParams(**{**params, "seed": seed}),
-                    group=found["group"],
-                )
-                for trajectory, seed in found["seeds"].items()
-            }
-            finished = {int(trajectory): FinishedSample(**one) for trajectory, one in found["finished"].items()}
-            begun = {
-                int(trajectory): Beginning(**{name: tuple(values) for name, values in one.items()})
-                for trajectory, one in found["begun"].items()
-            }
-            state = None if found["whole_in"] is None else TrainerState(**found["whole_in"])
-            return cls(
-                PromptRow(**row),
-                found["group"],
-                found["born"],
-                requests,
-                finished,
-                begun,
-                state,
-                expected=found.get("expected"),
+        """Make the group that `to_json` described. Raises CheckpointError, with a key, for anything else."""
+        kept = read_fields(_Kept, found, "")
+        check_tokens(kept.prompt_ids, "prompt_ids")
+        check(bool(kept.prompt_ids), "prompt_ids", kept.prompt_ids, "at least one token")
+        check_tokens(kept.row.prompt_ids, "row.prompt_ids")
+        check(bool(kept.seeds), "seeds", kept.seeds, "the seeds of a group's samples")
+        for trajectory, sample in kept.finished.items():
+            key = f"finished.{trajectory}"
+            check(trajectory in kept.seeds and sample.id == trajectory, f"{key}.id", sample.id, "one of the samples")
+            check(sample.finish_reason != "abort", f"{key}.finish_reason", "abort", "that of a whole sample")
+            check_tokens(sample.completion_ids, f"{key}.completion_ids", sample.versions, sample.logprobs)
+        for trajectory, one in kept.begun.items():
+            is_open = trajectory in kept.seeds and trajectory not in kept.finished
+            check(is_open, f"begun.{trajectory}", one, "of an unfinished sample")
+            check_tokens(one.token_ids, f"begun.{trajectory}.token_ids", one.versions, one.logprobs)
+        requests = {
+            trajectory: RolloutRequest(
+                trajectory, kept.prompt_ids, dataclasses.replace(kept.params, seed=seed), group=kept.group
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"a held group is damaged: {type(error).__name__}: {error}") from error
+            for trajectory, seed in kept.seeds.items()
+        }
+        rest: Any = {"whole_in": kept.whole_in, "expected": kept.expected}
+        return cls(kept.row, kept.group, kept.born, requests, kept.finished, kept.begun, **rest)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What `OpenGroup.to_json` gives."""
+
+    row: PromptRow
+    group: int
+    born: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seeds: dict[int, int]
+    finished: dict[int, FinishedSample]
+    begun: dict[int, Beginning]
+    whole_in: TrainerState | None
+    expected: int | None = None
+
+
+def check_tokens(token_ids: Sequence[int], key: str, *beside: Sequence[float]) -> None:
+    """Check the ids of tokens in a checkpoint. beside: their versions and logprobs. Raises CheckpointError."""
+    for name, numbers in ((key, token_ids), (f"a version of {key}", beside[0] if beside else ())):
+        check(min(numbers, default=0) >= 0, name, min(numbers, default=0), "0 or above")
+    for values in beside:
+        check(len(values) == len(token_ids), key, token_ids, f"as long as what belongs to it, {shorten(values)}")
 
 
 @dataclass(frozen=True)
@@ -362,17 +381,26 @@ def save_held(folder: Path, rank: int, groups: Sequence[Group]) -> None:
     write_held(folder, rank, held_text(groups))
 
 
-def load_held(folder: Path, rank: int, num_ranks: int, read: Callable[[Mapping[str, Any]], AnyGroup]) -> list[AnyGroup]:
+def load_held(
+    folder: Path, rank: int, num_ranks: int, read_group: Callable[[Mapping[str, Any]], AnyGroup]
+) -> list[AnyGroup]:
     """Read this rank's share of the groups that were held when a checkpoint was written: its own ones, or if there were
-    more or fewer ranks, all groups dealt out in order. read: makes a group of what its `to_json` gave. Raises
-    CheckpointError for a file that is damaged."""
+    more or fewer ranks, all groups dealt out in order. read_group: makes a group of what its `to_json` gave.
+    Raises CheckpointError for a file that is damaged, with the place and key of what is."""
     of_ranks = []
     for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            of_ranks.append([read(one) for one in found])
-        except (OSError, ValueError, TypeError, CheckpointError) as error:
+            groups = read(list[Any], json.loads(path.read_text(encoding="utf-8")), "the file")
+            of_ranks.append([_read_group(read_group, one, place) for place, one in enumerate(groups)])
+        except (OSError, ValueError, OverflowError, CheckpointError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
     if len(of_ranks) == num_ranks:
         return of_ranks[rank]
     return sorted((group for groups in of_ranks for group in groups), key=lambda group: group.group)[rank::num_ranks]
+
+
+def _read_group(read_group: Callable[[Mapping[str, Any]], AnyGroup], found: Any, place: int) -> AnyGroup:
+    try:
+        return read_group(found)
+    except CheckpointError as error:
+        raise CheckpointError(f"group {place}: {error}") from error

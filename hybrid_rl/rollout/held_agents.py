@@ -17,18 +17,19 @@ from typing import Any
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import SamplingParams, SlotUse
+from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.errors import CheckpointError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
-from hybrid_rl.rewards import RewardRunner, TrainerState
-from hybrid_rl.rollout.agent_columns import agent_metrics
+from hybrid_rl.rewards import RewardRunner
+from hybrid_rl.rollout.agent_columns import agent_metrics, engine_metrics
 from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.ending import Ending
 from hybrid_rl.rollout.episodes import Episodes, Room
-from hybrid_rl.rollout.held import HeldPrompt, HoldRule, Standing, load_held
+from hybrid_rl.rollout.held import HeldPrompt, HoldRule, Standing, check_tokens, load_held
+from hybrid_rl.rollout.held_json import read_fields
 from hybrid_rl.rollout.held_turns import HeldTurns
 from hybrid_rl.rollout.partial import Gather, agreed
 from hybrid_rl.rollout.scored import POLL_SECONDS, RolloutReport
@@ -97,20 +98,19 @@ class AgentGroup:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> AgentGroup:
-        """Make the group that `to_json` described. Raises CheckpointError for anything else."""
-        try:
-            row, call = dict(found["row"]), dict(found["call"])
-            row["prompt_ids"] = tuple(row["prompt_ids"])
-            params = dict(call["params"])
-            for name in ("stop_token_ids", "stop_strings"):
-                params[name] = tuple(params[name])
-            call["params"], call["state"] = SamplingParams(**params), TrainerState(**call["state"])
-            return cls(RolloutTask(int(found["place"]), PromptRow(**row)), RolloutCall(**call))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"a held group of trajectories is damaged, or was written by a run without tools, environments and "
-                f"agents: {type(error).__name__}: {error}"
-            ) from error
+        """Make the group that `to_json` described. Raises CheckpointError, with a key, for anything else."""
+        kept = read_fields(_Kept, found, "")
+        check_tokens(kept.row.prompt_ids, "row.prompt_ids")
+        return cls(RolloutTask(kept.place, kept.row), kept.call)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What `AgentGroup.to_json` gives."""
+
+    place: int
+    row: PromptRow
+    call: RolloutCall
 
 
 class HeldAgentRollout(AgentRollout):
@@ -124,6 +124,7 @@ class HeldAgentRollout(AgentRollout):
         self._held: dict[int, list[AgentGroup]] = {}  # by the step after which they are held
         self._alive_after: int | None = None  # the step after which trajectories that are alive are held
         self._held_turns, self._room = HeldTurns(client), Room(1)
+        self._before = client.stats()  # when the present step began
         self._is_told = False
         super().__init__(client, *arguments, **named)
         self._gather = gather
@@ -147,6 +148,29 @@ class HeldAgentRollout(AgentRollout):
         except BaseException:
             self._release()
             raise
+
+    def go_ahead(
+        self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
+    ) -> tuple[bool, MetricSums, SlotUse]:
+        """Do as `PartialRollout.go_ahead`: begin these prompts, and go on with what the step in `call` has left, until
+        the next step has its batch. Tools and environments go on after that. After an error nothing is alive."""
+        step, turns, metrics = call.state.global_step, self._held_turns, MetricSums()
+        assert call.hold is not None, "nothing else has a next step"
+        ending = Ending(call.hold, learner, is_outdated)
+        try:
+            held, _ = self._taken_up(step)  # `run` has left them alive
+            groups = self._held[step] = held + self._made(tasks, call)
+            self._client.take_use()
+            with self._client.session(), turns.rollout(call.version):
+                metrics.total("buffer/continued_tokens", turns.num_begun)
+                found = self._generate(groups, call, ending)
+        except BaseException:
+            self._release()
+            raise
+        metrics.total("buffer/held_groups", len(groups))
+        metrics.total("buffer/held_tokens", turns.num_begun + sum(group.num_tokens for group in groups))
+        metrics.merge(self._engine_metrics())
+        return ending.goes_on(found), metrics, SlotUse(self._client.take_use().num_steps)
 
     @property
     def _max_open(self) -> int:
@@ -180,17 +204,18 @@ class HeldAgentRollout(AgentRollout):
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _run_held(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
-        step, timings, turns = call.state.global_step, Timings(), self._held_turns
-        before = self._client.stats()
-        groups, metrics = self._taken_up(step - 1)
-        born = dataclasses.replace(call, hold=None)
+        step, timings, turns, metrics = call.state.global_step, Timings(), self._held_turns, MetricSums()
+        self._before = self._client.stats()
+        groups, num_again = self._taken_up(step - 1)
+        metrics.total("buffer/restarted_trajectories", num_again)
+        self._room.most_open = self._room.num_open
+        groups += self._made(tasks, call)
         self._client.take_use()
-        groups += [AgentGroup(task, born) for task in tasks]
         with self._client.session():
             with timings.measure("rollout"), turns.rollout(call.version):
                 if not rule.drops:
                     metrics.total("buffer/continued_tokens", turns.num_begun)
-                self._generate(groups, rule, call)
+                self._generate(groups, call, Ending(rule, call.version))
             use = SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
             keys = [rule.key(group, call.version) for group in groups if group.is_whole]
             everywhere = self._agreed(lambda: (keys, rule.standing(groups, call.version)))
@@ -205,8 +230,8 @@ class HeldAgentRollout(AgentRollout):
             with timings.measure("reward"), progress.doing("rewards"):
                 _wait([group.running for group in mine if group.running is not None])
             attempts = [attempt for episodes in made for attempt in episodes.attempts]
-            agents = agent_metrics(attempts, before, self._client.stats(), self._room.most_open)
-            batch, report = self._delivered(made, call, timings, agents)
+            batch, report = self._delivered(made, call, timings, agent_metrics(attempts))
+        report.metrics.merge(self._engine_metrics())
         report.metrics.merge(metrics)
         report.use = use
         for group in mine:
@@ -218,13 +243,20 @@ class HeldAgentRollout(AgentRollout):
             self._held[step] = []
         return batch, report
 
-    def _taken_up(self, step: int) -> tuple[list[AgentGroup], MetricSums]:
-        """Return what is held after a step, with how much of it begins again."""
+    def _made(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> list[AgentGroup]:
+        """Return the groups of these prompts, whose trajectories have not begun."""
+        born = dataclasses.replace(call, hold=None)
+        return [AgentGroup(task, born) for task in tasks]
+
+    def _engine_metrics(self) -> MetricSums:
+        return engine_metrics(self._before, self._client.stats(), self._room.most_open)
+
+    def _taken_up(self, step: int) -> tuple[list[AgentGroup], int]:
+        """Return what is held after a step, and how many of its trajectories begin again."""
         if self._alive_after != step:
             self._release()
         if self._alive_after is None:
             self._room = Room(self._settings.max_open)
-        self._room.most_open = self._room.num_open
         held = self.held(step)
         again = sum(group.call.num_generations for group in held if group.episodes is None)
         if again and not self._is_told:
@@ -235,12 +267,11 @@ class HeldAgentRollout(AgentRollout):
                 "or an error, and when other reward functions are set",
                 again,
             )
-        metrics = MetricSums()
-        metrics.total("buffer/restarted_trajectories", again)
-        return [AgentGroup(one.task, one.call) if one.episodes is None else one for one in held], metrics
+        return [AgentGroup(one.task, one.call) if one.episodes is None else one for one in held], again
 
-    def _generate(self, groups: Sequence[AgentGroup], rule: HoldRule, call: RolloutCall) -> None:
-        """Let trajectories go on until enough groups are whole on all ranks, and break the rest off."""
+    def _generate(self, groups: Sequence[AgentGroup], call: RolloutCall, ending: Ending) -> list[Standing]:
+        """Let trajectories go on until all ranks end, and break off what the engine makes. Returns how far all ranks
+        were then."""
         turns = self._held_turns
 
         def num_ended() -> int:
@@ -256,7 +287,7 @@ class HeldAgentRollout(AgentRollout):
             return standing()
 
         def go_on() -> None:
-            for _ in range(rule.check_steps):
+            for _ in range(ending.rule.check_steps):
                 turns.step()
                 if turns.is_idle and not self._client.is_shared:
                     break
@@ -268,14 +299,13 @@ class HeldAgentRollout(AgentRollout):
             turns.check()
             for group in groups:
                 group.look()
-            return rule.standing(groups, call.version, is_interrupted=interrupt_requested())
+            return ending.standing(groups)
 
         found = self._agreed(begin)
-        while not rule.is_over(found, call.version):
-            if any(of_rank.is_interrupted for of_rank in found):
-                raise KeyboardInterrupt  # on all ranks at once: those that share an engine step together
+        while not ending.is_reached(found):
             found = self._agreed(standing, go_on)
         self._agreed(standing, turns.suspend)
+        return found
 
     def _begun(self, group: AgentGroup) -> Episodes:
         """Return the trajectories of a group, which are begun unless they are alive."""

@@ -20,10 +20,10 @@ from hybrid_rl.engines.client import EngineClient, Handle
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process import progress
-from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.held import HoldRule, OpenGroup, Standing, in_order, load_held
+from hybrid_rl.rollout.ending import Ending
+from hybrid_rl.rollout.held import OpenGroup, Standing, in_order, load_held
 from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout, columns_of, reward_input
 
 Gather = Callable[[Any], list[Any]]
@@ -59,7 +59,7 @@ class PartialRollout(ScoredRollout):
             return super().run(tasks, call)
         rule, step, timings = call.hold, call.state.global_step, Timings()
         groups = [group.copied() for group in self.held(step - 1)]
-        num_begun = sum(group.num_tokens for group in groups)
+        num_begun = sum(group.num_begun for group in groups)
         tokens_again = sum(group.num_again for group in groups)
         groups += [self._begin(task, call) for task in tasks]
         self._client.take_use()
@@ -67,7 +67,7 @@ class PartialRollout(ScoredRollout):
         with ExitStack() as stack:
             stack.enter_context(self._client.session())
             with timings.measure("rollout"):
-                self._generate(groups, rule, call, call.version, _raise_interrupt)
+                self._generate(groups, call, Ending(rule, call.version))
             use = self._client.take_use()
             if use.cost is not None:
                 use.cost.tokens_again, use.cost.waited_seconds = tokens_again, self._waited_seconds
@@ -101,18 +101,14 @@ class PartialRollout(ScoredRollout):
         rule, step = call.hold, call.state.global_step
         assert rule is not None, "nothing else has a next step"
         groups = [group.copied() for group in self.held(step)]
-        num_begun = sum(group.num_tokens for group in groups)
+        num_begun = sum(group.num_begun for group in groups)
         groups += [self._begin(task, call) for task in tasks]
-
-        def ends(found: Sequence[Standing]) -> bool:
-            return any(one.is_interrupted for one in found) or all(one.is_outdated for one in found)
-
+        ending = Ending(rule, learner, is_outdated)
         self._client.take_use()
         with self._client.session():
-            found = self._generate(groups, rule, call, learner, ends, is_outdated)
+            found = self._generate(groups, call, ending)
         self._held[step] = groups
-        is_broken_off = not rule.is_over(found, learner) and not any(one.is_interrupted for one in found)
-        return is_broken_off, _metrics(groups, self._num_delivered, num_begun), self._client.take_use()
+        return ending.goes_on(found), _metrics(groups, self._num_delivered, num_begun), self._client.take_use()
 
     def held(self, step: int) -> list[OpenGroup]:
         """Return the groups that are held after a training step."""
@@ -132,18 +128,8 @@ class PartialRollout(ScoredRollout):
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    def _generate(
-        self,
-        groups: Sequence[OpenGroup],
-        rule: HoldRule,
-        call: RolloutCall,
-        learner: int,
-        ends: Callable[[Sequence[Standing]], bool],
-        is_outdated: Callable[[], bool] = lambda: False,
-    ) -> list[Standing]:
-        """Run what is unfinished until enough groups are whole on all ranks, or `ends` says so of how far all ranks
-        are; break the rest off. learner: the version of the weights that will train on them. Returns how far all ranks
-        were at the end."""
+    def _generate(self, groups: Sequence[OpenGroup], call: RolloutCall, ending: Ending) -> list[Standing]:
+        """Run what is unfinished until all ranks end, and break the rest off. Returns how far all ranks were then."""
         of = {request: group for group in groups for request in group.requests}
         requests = in_order(groups)
         progress.count(len(requests), "samples")
@@ -156,19 +142,16 @@ class PartialRollout(ScoredRollout):
                     group.forget_failure()
                     self._score(group, call)
             handle = self._client.submit(requests, call.version)
-            return standing()
+            return ending.standing(groups)
 
         def go_on() -> Standing:
             assert handle is not None
-            for _ in range(rule.check_steps):
+            for _ in range(ending.rule.check_steps):
                 if handle.is_done and not self._client.is_shared:
                     break
                 self._client.advance(idle_seconds=0.0, can_interrupt=False)
                 self._take(handle.take(), of, call)
-            return standing()
-
-        def standing() -> Standing:
-            return rule.standing(groups, learner, is_interrupted=interrupt_requested(), is_outdated=is_outdated())
+            return ending.standing(groups)
 
         def break_off() -> None:
             assert handle is not None
@@ -181,7 +164,7 @@ class PartialRollout(ScoredRollout):
                 is_first = False
 
         found = self._agreed(begin)
-        while not rule.is_over(found, learner) and not ends(found):
+        while not ending.is_reached(found):
             found = self._agreed(go_on)
         self._agreed(break_off)
         return found
@@ -261,16 +244,10 @@ def agreed(action: Callable[[], Any], gather: Gather, client: EngineClient | Non
     return [found for found, _, _ in outcomes]
 
 
-def _raise_interrupt(everywhere: Sequence[Standing]) -> bool:
-    """Raise KeyboardInterrupt if a rank was interrupted; on all at once, since those of one engine step together."""
-    if any(of_rank.is_interrupted for of_rank in everywhere):
-        raise KeyboardInterrupt
-    return False
-
-
 def _metrics(left: Sequence[OpenGroup], num_delivered: int, num_begun: int, *, drops: bool = False) -> MetricSums:
-    """Return what this rank does not deliver, which it holds or drops, beside so many tokens that it delivered, and how
-    many tokens it went on from. How old the tokens of a step are is counted by the update (staleness/...)."""
+    """Return what this rank does not deliver, which it holds or drops, beside so many tokens that it delivered.
+    num_begun: tokens of completions that were broken off before. How old the tokens of a step are is counted by the
+    update (staleness/...)."""
     found, what = MetricSums(), "dropped" if drops else "held"
     num_left = sum(group.num_tokens for group in left)
     found.total(f"buffer/{what}_groups", len(left))

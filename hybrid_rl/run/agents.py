@@ -18,7 +18,7 @@ from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig, TrainerConfig
-from hybrid_rl.config.algorithm import learns_from_demonstrations, rollout_ranks
+from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import GivenReward
@@ -70,11 +70,6 @@ def check_agents(
             f"{' and '.join(names)} make trajectories, but {config.algorithm.name} learns from the dataset's own "
             "completions; choose another algorithm, or leave them out"
         )
-    if rollout_ranks(config):
-        raise ConfigError(
-            f"{' and '.join(names)} make trajectories, which ranks that only generate do not make yet; leave out "
-            f"rollout_ranks={rollout_ranks(config)}"
-        )
     if config.data.overlong_prompts == "truncate":
         raise ConfigError(
             f"overlong_prompts=truncate cuts tokens off a prompt, but with {' and '.join(names)} prompts are messages; "
@@ -87,11 +82,11 @@ def check_agents(
             ("max_open_trajectories", "max_tool_calling_iterations", *OF_TOOLS),
             "on rollout_func, which begins trajectories and calls tools itself; leave it out, and limit them there",
         )
-        return AgentSetup(rollout_func=given.rollout_func)
+        return AgentSetup(rollout_func=given.rollout_func, turn_rewards_problem=token_rewards_problem(config))
     if given.agent is not None:
         _refuse_inert(config.agents, OF_TOOLS, "on agent, which calls tools itself; leave it out, and limit them there")
         HttpAgent(given.agent, temperature=config.rollout.temperature)
-        return AgentSetup(agent=given.agent)
+        return AgentSetup(agent=given.agent, turn_rewards_problem=token_rewards_problem(config))
     if config.data.chat_template_kwargs.get("tools"):
         raise ConfigError(f"chat_template_kwargs has 'tools', and {' and '.join(names)} give tools too; leave it out")
     if not tools:

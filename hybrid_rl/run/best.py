@@ -67,7 +67,8 @@ class BestStep:
     """The best step by metric_for_best_model so far. Without that key it does nothing.
 
     step: None as long as nothing was evaluated after a step. value: of the metric then. num_worse: evaluations in a row
-    that were not better by early_stopping_threshold. before: the metric before the first step.
+    that were not better by early_stopping_threshold. before: the metric before the first step. evaluated_step: of the
+    last evaluation that counted, 0 before it.
     """
 
     def __init__(self, config: EvalConfig, run_folder: Path) -> None:
@@ -78,7 +79,7 @@ class BestStep:
         self.step: int | None = None
         self.value: float | None = None
         self.before: float | None = None
-        self.num_worse = 0
+        self.num_worse = self.evaluated_step = 0
         self._num_unknown = 0  # evaluations whose metric was not a number
         self._loaded: int | None = None
         self._kept: Path | None = None
@@ -110,6 +111,7 @@ class BestStep:
         if step == 0:
             self.before = value
             return False
+        self.evaluated_step = step
         gain = math.inf if self.value is None else self._sign * (value - self.value)
         self.num_worse = 0 if gain > self._config.early_stopping_threshold else self.num_worse + 1
         if gain <= 0:
@@ -193,6 +195,7 @@ class BestStep:
             "value": self.value,
             "before": self.before,
             "num_worse": self.num_worse,
+            "evaluated_step": self.evaluated_step,
         }
         values["folder"] = str(self.checkpoint.parent if self.checkpoint else self._folder)
         return {} if self.name is None else {"metric": self.name, **values}
@@ -210,3 +213,4 @@ class BestStep:
             return
         self.step, self.value, self.before = state["step"], state["value"], state["before"]
         self.num_worse, self._earlier = state["num_worse"], Path(state["folder"])
+        self.evaluated_step = state.get("evaluated_step", 0)

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, do_all
 from hybrid_rl.evaluation.samples import EvalSamples, Evaluations
-from hybrid_rl.metrics import largest, now
+from hybrid_rl.metrics import finite, largest, now
+from hybrid_rl.process.interrupts import undisturbed
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.evaluation import load_sets, rows_of
+from hybrid_rl.run.restarts import may_restart
 from hybrid_rl.run.results import Metrics
 from hybrid_rl.run.start import make_evaluator
 from hybrid_rl.run.timeline import Timeline
@@ -34,6 +36,11 @@ class Evaluating(ShownTrainer):
     _handoff: dict[str, float]
     _timeline: Timeline
     _save_due = False
+    _has_begun: bool  # the record from before the first step is written
+    _fit_begun = 0  # the training step after which the `fit()` under way began
+    _last_metrics: Metrics  # of the last step of this process; empty before it
+    _is_unevaluated = False  # the engine was lost in the evaluation of the last step, so that step is to be made again
+    _owed: Mapping[str, float] | None = None  # metrics of the last step, if its evaluation was broken off by Ctrl-C
 
     def evaluate(self, dataset: Any = None) -> Metrics:
         """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`, or
@@ -66,9 +73,58 @@ class Evaluating(ShownTrainer):
         """Have the best step so far saved, and end `fit()` if it is time to stop."""
         if self._best.look(self.global_step, metrics):
             self._save_due |= self.config.save_steps is not None
-        if self._best.is_over:
+        if self._ends_early:
             self._is_stopping = True
             self._log.display.message(self._best.reason())
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether an evaluation of this `fit()` calls for its end. Those before it do not: `fit(steps=20)` goes on
+        after them, also if a restart brings them back."""
+        return self._best.is_over and self._best.evaluated_step > self._fit_begun
+
+    def _evaluate_at_start(self) -> None:
+        """Evaluate before the first step, and a step whose evaluation was broken off, unless both are done."""
+        if self._owed is not None:
+            self._evaluate_owed(self._owed)
+        if self._has_begun or self.global_step:
+            return
+        record = dict(self._handoff)
+        if self._run.data.eval and self.config.eval.eval_on_start:
+            record |= self.evaluate()
+            self._best.look(0, record)
+        self._has_begun = True  # before the record, so that a Ctrl-C between the two does not make a second one
+        self._log.metrics(0, record)
+
+    def _evaluate_owed(self, owed: Mapping[str, float]) -> None:
+        """Make the evaluation of the last step that was broken off, and record it with the metrics of the step."""
+        self._log.take_up()
+        self._last_metrics = metrics = Metrics(owed, **self.evaluate())
+        self._owed, step = None, self.global_step
+        self._save_due |= self.config.save_steps is not None  # its checkpoint says that this is still to be done
+        do_all(
+            lambda: self._note_best(metrics),
+            lambda: self._log.metrics(step, metrics),
+            self._save_if_due,
+            self._best.write,
+        )
+
+    def _evaluate_step(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Evaluate after a step with these metrics. A Ctrl-C waits. If a second one breaks it off, the evaluation is
+        made before the next step, also by a resumed run. If the engine is lost, the step is not saved: a restarted run
+        makes it again."""
+        try:
+            with undisturbed():
+                return self.evaluate()
+        except KeyboardInterrupt:
+            self._owed = finite(metrics)
+            raise
+        except Exception as error:
+            self._is_unevaluated = may_restart(error)
+            raise
+
+    def _save_if_due(self) -> None:
+        raise NotImplementedError
 
     def _stops_at_once(self) -> bool:
         """Whether a run that goes on has already been stopped early."""

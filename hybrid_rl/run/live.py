@@ -269,10 +269,10 @@ class Live(Tenant):
         self._apply(dataclasses.replace(self.config, max_steps=self.max_steps), [change])
         self._log.display.message(f"set after step {change.step}: {change}{stretched}")
 
-    def _length_for(self, steps: int | None) -> int:
-        """Return the step after which `fit(steps)` ends. Raises max_steps if it is below that."""
+    def _length_for(self, steps: int | None) -> int | None:
+        """Return the step after which `fit(steps)` ends; None for max_steps, which is raised if it is below that."""
         if steps is None:
-            return self.max_steps
+            return None
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"fit(steps={steps!r}): steps must be a whole number, at least 1")
         last = self.global_step + steps

@@ -19,6 +19,7 @@ from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, count
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.process.interrupts import show_shortly
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.restarts import Loss
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -44,6 +45,7 @@ class Tenant:
     max_steps: int
     run_folder: Path
     _closed = ""  # the reason, once it is closed
+    _lost: Loss | None = None  # after which the ranks have ended; None once they are there again
     _is_made = False
     _guard: StepGuard
     _work: Sequence[str] = ()  # calls in progress: fit(), inside it step(), inside that evaluate()
@@ -102,6 +104,8 @@ class Tenant:
             yield
         except KeyboardInterrupt as interrupt:
             advice = "step() or fit() goes on" if not self._guard.is_torn else "make a new Trainer, with resume="
+            if self._lost is not None:
+                advice = "the ranks have ended, and fit() makes them again"
             show_shortly(interrupt, f"interrupted after training step {self.global_step} of {self.max_steps}; {advice}")
             raise
         finally:
@@ -128,6 +132,18 @@ class Tenant:
                 self.close()
 
     def _require_open(self) -> None:
+        self._require_own()
+        if self._lost is not None:
+            raise HybridRLError(
+                f"the ranks have ended after training step {self._lost.step} ({self._lost.cause}), and the restart was "
+                "broken off: fit() makes them again and goes on from the last checkpoint"
+            )
+        if self._guard.is_torn:
+            raise HybridRLError(
+                f"the update after step {self.global_step} was interrupted: make a new Trainer, with resume="
+            )
+
+    def _require_own(self) -> None:
         if not self._is_made:
             raise HybridRLError("making this Trainer failed halfway; make a new one")
         if self._pid != os.getpid():
@@ -137,10 +153,6 @@ class Tenant:
             )
         if self._closed:
             raise HybridRLError(f"this Trainer is closed{self._closed} make a new one")
-        if self._guard.is_torn:
-            raise HybridRLError(
-                f"the update after step {self.global_step} was interrupted: make a new Trainer, with resume="
-            )
 
     @property
     def _is_busy(self) -> bool:

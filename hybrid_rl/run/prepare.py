@@ -43,6 +43,7 @@ from hybrid_rl.models.load import media_of
 from hybrid_rl.models.lora.sizes import AdapterSize
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
+from hybrid_rl.process.stopping import note_checkpoint
 from hybrid_rl.rollout.successes import Grades, SuccessRule
 from hybrid_rl.run.adapters import (
     check_adapters,
@@ -318,7 +319,9 @@ def prepare(
         lock, is_ours = FolderLock(folder), True
         closing.callback(lock.release)
     resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name, is_ours=is_ours)
-    if resolved.resume == "auto" and resume is None and resolved.save_steps is None:
+    if resume is not None:
+        note_checkpoint()
+    elif resolved.resume == "auto" and resolved.save_steps is None:
         logger.warning(
             "resume=auto finds no checkpoint, and save_steps is not set, so this run writes none and a later "
             "resume will not find one either; set save_steps, or call trainer.save()"

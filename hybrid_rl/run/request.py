@@ -91,7 +91,10 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     if adapter is not None:
         config = load_config(config, {"model.path": adapter_of(str(config.model.path))[0]})[0]
     if machine.num_gpus is None and config.model.device != "cpu":
-        raise ConfigError("the GPUs are missing: give --gpus 8 --gpu-memory 80GB, or device=cpu for a run on CPUs")
+        raise ConfigError(
+            "the GPUs are missing: give --gpus 8 --gpu-memory 80GB (or yours), or add device=cpu for the run that "
+            "`hybrid-rl train` starts on a machine without a GPU"
+        )
     if machine.num_gpus is not None and config.model.device == "cpu":
         raise ConfigError(f"--gpus {machine.num_gpus} and device=cpu exclude each other; leave one of them out")
     gpus = Hardware(machine.num_gpus or 0, machine.gpu or "", missing="the plan has none", is_here=False)

@@ -15,9 +15,9 @@ from hybrid_rl.checkpoint.finding import clear_up
 from hybrid_rl.checkpoint.reading import STATE_FILE
 from hybrid_rl.checkpoint.writing import failure
 from hybrid_rl.config import to_dict
-from hybrid_rl.errors import CheckpointError, ConfigError
+from hybrid_rl.errors import CheckpointError, ConfigError, do_all
 from hybrid_rl.metrics import now
-from hybrid_rl.process.stopping import Stop
+from hybrid_rl.process.stopping import Stop, note_checkpoint
 from hybrid_rl.run.evaluating import Evaluating
 from hybrid_rl.run.watch import LearningWatch
 
@@ -35,7 +35,6 @@ class Saving(Evaluating):
     _saving: Path | None = None  # the checkpoint that is written in the background
     _save_failure = ""  # why the last one could not be written
     _has_told_of_memory = False
-    _is_unevaluated = False  # the engine was lost in the evaluation of the last step, so that step is to be made again
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,24 +51,44 @@ class Saving(Evaluating):
         all. Raises CheckpointError if it cannot be written.
         """
         self._require_idle("save")
-        self._wait_for_save()
         if merged and not self.config.lora.is_on:
             raise ConfigError("merged=True: this run has no adapters to merge; save() writes the whole model")
         name = f"{'merged' if merged else 'checkpoint'}-{self.global_step}"
         target = self.run_folder / name if folder is None else Path(folder)
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
-        if folder is None:
-            self._check_folder(target)
-        with self._cleared_up(target, is_ours=folder is None):
-            if merged:
-                self.policy.save_merged(target.resolve())
-            else:
-                self.policy.save(target.resolve(), self._saved_state())
-        self._log.display.message(f"saved {target}")
-        if not merged:
-            self._notify("on_save", self.global_step, target)
+        with self._after_save():
+            if folder is None:
+                self._check_folder(target)
+            with self._cleared_up(target, is_ours=folder is None):
+                if merged:
+                    self.policy.save_merged(target.resolve())
+                else:
+                    self.policy.save(target.resolve(), self._saved_state())
+            self._log.display.message(f"saved {target}")
+            if not merged:
+                self._notify("on_save", self.global_step, target)
         return target
+
+    @contextlib.contextmanager
+    def _after_save(self) -> Iterator[None]:
+        """Wait for the checkpoint that is written in the background before the block, which saves. If a callback fails
+        because that one is there, its error is raised after the block, so that it does not cost another checkpoint."""
+        failure: Exception | None = None
+        try:
+            self._wait_for_save()
+        except Exception as error:
+            if self.policy.has_ended:
+                raise
+            failure = error
+        try:
+            yield
+        except Exception as error:
+            if failure is None:
+                raise
+            failure.add_note(f"then {type(error).__name__}: {error}")
+        if failure is not None:
+            raise failure
 
     def _check_folder(self, target: Path) -> None:
         """Require the run folder. Raises CheckpointError if its disk is not there, and as `RunLog.check`."""
@@ -93,7 +112,7 @@ class Saving(Evaluating):
         state |= {"sampler": self._guard.data_position, "config": to_dict(self.config)}
         state |= {"changed": self._changes_state(), "rewards": self._run.reward_names}
         state |= {"best": self._best.state_dict(), "collector": self.collector.state_dict(self.global_step)}
-        return state | self._base()
+        return state | ({} if self._owed is None else {"owed": dict(self._owed)}) | self._base()
 
     def _base(self) -> dict[str, Any]:
         """Return what a checkpoint says of the base model of adapters."""
@@ -113,23 +132,22 @@ class Saving(Evaluating):
         goes_on = "fit()" in self._work and not final and self.global_step < self.max_steps
         is_waited_for = not goes_on or not self.config.checkpoints.async_save
         try:
-            with self._stalled():
-                if not is_waited_for and self._begin_save():
-                    return
-                target = self.save()
+            with self._stalled(), self._after_save():
+                if is_waited_for or not self._begin_save():
+                    target = self.save()
+                    self._save_due = False
+                    self._note_saved(target)
         except CheckpointError as error:
             if final or self.policy.has_ended:
                 raise
             self._note_failure(error)
-            return
-        self._save_due = False
-        self._note_saved(target)
 
     def _save_if_due(self) -> None:
         """Save after a step if that is due, or if an earlier attempt has failed."""
-        self._look_at_save()
-        if self._save_due and not self._is_unevaluated:
-            self._save_now(final=False)
+        do_all(
+            self._look_at_save,
+            lambda: self._save_now(final=False) if self._save_due and not self._is_unevaluated else None,
+        )
 
     @contextlib.contextmanager
     def _stalled(self) -> Iterator[None]:
@@ -144,7 +162,6 @@ class Saving(Evaluating):
     def _begin_save(self) -> bool:
         """Begin to write a checkpoint in the background. Returns whether that has begun; False if there is too little
         host memory, which is said once. Raises CheckpointError."""
-        self._wait_for_save()
         target = self.run_folder / f"checkpoint-{self.global_step}"
         self._check_folder(target)
         missing, self._saving = "", target  # before the call: a Ctrl-C that waited for its end hides what it returned
@@ -219,6 +236,7 @@ class Saving(Evaluating):
 
     def _note_saved(self, target: Path) -> None:
         """Go on after a checkpoint that is there."""
+        note_checkpoint()
         self._save_failure = ""
         self._forget_old(target, self._best.kept)
 
@@ -229,7 +247,18 @@ class Saving(Evaluating):
 
     def _keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints or a stop were asked for and it has none yet."""
-        self._wait_for_save()
+        with self._after_save():
+            self._save_last_step()
+
+    def _end_saves(self, *, keeps_last: bool) -> None:
+        """Save what is still due at the end of `fit()`. keeps_last: also the last step, as `_keep_last_step`."""
+        with self._after_save():
+            if self._save_due:
+                self._save_now(final=True)
+            elif keeps_last:
+                self._keep_last_step()
+
+    def _save_last_step(self) -> None:
         saved = (self.run_folder / f"checkpoint-{self.global_step}" / STATE_FILE).exists()
         is_wanted = self.config.save_steps is not None or bool(self._stop.reason)
         if is_wanted and self.global_step and not self._guard.is_torn and not saved:

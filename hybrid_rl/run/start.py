@@ -40,7 +40,7 @@ from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.weights.sources import ObjectSource
-from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, SplitGroup, rollout_setup
+from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, SplitGroup, rollout_setup, training_setup
 from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import preflight
@@ -137,7 +137,7 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
     splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
     generates_apart = bool(controller.rollout_ranks) and setup.is_trained
-    trained = replace(setup, generates=not generates_apart)
+    trained = training_setup(setup) if generates_apart else setup
     ranks = ray.start("policy", partial(HybridWorker, trained), config.num_ranks, splitter, config.fsdp)
     reference = None
     if setup.needs_reference and controller.reference_ranks:

@@ -73,6 +73,8 @@ class ShownTrainer(Live):
             saved = self._newest_checkpoint()
             if saved:
                 yield f"Trainer(..., resume={saved!r}) goes on from there"
+        elif self._lost is not None:
+            yield "the ranks have ended: fit() makes them again, and goes on from the last checkpoint"
         elif self._guard.is_torn:
             yield "an update was interrupted: make a new Trainer, with resume="
         elif left > 0:

@@ -10,7 +10,6 @@ from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.plain import PlainText
-from hybrid_rl.config.algorithm import token_rewards_problem
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.rewards import RewardRunner
@@ -56,7 +55,7 @@ def agent_rollout(
         encode=encode,
         max_length=max_length,
         tokenizer=setup.tokenizer,
-        turn_rewards_problem=token_rewards_problem(config),
+        turn_rewards_problem=agents.turn_rewards_problem,
     )
     return made
 

@@ -32,6 +32,7 @@ from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.disk import version_folder
 from hybrid_rl.rollout.held import HeldPrompt
+from hybrid_rl.rollout.held_agents import HeldAgentRollout
 from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.tally import use_metrics
@@ -47,10 +48,15 @@ from hybrid_rl.workers.versions import PolicyReader, fill, require_folder
 STOP = "stop"  # a file beside the versions: the run ends, and nobody waits for what is being generated
 
 
+def training_setup(setup: WorkerSetup) -> WorkerSetup:
+    """Return the arguments of ranks that only train: without an engine, and without tools and environments."""
+    return replace(setup, generates=False, agents=None)
+
+
 def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
-    """Return the arguments of the ranks that only generate, from those of the ranks that train."""
+    """Return the arguments of the ranks that only generate beside them."""
     config = rollout_config(setup.config)
-    return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False, generates=True)
+    return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False)
 
 
 def divided(tasks: list[RolloutTask], call: RolloutCall) -> tuple[list[RolloutTask], list[RolloutTask], RolloutCall]:
@@ -138,7 +144,7 @@ class RolloutWorker(GeneratingWorker):
         and completions may be held, they are broken off and go on with that one. Returns metrics, how full the engine
         was with the weights of each version, and seconds."""
         rollout, start, learner, uses = self._rollout, now(), call.version + 1, list[SlotUse]()
-        assert isinstance(rollout, PartialRollout), "ranks that only generate hold groups"
+        assert isinstance(rollout, PartialRollout | HeldAgentRollout), "ranks that only generate hold groups"
         breaks_off = self._config.rollout.partial
 
         def is_outdated() -> bool:
@@ -158,8 +164,7 @@ class RolloutWorker(GeneratingWorker):
     @dispatch(collect="leader")
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
         """Go on with a configuration that differs in what may change between steps; there is no optimizer here."""
-        self._score_with(rewards, config)
-        self._config = rollout_config(config)
+        self._roll_out_with(rollout_config(config), rewards)
 
 
 class RolloutGroup(PolicyGroup):

@@ -98,12 +98,16 @@ class GeneratingWorker(WorkerBase):
             self.hold(memory.models(REWARD_MODELS, self._reward_models.models))
         self._probe = HandoffProbe(setup.probe_ids, config, model.dtype)
 
-    def _score_with(self, rewards: RewardSetup | None, config: TrainerConfig) -> None:
+    def _roll_out_with(self, config: TrainerConfig, rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps. rewards: None = as they are."""
         if rewards is not None:
             runner, old = rewards.runner(config), self._rewards
             self._rollout.score_with(runner)
             self._rewards = runner
             old.close()
+        self._config = config
+        if isinstance(self._rollout, AgentRollout):
+            self._rollout.sample_at(config.rollout.temperature)
 
     # ------------------------------------------------------------------------------------------------- handoffs
 

@@ -24,7 +24,6 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.inject import leave
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
-from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.records import extracted_answers, sample_records
 from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
@@ -91,12 +90,10 @@ class HybridWorker(SavingWorker):
         """Go on with a configuration that differs in what may change between steps.
 
         num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
-        self._score_with(rewards, config)
-        self._config, self._advantages = config, AdvantageSpec.of(config)
+        self._roll_out_with(config, rewards)
+        self._advantages = AdvantageSpec.of(config)
         self._actor.reconfigure(config, num_steps[0])
         self._roles.reconfigure(config, num_steps[1])
-        if isinstance(self._rollout, AgentRollout):
-            self._rollout.sample_at(config.rollout.temperature)
 
     # ------------------------------------------------------------------------------------------------ training
 

@@ -29,7 +29,7 @@ import ray._private.ray_constants
 ray._private.ray_constants.SETUP_WORKER_FILENAME = {str(SETUP_WORKER)!r}
 """
 SCRIPT_START = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 import psutil, ray
 from hybrid_rl.controller import RankMesh

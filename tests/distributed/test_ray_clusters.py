@@ -64,14 +64,20 @@ TELL = "tell(pids=descendants(), folder=folder)\n"
 
 
 def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
-    """The process goes on: it connects again. (With a rank: test_a_cluster_that_loses_a_process.)"""
+    """The process goes on: it connects again. (With a rank: test_a_cluster_that_loses_a_process.) Signals with which
+    schedulers tell a whole job of its end do nothing to the cluster and its rank."""
     told = finish(
         start_script(
             f"""
             group = None
             for _ in range(2):
                 cluster = RayCluster()
-                group = group or make(cluster)
+                if group is None:
+                    group = make(cluster)
+                    for pid in descendants():
+                        for number in (signal.SIGUSR1, signal.SIGUSR2):
+                            os.kill(pid, number)
+                    assert group.patient(0.1, False) == group.patient(0.1, False)
                 pids = descendants()
                 {WHERE}
                 paths = (Path(folder).parent, Path.home() / ".ray" / "auth_token")

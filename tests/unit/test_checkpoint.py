@@ -324,9 +324,13 @@ def test_a_damaged_manifest(folder: Path, damage: str) -> None:
             check(folder)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_and_told_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_without_a_manifest_is_read_only_if_it_is_named(folder: Path, caplog) -> None:
     (whole(folder) / MANIFEST_FILE).unlink()
-    check_checkpoint(folder)
+    with pytest.raises(
+        CheckpointError, match=f"{folder} has no {MANIFEST_FILE}.*resume={folder} reads it all the same"
+    ):
+        check_checkpoint(folder)
+    check_checkpoint(folder, needs_manifest=False)
     assert f"{folder} has no {MANIFEST_FILE}, so nothing in it can be checked" in caplog.text
     caplog.clear()
     check_model(folder)
@@ -427,8 +431,13 @@ def test_a_damaged_newest_one_falls_back_to_the_newest_that_is_intact(run: Path,
     assert check_resumed(run / "checkpoint-9", is_auto=True) == run / "checkpoint-9"
     with pytest.raises(CheckpointError, match="to skip this check$"):
         check_resumed(newest, is_auto=False)
-    (newest / STATE_FILE).unlink()
+    caplog.clear()
     (run / "checkpoint-9" / MANIFEST_FILE).unlink()
+    assert check_resumed(run / "checkpoint-9", is_auto=True) == run / "checkpoint-8"
+    (line,) = (message for message in caplog.messages if "going on from" in message)
+    assert f"because {run / 'checkpoint-9'} has no {MANIFEST_FILE}, so nothing in it can be checked" in line
+    assert check_resumed(run / "checkpoint-9", is_auto=False) == run / "checkpoint-9"
+    (newest / STATE_FILE).unlink()
     assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-8"
     (run / "checkpoint-8" / SHARDS).unlink()
     with pytest.raises(CheckpointError, match=f"No other checkpoint of {run} is known to be intact"):

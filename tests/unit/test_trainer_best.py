@@ -3,14 +3,17 @@
 import json
 import logging
 import math
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hybrid_rl.config import EvalConfig
+from hybrid_rl.controller.failures import note_of_ranks
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError
 from hybrid_rl.run.best import BestStep
+from hybrid_rl.workers.groups import PolicyGroup
 from tests.tiny import build_model, spread, sums
 
 SCRIPT = {0: 0.5, 1: 0.2, 2: 0.6, 3: 0.55, 4: 0.61, 5: 0.3, 6: 0.3, 7: 0.3, 8: 0.9}
@@ -157,6 +160,29 @@ def test_stopping_early(make, patience, threshold, last, capsys):
         assert not list(trainer.steps())
         trainer.fit(steps=1)  # asked for by number, it goes on
         assert trainer.global_step == last + 1
+
+
+@pytest.mark.parametrize(("save_steps", "start"), [(1, 7), (4, 4)])
+def test_fit_of_a_number_of_steps_after_an_early_stop_survives_a_restart(make, monkeypatch, caplog, save_steps, start):
+    """Stopped after step 6, the second evaluation: a restart from step 7 finds that in the checkpoint, and one from
+    step 4 makes the evaluation again."""
+    monkeypatch.setattr("hybrid_rl.run.restarts.FIRST_DELAY_SECONDS", 0.0)
+    keys = {"eval_steps": 3, "early_stopping_patience": 1, "early_stopping_threshold": 9.0, "max_restarts": 1}
+    trainer = make(save_steps=save_steps, async_save=False, **keys)
+    trainer.fit()
+    assert trainer.global_step == 6
+    if start < 6:
+        shutil.rmtree(trainer.run_folder / "checkpoint-6")
+    update, failures = PolicyGroup.update, [RuntimeError("the engine is dead")]
+
+    def dies(self, batch, step):
+        if step == 8 and failures:
+            raise note_of_ranks(failures.pop())
+        return update(self, batch, step)
+
+    monkeypatch.setattr(PolicyGroup, "update", dies)
+    trainer.fit(steps=2)
+    assert trainer.global_step == 8 and f"checkpoint-{start}" in caplog.text and not failures
 
 
 def test_a_killed_run_keeps_its_best_and_its_patience(make):

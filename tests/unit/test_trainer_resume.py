@@ -214,13 +214,13 @@ def test_damaged_optimizer_state_is_refused(make_trainer, damage: str) -> None:
     first = make_trainer(run_name="run", max_steps=4)
     first.step()
     (path,) = (first.save() / "optimizer").glob("*.safetensors")
-    (path.parents[1] / "manifest.json").unlink()  # as in a checkpoint of an earlier version
+    (path.parents[1] / "manifest.json").unlink()
     if damage == "gone":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: 100 if damage == "cut" else 0])
     with pytest.raises(CheckpointError, match=r"cannot read .*optimizer"):
-        make_trainer(run_name="run", max_steps=4, resume="auto")
+        make_trainer(run_name="run", max_steps=4, resume=str(path.parents[1]))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors"])
@@ -257,7 +257,7 @@ def test_a_flipped_bit_is_told_before_anything_is_loaded(make_trainer, monkeypat
     ],
 )
 def test_entries_that_cannot_be_are_told_with_the_name_of_the_file(make_trainer, file: str, change: dict) -> None:
-    """In a checkpoint of an earlier version, which nothing can be compared with."""
+    """In a checkpoint whose manifest was deleted, which nothing can be compared with."""
     keys = {"run_name": "run", "max_steps": 4, "beta": 0.1, "kl_target": 0.1}
     first = make_trainer(**keys)
     first.step()
@@ -267,7 +267,7 @@ def test_entries_that_cannot_be_are_told_with_the_name_of_the_file(make_trainer,
     entries = json.loads((folder / file).read_text()) | change
     (folder / file).write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
     with pytest.raises((CheckpointError, DataError)) as caught:
-        make_trainer(**keys, resume="auto")
+        make_trainer(**keys, resume=str(folder))
     assert str(folder / file) in str(caught.value)
 
 

@@ -11,8 +11,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
+from hybrid_rl.batch import BatchRef
 from hybrid_rl.logging.report import read_jsonl
 from tests.callers import build_policy
+from tests.distributed.test_rollout_ranks import WaitsForWeights
 from tests.no_pictures import draw_nothing
 from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
 from tests.replayed import gaps_by_version
@@ -26,6 +28,10 @@ pytestmark = pytest.mark.slow
 # vLLM computes in fp32 here too, but adds up in another order, which differs with the sequences that it has together.
 TOLERANCE = 1e-5
 NUM_STEPS = 4
+APART = {  # ranks that only generate
+    "apart": {"rollout_ranks": 1},
+    "apart, one engine of two ranks": {"rollout_ranks": 2, "tensor_parallel_size": 2},
+}
 
 
 @pytest.mark.sweep
@@ -53,9 +59,10 @@ def test_every_token_has_the_trainers_logprob_and_delays_change_nothing(num_rank
 
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *APART])
 def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layout, tmp_path, short_folder, monkeypatch):
-    """Two ranks, of one engine and of two; tools are slow now and then, and answers are broken off in their middle."""
+    """Two ranks, of one engine and of two, or such ranks beside one that trains; tools are slow now and then, and
+    answers are broken off in their middle."""
     draw_nothing(monkeypatch)
 
     async def add(a: int, b: int) -> int:
@@ -72,17 +79,15 @@ def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layou
     shape = {**SHAPE, "seed": 3}
     model, tokenizer = build_policy(calls, favour={"k": 10.0}, **shape)
     keys = {name: KEYS[name] for name in KEYS if name.startswith(("engine", "rollout", "enforce", "per_"))}
-    keys |= {
-        **LAYOUTS[layout],
-        "num_ranks": 2,
-        "kv_cache_memory_bytes": 2**24,
-        "env_vars": {"TMPDIR": str(short_folder)},
-    }
+    keys |= {"kv_cache_memory_bytes": 2**24, "env_vars": {"TMPDIR": str(short_folder)}}
+    keys |= APART[layout] if layout in APART else {**LAYOUTS[layout], "num_ranks": 2}
+    num_held, reward = (6, WaitsForWeights()) if layout in APART else (4, spread)
     keys |= {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 60, "max_prompt_length": 60}
     keys |= {"max_tool_calling_iterations": 3, "learning_rate": 1e-2, "rollout.partial": True, "oversample": 4}
     keys |= {"max_steps": NUM_STEPS, "save_steps": 1, "output_dir": str(tmp_path), "run_name": "run"}
-    with Trainer(model, spread, rows(40), tools=[add], tokenizer=tokenizer, **keys) as trainer:
-        batches = [trainer.step().batch.load() for _ in range(NUM_STEPS)]
+    with Trainer(model, reward, rows(40), tools=[add], tokenizer=tokenizer, **keys) as trainer:
+        batches = [trainer.step().batch for _ in range(NUM_STEPS)]
+        batches = [batch.load() if isinstance(batch, BatchRef) else batch for batch in batches]
         held = trainer.policy.held_prompts(NUM_STEPS)
         lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
         most = trainer.config.buffer.max_staleness
@@ -103,4 +108,4 @@ def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layou
     assert len({*groups}) == len(groups) == 2 * NUM_STEPS and not {*groups} & {*held}
     assert max(others) > 1e-2  # so weights of a neighbouring version would be noticed
     assert ages[1] > 20 and max(ages) <= most and num_broken
-    assert all(line["buffer/held_groups"] == 4 and not line["buffer/restarted_trajectories"] for line in lines)
+    assert all(line["buffer/held_groups"] == num_held and not line["buffer/restarted_trajectories"] for line in lines)

@@ -18,6 +18,7 @@ from hybrid_rl.config import (
     optimizer_steps_per_training_step,
     resolve,
     to_dict,
+    to_yaml,
 )
 from hybrid_rl.config.hardware import NO_GPU, Hardware
 from hybrid_rl.errors import CheckpointError, ConfigError
@@ -329,3 +330,23 @@ def test_a_warmup_longer_than_the_run_is_refused() -> None:
     assert num_training_steps(config, 80) == 5
     with pytest.raises(ConfigError, match="warmup_steps=4 is not below the 4 optimizer steps"):
         num_training_steps(config, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("1e3", 1000.0), ("13800.5", 13800.5), ("900", 900.0), ("'1e3'", 1000.0), ("03:50:00", "03:50:00")],
+)
+def test_save_before_takes_what_is_a_number_or_a_duration(given: str, kept: Any, tmp_path: Path) -> None:
+    """From YAML, which has numbers of its own; the file that the run writes is read back as the same."""
+    (tmp_path / "run.yaml").write_text(f"save_before: {given}\n")
+    config = load_config(tmp_path / "run.yaml")[0]
+    assert config.save_before == kept
+    assert load_config(None, arguments=[f"save_before={given}"])[0].save_before == kept
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "again.yaml")[0].save_before == kept
+
+
+@pytest.mark.parametrize("given", ["soon", "3h", -5, 0, "nan", "inf", "03:50"])
+def test_save_before_says_what_is_no_time(given: Any) -> None:
+    with pytest.raises(ConfigError, match=f"save_before={re.escape(repr(given))} must be (above 0|the age of the)"):
+        resolved(save_before=given)

@@ -119,6 +119,14 @@ def test_an_ended_process_says_what_is_known() -> None:
     assert told in process_ended(1, "h", told).message
 
 
+def test_only_a_process_that_is_gone_without_a_word_was_killed() -> None:
+    site = Site("policy", 2, {})
+    hung = Failure("hang", "no rank made progress", "rank 0: its stack", is_end=True)
+    for failures, is_kill in (({0: ENDED}, True), ({0: hung}, False), ({0: raised(KeyError()), 1: ENDED}, False)):
+        error = error_of(site, "f()", failures)
+        assert isinstance(error, WorkerError) and error.is_kill == is_kill
+
+
 def test_the_end_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "0.log"
     assert log_tail(log) == ""

@@ -445,6 +445,25 @@ def test_summary_tells_before_and_after(tmp_path: Path, monkeypatch: pytest.Monk
     ]
 
 
+def test_a_summary_counts_steps_that_come_again_once(tmp_path: Path, file: io.StringIO) -> None:
+    """After step 2 a run goes back to step 1, and then to its beginning; what came later is forgotten."""
+    display = ProgressDisplay(3, file=file)
+    display.start(0)
+    for last, reward in ((2, 0.25), (3, 0.5)):
+        display.step(0, {"eval/accuracy": reward})
+        for step in range(1, last + 1):
+            display.step(step, {"reward": reward, "step_time": 2.0})
+        display.start(1 if last == 2 else 0, goes_on=True)
+    display.step(0, {"eval/accuracy": 0.75})
+    display.step(1, {"reward": 0.75, "step_time": 3.0})
+    display.step(2, {"reward": 1.0, "step_time": 4.0})
+    display.stop()
+    display.summary(tmp_path)
+    lines = file.getvalue().replace("→", "->").splitlines()
+    assert lines[-5].startswith("trained 2 steps in") and lines[-5].endswith(", 3.50 s each")
+    assert lines[-4].startswith("  reward        0.750 -> 1.000") and lines[-3].strip() == "eval accuracy 75.0%"
+
+
 def test_a_long_series_is_shown_by_means() -> None:
     history = History()
     for step in range(1, 97):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
 from hybrid_rl.logging.report import JsonLines, RunFolder, draw_curves, read_jsonl
 from tests.forked import Forked
 
@@ -208,7 +208,7 @@ def test_small_files_are_whole_or_not_there(run: RunFolder, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(ConfigError, match=r"cannot write .*config.yaml: .*No space left"):
+    with pytest.raises(StorageError, match=r"cannot write .*config.yaml: .*No space left.*; free space"):
         run.write_text("config.yaml", "seed: 2\n")
     assert run.path.joinpath("config.yaml").read_text() == "seed: 1\n"
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]

@@ -11,7 +11,7 @@ from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning import remedies
 from hybrid_rl.planning.adapters import slot_numel, slot_rank
 from hybrid_rl.planning.handoff_plan import adapter_handoff
-from hybrid_rl.planning.ledger import GRADIENTS, HANDOFF, Budget
+from hybrid_rl.planning.ledger import GRADIENTS, HANDOFF, VERSIONS, Budget
 from hybrid_rl.planning.passes import Passes
 from hybrid_rl.planning.rates import GPUS
 from hybrid_rl.planning.remedies import find_remedies
@@ -56,6 +56,22 @@ def test_gradients_are_those_of_the_adapters(step_of) -> None:
     last = step.phases(0)[-2]
     assert (last.name, last.bytes_of(GRADIENTS)) == ("update: optimizer step", TRAINED * 4)
     assert not is_adapted(step.passes.shape.models.policy)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, 2 * TRAINED * 4),
+        ({"num_ranks": 2}, 2 * TRAINED // 2 * 4),
+        ({"engine": "vllm"}, 2 * TRAINED * 4 + BASE * 4),
+        ({"engine": "vllm", "modules_to_save": ["norm"]}, 2 * (BASE + TRAINED + 5 * 16) * 4),
+    ],
+)
+def test_versions_for_ranks_that_only_generate_are_of_adapters(step_of, overrides, expected) -> None:
+    """Beside vLLM also of the base, once; of all weights if modules are trained whole, here five norms."""
+    config = settings(**{"lora.r": 4, "rollout_ranks": 2}, **overrides)
+    phases = replace(step_of(config), generates=False).phases(0)
+    assert {phase.host_bytes_of(VERSIONS) for phase in phases} == {expected}
 
 
 @pytest.mark.parametrize(("dtype", "copied"), [("float32", 0), ("bfloat16", TRAINED)])

@@ -9,7 +9,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, OPTIMIZER, REFERENCE
 from hybrid_rl.planning import remedies
 from hybrid_rl.planning.choices import least_demanding, plan_memory, with_choices
-from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, GRADIENTS, Budget
+from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, GRADIENTS, VERSIONS, Budget
 from hybrid_rl.planning.passes import Passes
 from hybrid_rl.planning.remedies import Remedy, check_fits, find_remedies, too_much
 from hybrid_rl.planning.sizes import size_text
@@ -62,6 +62,7 @@ def test_ranks_that_train_and_ranks_that_only_generate_are_counted_apart():
     both = plan(config, 10**9)
     assert {memory.phase for memory in both.phases} == {"update", "save"}
     assert {share.resident for share in both.of("save").device} == {ACTOR, OPTIMIZER}
+    assert both.host_peak.host_bytes_of(VERSIONS) == both.host_peak.host_bytes == 2 * 5472 * 4
     generating = both.generating
     assert [memory.name for memory in generating.phases] == ["publish", "check", "generate"]
     assert generating.of("publish").device_bytes == 5472 * 4  # the trainer's half of the probe is made elsewhere

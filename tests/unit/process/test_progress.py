@@ -40,6 +40,17 @@ def test_an_error_ends_the_work() -> None:
     assert progress.here().names == ()
 
 
+def test_calls_that_overlap_end_their_own_work() -> None:
+    """As those of ranks that generate and ranks that train."""
+    ahead, update = progress.doing("go ahead"), progress.doing("update")
+    ahead.__enter__()
+    update.__enter__()
+    ahead.__exit__(None, None, None)
+    assert progress.here().names == ("update",)
+    update.__exit__(None, None, None)
+    assert progress.here().names == ()
+
+
 def test_shares_of_ranks_are_added_and_common_work_is_as_far_as_the_slowest() -> None:
     shares = [
         Progress(("",), 3, 8, "samples", False, 30.0, 2.0),

@@ -18,13 +18,14 @@ from hybrid_rl.process.stopping import (
     RunStopped,
     Stop,
     is_own_process,
+    note_checkpoint,
     own_process,
     seconds_of,
     seconds_since_start,
 )
 
 ROOT = Path(__file__).parents[3]
-ENDED = 75
+ENDED, BY_SIGTERM = 75, 143
 
 
 def run(program: str, *, ignores_ctrl_c: bool = False) -> subprocess.CompletedProcess[str]:
@@ -58,6 +59,7 @@ def test_the_age_of_this_process() -> None:
 def test_a_signal_ends_the_block_with_its_name(number: signal.Signals) -> None:
     before = {one: signal.getsignal(one) for one in (*SIGNALS, signal.SIGINT)}
     stop, done = Stop(handles_signals=True), []
+    stop.has_checkpoint = True
     with pytest.raises(RunStopped) as raised, stop.watching():
         with deferred_interrupt():
             signal.raise_signal(number)
@@ -119,7 +121,7 @@ def test_a_script_ends_with_the_status_and_a_second_signal_at_once() -> None:
     once = "with Stop(handles_signals=True).watching():\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(30)\n"
     for ignores in (False, True):
         done = run(once, ignores_ctrl_c=ignores)
-        assert (done.returncode, done.stderr) == (ENDED, "")
+        assert (done.returncode, done.stderr) == (BY_SIGTERM, "")
     ctrl_c = "with Stop(handles_signals=True).watching():\n    os.kill(os.getpid(), signal.SIGINT)\nprint('ignored')"
     assert run(ctrl_c, ignores_ctrl_c=True).stdout == "ignored\n"
     twice = (
@@ -130,9 +132,26 @@ def test_a_script_ends_with_the_status_and_a_second_signal_at_once() -> None:
     assert run(twice).returncode == -signal.SIGTERM
 
 
-def test_a_program_of_the_library_may_be_told_to_stop_at_any_time() -> None:
+def test_what_a_stop_without_a_checkpoint_ends_with() -> None:
+    """As a shell has it; on Linux SIGUSR1 is 10 and SIGUSR2 12."""
+    codes = {name: RunStopped(name, has_checkpoint=False).code for name in ("SIGTERM", "SIGUSR1", "SIGUSR2")}
+    assert codes == {"SIGTERM": 143, "SIGUSR1": 138, "SIGUSR2": 140}
+    assert RunStopped("save_before", has_checkpoint=False).code == 1 and RunStopped("SIGUSR1").code == ENDED
+
+
+def test_a_program_of_the_library_may_be_told_to_stop_at_any_time(capsys) -> None:
+    """Before training, say. That of a run that has a checkpoint is to be tried again."""
     assert not is_own_process()
-    with pytest.raises(RunStopped), own_process():
-        assert is_own_process()
-        signal.raise_signal(signal.SIGTERM)
+    for notes, status, told in (
+        (False, 143, "there is no checkpoint"),
+        (True, 75, "the same run started again"),
+    ):
+        with pytest.raises(RunStopped) as raised, own_process():
+            assert is_own_process()
+            if notes:
+                note_checkpoint()
+            signal.raise_signal(signal.SIGTERM)
+        assert raised.value.code == status
+        line = capsys.readouterr().err
+        assert line.startswith(f"stopped by SIGTERM; {told}") and line.endswith("; nothing was saved at the signal\n")
     assert not is_own_process() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -145,6 +145,45 @@ def test_a_sample_that_ends_its_process_is_masked_and_the_process_replaced():
     assert "SIGSEGV" in result.failures[1].detail
 
 
+@pytest.mark.parametrize("score_by", ["sample", "group"])
+def test_a_process_that_is_killed_once_costs_no_sample(tmp_path, score_by):
+    mark = tmp_path / "mark"
+
+    def f(completions):
+        if "odd" in completions and len(completions) > 1:
+            raise ValueError("odd")
+        if mark.exists():
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [1.0] * len(completions)
+
+    with RewardRunner(f, num_processes=1, score_by=score_by) as runner:
+        for texts in (["a"], ["a", "b"], ["odd", "b"])[: 3 if score_by == "sample" else 2]:
+            mark.touch()
+            result = runner.score(samples(*texts), None)
+            assert result.rewards.tolist() == [1.0] * len(texts) and not result.failures and not mark.exists()
+            assert [number for number, _ in result.retried.values()] == [len(texts)]
+
+
+def test_a_process_that_is_killed_while_it_loads_is_replaced(tmp_path):
+    mark = tmp_path / "mark"
+    mark.touch()
+
+    def one(path):
+        if os.path.exists(path):
+            os.unlink(path)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    class One:
+        def __reduce__(self):
+            return one, (str(mark),)
+
+    value = One()
+    with RewardRunner(lambda completions: [value] * len(completions), num_processes=1) as runner:
+        assert runner.score(samples("a", "b"), None).rewards.tolist() == [1.0, 1.0] and not mark.exists()
+
+
 def test_a_base_exception_is_reported_with_its_traceback_too():
     """It does not end the process; the collector of the samples ends the run because of it."""
 

@@ -27,7 +27,7 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.results import RewardResult
-from hybrid_rl.rollout import held_agents, partial, scored
+from hybrid_rl.rollout import ending, held_agents, scored
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.held import HoldRule, save_held
 from hybrid_rl.rollout.partial import PartialRollout
@@ -400,5 +400,5 @@ class Run:
 
 def listen(monkeypatch: Any, runs: Callable[[], Script]) -> None:
     """Let ranks ask the script of the present run whether they are interrupted."""
-    for module in (partial, scored, held_agents):
+    for module in (ending, scored, held_agents):
         monkeypatch.setattr(module, "interrupt_requested", lambda: runs().interrupt_requested())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +87,5 @@ def test_rewards_see_the_main_conversation(prompts: Any, main: Any, turns: Any, 
     assert columns["prompt"][0] == SUB and columns["conversation"][0]["messages"] == [said(f"a{place}")]
     assert columns["prompt"][1:] == [PLAN] * (len(turns) - 1)
     assert columns["conversation"][-1]["messages"] == main
-    stats: Any = SimpleNamespace(prefix_hit_share=lambda before: 0.0)
-    found = agent_metrics([attempt], stats, stats, 1).result()
+    found = agent_metrics([attempt]).result()
     assert (found["agents/forks"], found["agents/sub_agents"]) == (forks, 1)

@@ -186,8 +186,8 @@ def test_samples_that_are_scored_again_alone_are_counted_and_told_once(caplog, n
         for _ in range(2):
             metrics = collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="test").metrics
             assert (metrics["rewards/num_failed"], metrics["rewards/num_retried"]) == (0, 4)
-    assert caplog.text.count("a call of reward function 'one_at_a_time' over several samples failed") == 1
-    assert "(ValueError: one at a time), so it was called again for 4 samples one by one " in caplog.text
+    assert caplog.text.count("a call of reward function 'one_at_a_time' failed") == 1
+    assert "(ValueError: one at a time), so it was made again for 4 samples, one by one " in caplog.text
 
 
 @RANKS

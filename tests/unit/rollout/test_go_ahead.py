@@ -14,11 +14,13 @@ import pytest
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout import held_turns
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.held import HoldRule
 from hybrid_rl.workers.apart import divided
 from tests.unit.rollout.holding import Run, Script, Setting, listen
+from tests.unit.rollout.holding_agents import AgentRun, Environments, sleepy
 
 NUM_STEPS = 6
 
@@ -85,6 +87,10 @@ class SplitRun(Run):
         self.num_taken += taken[0]
 
 
+class SplitAgentRun(SplitRun, AgentRun):
+    """The same with agents."""
+
+
 @pytest.mark.parametrize(
     "seeds",
     [
@@ -119,6 +125,8 @@ def play(run: SplitRun, rng: random.Random, scripts: list[Script]) -> None:
         if rng.random() < 0.2:
             with pytest.raises(KeyboardInterrupt):  # the step is taken back after its batch has come
                 run.one_step(scores=False)
+            run.looks = None
+            run.go_ahead()  # which had begun
         run.one_step()
         run.looks = rng.randint(1, 6) if rng.random() < 0.6 else None
         if rng.random() < 0.3:
@@ -136,6 +144,38 @@ def play(run: SplitRun, rng: random.Random, scripts: list[Script]) -> None:
             saved = True
         if rng.random() < 0.2:
             run.kill(rng.randint(1, 4))
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(4), id="4"),
+        pytest.param(range(4, 2000), id="2000", marks=[pytest.mark.sweep, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_random_schedules_of_agents_lose_nothing_and_keep_the_bound(seeds, tmp_path, monkeypatch):
+    """Newer weights come in the middle of turns and while tools work; ranks that share an engine step together."""
+    scripts: list[Script] = []
+    listen(monkeypatch, lambda: scripts[0])
+    monkeypatch.setattr(held_turns, "PATIENCE_SECONDS", 0.001)
+    num_taken = num_broken = num_others = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        setting = replace(setting_of(rng), is_shared=rng.random() < 0.3)
+        environments = Environments(sleepy(seed, 0.004))
+        keys = {"max_open_trajectories": rng.choice((None, 1, 3))}
+        run = SplitAgentRun(setting, tmp_path / str(seed), environments=environments, keys=keys)
+        try:
+            play(run, rng, scripts)
+            run.close()
+            assert environments.num_rented == environments.num_open == 0
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {setting}")
+            raise
+        num_taken += run.num_taken
+        num_broken += run.num_broken_turns
+        num_others += run.num_others
+    assert num_taken > len(seeds) and num_broken > len(seeds) and num_others > len(seeds)
 
 
 def test_without_what_comes_in_between_it_is_one_step_off(tmp_path, monkeypatch):

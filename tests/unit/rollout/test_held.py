@@ -1,5 +1,6 @@
 """The rule of what a step delivers and holds, without engines: by hand, and under random completions."""
 
+import json
 import random
 
 import pytest
@@ -10,9 +11,11 @@ from hybrid_rl.config import resolve
 from hybrid_rl.config.load import load_config
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.held import HeldPrompt, HoldRule, OpenGroup, load_held, save_held
+from hybrid_rl.rollout.held_agents import AgentGroup
 
 ROW = PromptRow(3, [{"role": "user", "content": "ü"}], (4, 5), {"answer": 1.5, "tags": ["a", None]})
 
@@ -144,3 +147,92 @@ def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):
     shares = [[load_held(tmp_path, rank, ranks, OpenGroup.of_json) for rank in range(ranks)] for ranks in (2, 3, 1)]
     ids = [[[one.group for one in share] for share in of_ranks] for of_ranks in shares]
     assert ids == [[[11, 9], [10]], [[9], [10], [11]], [[9, 10, 11]]]
+
+
+GONE = object()
+
+
+def edited(found, path, value):
+    """A copy of what a file holds, with another value at a path."""
+    found = json.loads(json.dumps(found))
+    place = found
+    for name in path[:-1]:
+        place = place[name]
+    if value is GONE:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ((), {}, "the file is {}, not a list"),
+        ((0,), 3, "group 0: it is 3, not an object with keys"),
+        ((0, "group"), GONE, "group 0: group is missing"),
+        ((0, "group"), "9", "group 0: group is '9', not a whole number"),
+        ((0, "born"), 1.5, "group 0: born is 1.5, not a whole number"),
+        ((0, "place"), 3, "group 0: place is no key of it"),
+        ((0, "row", "prompt"), 3, "group 0: row.prompt is 3, not a list"),
+        ((0, "row", "prompt_ids"), [4, -5], "group 0: row.prompt_ids is -5, not 0 or above"),
+        ((0, "row", "columns"), [], "group 0: row.columns is [], not an object with keys"),
+        ((0, "prompt_ids"), [], "group 0: prompt_ids is (), not at least one token"),
+        ((0, "prompt_ids"), [4, "5"], "group 0: prompt_ids[1] is '5', not a whole number"),
+        ((0, "params", "top_p"), 2.0, "group 0: params: top_p=2.0 must be"),
+        ((0, "params", "stop_token_ids"), 1, "group 0: params.stop_token_ids is 1, not a list"),
+        ((0, "seeds"), {}, "group 0: seeds is {}, not"),
+        ((0, "seeds", "8"), 2**63, "seed=9223372036854775808 must be"),
+        ((0, "seeds", "eight"), 1, "group 0: a key of seeds is 'eight', not a whole number"),
+        ((0, "finished", "8"), [], "group 0: finished.8 is [], not an object with keys"),
+        ((0, "finished", "8", "id"), 7, "group 0: finished.8.id is 7, not"),
+        ((0, "finished", "8", "logprobs"), [-0.1], "group 0: finished.8.completion_ids is [6, 1], not as long as"),
+        ((0, "finished", "8", "versions"), [0, True], "group 0: finished.8.versions[1] is True, not a whole number"),
+        ((0, "finished", "8", "logprobs"), [-0.1, float("nan")], "finished.8.logprobs[1] is nan, not a finite number"),
+        ((0, "finished", "8", "completion_ids"), [6, -1], "finished.8.completion_ids is -1, not 0 or above"),
+        ((0, "finished", "8", "versions"), [0, -1], "a version of finished.8.completion_ids is -1, not 0 or above"),
+        ((0, "finished", "8", "logprobs"), [-0.1, 10**400], "too large"),
+        ((0, "finished", "8", "finish_reason"), "abort", "finished.8.finish_reason is 'abort', not that of a whole"),
+        ((0, "finished", "8", "finish_reason"), "tired", "finished.8.finish_reason is 'tired', not one of stop"),
+        ((0, "begun", "7", "versions"), [], "group 0: begun.7.token_ids is (6,), not as long as"),
+        ((0, "begun", "8"), {"token_ids": [], "logprobs": [], "versions": []}, "group 0: begun.8 is"),
+        ((0, "whole_in"), {"global_step": 2}, "group 0: whole_in.max_steps is missing"),
+        ((0, "expected"), "long", "group 0: expected is 'long', not a whole number or null"),
+    ],
+)
+def test_a_file_that_was_edited_is_refused_by_its_name_and_key(path, value, says, tmp_path):
+    requests = {number: RolloutRequest(number, (4, 5), SamplingParams(8, seed=number), group=9) for number in (7, 8)}
+    kept = OpenGroup(ROW, 9, 2, requests, whole_in=TrainerState(2, 5, 1 / 3))
+    kept.take(FinishedSample(8, [6, 1], [-0.1, -0.2], [0, 1], "stop"))
+    kept.take(FinishedSample(7, [6], [-0.3], [1], "abort"))
+    save_held(tmp_path, 0, [kept])
+    file = tmp_path / "held-0000.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(edited(found, path, value) if path else value))
+    with pytest.raises(CheckpointError) as raised:
+        load_held(tmp_path, 0, 1, OpenGroup.of_json)
+    assert says in str(raised.value) and str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("call",), GONE, "group 0: call is missing"),
+        (("call", "params", "temperature"), None, "group 0: call.params.temperature is None, not a finite number"),
+        (("call", "state", "global_step"), "1", "group 0: call.state.global_step is '1', not a whole number"),
+        (("call", "hold"), 3, "group 0: call.hold is 3, not an object with keys"),
+        (("row", "prompt_ids"), [-1], "group 0: row.prompt_ids is -1, not 0 or above"),
+        (("row", "prompt"), [3], "group 0: row.prompt[0] is 3, not an object with keys"),
+    ],
+)
+def test_so_is_a_file_of_trajectories(path, value, says, tmp_path):
+    call = RolloutCall(2, SamplingParams(8, stop_strings=("a",)), 3, TrainerState(2, 5, 0.5), "train/2", 40)
+    kept = AgentGroup(RolloutTask(1, ROW), call)
+    save_held(tmp_path, 0, [kept])
+    found = load_held(tmp_path, 0, 1, AgentGroup.of_json)
+    assert vars(found[0]) == vars(kept)
+    file = tmp_path / "held-0000.json"
+    file.write_text(json.dumps([edited(kept.to_json(), path, value)]))
+    with pytest.raises(CheckpointError) as raised:
+        load_held(tmp_path, 0, 1, AgentGroup.of_json)
+    assert says in str(raised.value) and str(file) in str(raised.value)

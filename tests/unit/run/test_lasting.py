@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 
 from hybrid_rl import RunStopped, Trainer
+from hybrid_rl.checkpoint.background import Progress
+from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import ConfigError, HybridRLError, RewardError, StorageError, WorkerError
 from hybrid_rl.logging.report import RunFolder
 from hybrid_rl.process.stopping import SIGNALS, own_process
 from hybrid_rl.run import lasting, restarts
 from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.workers.groups import PolicyGroup
 from tests.engine_faults import InjectedFault
 from tests.tiny import sums
 
@@ -60,7 +63,7 @@ def weights(trainer: Trainer, step: int) -> bytes:
 
 @pytest.mark.parametrize("method", ["rollout", "update", "update_weights"])
 def test_a_dead_engine_costs_the_steps_since_the_last_checkpoint(
-    make_trainer, records, monkeypatch, caplog, model_folder: Path, tmp_path: Path, method: str
+    make_trainer, records, monkeypatch, caplog, capsys, model_folder: Path, tmp_path: Path, method: str
 ) -> None:
     """A model by name, with a reference (beta): records, samples and weights are those of a run that nothing befell."""
     keys = STEPS | {"beta": 0.05, "eval_dataset": sums(2), "eval_steps": 2}
@@ -79,8 +82,10 @@ def test_a_dead_engine_costs_the_steps_since_the_last_checkpoint(
             calls.append("end")
 
     trainer = make_trainer(model=str(model_folder), **keys, max_restarts=2, callbacks=[Noted()])
+    capsys.readouterr()
     with dying(monkeypatch, method, 4), caplog.at_level(logging.WARNING, "hybrid_rl"):
         last = trainer.fit()
+    assert "trained 5 steps in" in capsys.readouterr().err
     assert calls == ["start", "step 1", "step 2", "step 3", "step 3", "step 4", "step 5", "end"]
     assert last["restarts"] == 1.0
     told = next(text for text in caplog.messages if "Restart" in text)
@@ -134,34 +139,60 @@ def test_an_error_that_comes_again_after_the_same_step_ends_the_run_with_both_tr
     trainer = make_trainer(**STEPS, max_restarts=9)
     with (
         dying(monkeypatch, "update", 4, 4) as tried,
-        pytest.raises(WorkerError, match="second time after step 3") as raised,
+        pytest.raises(WorkerError, match="with the same error again after step 3") as raised,
     ):
         trainer.fit()
     assert str(raised.value).count("raise InjectedFault") == 2 and tried == [1, 2, 3, 4, 3, 4]
 
 
-def test_a_restart_waits_for_a_disk_that_is_full(make_trainer, monkeypatch, records, caplog, model_folder) -> None:
-    """What is later than the checkpoint cannot be set aside at first: it is tried again, each time as a restart."""
-    original, tries = RunFolder.keep_until, []
+def lost(error: Exception, **attributes: Any) -> Exception:
+    vars(error).update(attributes, _is_of_ranks=True)
+    return error
 
-    def full_at_first(self: RunFolder, step: int) -> Any:
-        tries.append(step)
-        if len(tries) < 3:
-            raise StorageError("cannot write metrics.jsonl.dropped: No space left on device")
-        return original(self, step)
 
-    monkeypatch.setattr(RunFolder, "keep_until", full_at_first)
-    straight = make_trainer(model=str(model_folder), **STEPS)
+def test_a_kill_may_come_twice_after_the_same_step_but_not_three_times() -> None:
+    """Any error in between, or a kill after another step, begins a new row."""
+    kills = [lost(WorkerError(f"rank 1 is gone: pid {pid}"), is_kill=True) for pid in range(3)]
+    counted = restarts.Restarts(99)
+    for step in (3, 3, 4, 4, 3, 3):
+        counted.admit(kills[0], step)
+    counted.admit(lost(RuntimeError("a link is down")), 3)
+    for kill in kills[:2]:
+        counted.admit(kill, 3)
+    with pytest.raises(WorkerError, match="killed 3 times in a row after step 3.*make the step smaller") as raised:
+        counted.admit(kills[2], 3)
+    assert "Failure 3 of 3: rank 1 is gone: pid 2" in str(raised.value) and raised.value.__cause__ is kills[2]
+
+
+def test_errors_of_another_kind_after_the_same_step_do_not_end_a_run() -> None:
+    counted = restarts.Restarts(99)
+    for error in (RuntimeError("a link is down"), OSError("a link is down"), RuntimeError("no memory")):
+        counted.admit(lost(error), 3)
+    with pytest.raises(WorkerError, match="with the same error again after step 3"):
+        counted.admit(lost(RuntimeError("no memory. Tried to get 7 bytes")), 3)
+
+
+def test_a_full_disk_at_a_restart_is_waited_for(make_trainer, records, monkeypatch) -> None:
+    keys = {"max_restarts": 3, "run_name": "run"}
+    straight, trainer, stuck = (make_trainer(**STEPS | keys | {"run_name": name}) for name in "abc")
     straight.fit()
-    trainer = make_trainer(model=str(model_folder), **STEPS | {"run_name": "other"}, max_restarts=3)
-    with dying(monkeypatch, "update", 4) as tried, caplog.at_level(logging.WARNING, "hybrid_rl"):
+    keep, num_left = RunFolder._keep_aside, [2]
+
+    def full(self: Any, path: Path, dropped: bytes) -> None:
+        num_left[0] -= 1
+        if num_left[0] >= 0:
+            raise StorageError("cannot write: No space left on device")
+        keep(self, path, dropped)
+
+    monkeypatch.setattr(RunFolder, "_keep_aside", full)
+    with dying(monkeypatch, "update", 4):
         assert trainer.fit()["restarts"] == 3.0
-    assert tries == [2, 2, 2] and tried == [1, 2, 3, 4, 3, 4, 5]
-    told = [text for text in caplog.messages if "Restart" in text]
-    assert ["No space left" in text for text in told] == [False, True, True]
-    assert all("after training step 3" in text and "checkpoint-2" in text for text in told)
     assert [line["step"] for line in records(trainer)] == [0, 1, 2, 3, 4, 5]
     assert weights(trainer, 5) == weights(straight, 5)
+    num_left[0] = 9
+    with dying(monkeypatch, "update", 4), pytest.raises(StorageError) as raised:
+        stuck.fit()
+    assert "there were 3 restarts, and max_restarts=3" in str(raised.value.__notes__) and num_left[0] == 6
 
 
 def test_losses_after_other_steps_end_the_run_when_there_were_enough(make_trainer, monkeypatch) -> None:
@@ -218,13 +249,46 @@ def test_a_run_that_was_stopped_trains_again_what_a_restart_has_lost(make_traine
     assert trainer.global_step == 3 and (trainer.run_folder / "checkpoint-3").is_dir()
 
 
-def test_ctrl_c_in_the_wait_before_a_restart_is_a_ctrl_c(make_trainer, monkeypatch) -> None:
+class StoppingAtCheckpoint(Callback):
+    def on_step_end(self, trainer, step, batch, metrics):
+        trainer._wait_for_save()
+        if step == 2:
+            trainer.stop()
+
+
+def test_a_run_that_was_stopped_at_its_last_checkpoint_stays_stopped(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(**STEPS, max_restarts=1, callbacks=[StoppingAtCheckpoint()])
+    failures = [lost(InjectedFault("gone"))]
+    monkeypatch.setattr(
+        Trainer, "_end_saves", lambda self, **_: (_ for _ in ()).throw(failures.pop()) if failures else 0
+    )
+    trainer.fit()
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("method", ["rollout", "update"])
+def test_fit_makes_the_ranks_again_after_a_ctrl_c_in_the_wait_before_a_restart(
+    make_trainer, monkeypatch, capsys, method: str
+) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    trainer = make_trainer(**STEPS, max_restarts=1)
-    monkeypatch.setattr(lasting, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt), dying(monkeypatch, "update", 3):
+    straight, trainer = make_trainer(**STEPS), make_trainer(**STEPS | {"run_name": "other"}, max_restarts=1)
+    straight.fit()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), dying(patch, method, 4):
+        patch.setattr(lasting, "wait", interrupted)
+        trainer.fit()
+    assert "the ranks have ended: fit() makes them again" in capsys.readouterr().err
+    for call in (trainer.step, trainer.save, trainer.evaluate, lambda: trainer.generate("1+2=")):
+        with pytest.raises(HybridRLError, match=r"ended after training step 3 \(Injected.*: fit\(\) makes them again"):
+            call()
+    assert "fit() makes them again" in repr(trainer)
+    trainer.fit(steps=1)
+    assert trainer.global_step == 3
+    trainer.fit()
+    assert weights(trainer, 5) == weights(straight, 5)
+    trainer.close()
+    with pytest.raises(HybridRLError, match="this Trainer is closed"):
         trainer.fit()
 
 
@@ -363,14 +427,112 @@ def test_an_error_of_on_save_is_not_told_as_a_lost_checkpoint(make_trainer, capl
     assert (trainer.run_folder / "checkpoint-2").is_dir() and "is not there" not in caplog.text
 
 
-def test_the_deadline_ends_a_run_that_goes_on_when_it_is_moved(make_trainer, records) -> None:
-    trainer = make_trainer(max_steps=2, save_before="00:00:01")
+@pytest.mark.parametrize("is_polled", [True, False])
+def test_an_error_of_on_save_costs_no_checkpoint(make_trainer, monkeypatch, is_polled: bool) -> None:
+    """The checkpoint of step 1 is noticed after step 2: by a look at it, or by waiting for it to write the next."""
+
+    class Faulty(Callback):
+        def on_save(self, trainer: Any, step: int, folder: Path) -> None:
+            if step == 1:
+                raise LookupError("mine")
+
+    trainer = make_trainer(max_steps=4, save_steps=1, callbacks=[Faulty()])
+    progress = PolicyGroup.save_progress
+
+    def noticed(self: PolicyGroup, wait_seconds: float = 0.0) -> list[Progress]:
+        if not wait_seconds and not (is_polled and trainer.global_step == 2):
+            return [Progress(False, "", 0.0)]
+        return progress(self, 60.0)
+
+    monkeypatch.setattr(PolicyGroup, "save_progress", noticed)
+    with pytest.raises(LookupError, match="mine"):
+        trainer.fit()
+    assert trainer.global_step == 2
+    trainer.close()
+    assert (trainer.run_folder / "checkpoint-2").is_dir()
+
+
+def test_a_deadline_before_the_first_step_is_an_error(make_trainer) -> None:
+    """Or a script that takes 75 for "try again" would start it for ever. pytest is older than a second."""
+    keys = {"max_steps": 2, "save_steps": 1, "run_name": "run"}
+    trainer = make_trainer(**keys, save_before="00:00:01")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="save_before='00:00:01' was over .* no training step was complete until"):
+            trainer.fit()
+    assert trainer.global_step == 0 and not list(trainer.run_folder.glob("checkpoint-*"))
+    trainer.step()
     with pytest.raises(RunStopped) as raised:
-        trainer.fit()  # pytest is older than that
-    assert raised.value.reason == "save_before" and trainer.global_step == 0
-    assert not list(trainer.run_folder.glob("checkpoint-*"))
-    with pytest.raises(ConfigError, match="save_before='soon' must be the age of the process"):
-        make_trainer(save_before="soon")
+        trainer.fit()
+    assert (raised.value.reason, raised.value.code) == ("save_before", 75)
+    trainer.close()
+    with pytest.raises(ConfigError, match="no training step was complete"):
+        make_trainer(**keys, resume="auto", save_before=1e0).fit()
+    make_trainer(**keys, resume="auto").fit()
+    make_trainer(**keys, resume="auto", save_before=1).fit()  # there is nothing to do
+
+
+def test_a_stop_without_a_checkpoint_says_so_by_its_status(make_trainer, capsys) -> None:
+    """As a shell has it: 128 and the number of SIGTERM, 15."""
+
+    def stopping(completion_ids, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = make_trainer(reward_funcs=stopping)
+    with pytest.raises(RunStopped) as raised, own_process():
+        trainer.fit()
+    assert (raised.value.reason, raised.value.code, trainer.global_step) == ("SIGTERM", 143, 1)
+    told = capsys.readouterr().err
+    assert "stopped by SIGTERM after training step 1: nothing was saved, because save_steps is not set" in told
+    assert "there is no checkpoint to go on from (status 143)" in told and "status 75" not in told
+
+    def at_once(completion_ids, **_):
+        signal.raise_signal(signal.SIGTERM)
+        return [0.0] * len(completion_ids)
+
+    early = make_trainer(reward_funcs=at_once, save_steps=1, enable_jit_checkpoint=True)
+    with pytest.raises(RunStopped) as raised:
+        early.fit()
+    assert raised.value.code == 143
+    told = capsys.readouterr().err
+    assert "step 0; nothing was trained since the start of this process; there is no checkpoint yet" in told
+
+
+def test_a_second_ctrl_c_in_an_evaluation_leaves_it_to_a_later_fit(make_trainer, records, monkeypatch) -> None:
+    keys = {"max_steps": 3, "save_steps": 1, "eval_dataset": sums(2), "eval_steps": 1, "run_name": "run"}
+    straight = make_trainer(**keys | {"run_name": "straight"})
+    straight.fit()
+
+    def interrupted(trainer: Trainer) -> None:
+        rollout = type(trainer.collector).rollout
+
+        def twice(self: Any, *arguments: Any, **named: Any) -> Any:
+            if trainer.global_step == 2:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            return rollout(self, *arguments, **named)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(type(trainer.collector), "rollout", twice)
+            trainer.fit()
+        assert trainer.global_step == 2 and "eval/reward" not in records(trainer)[-1]
+
+    same = make_trainer(**keys | {"run_name": "same"})
+    interrupted(same)
+    same.fit()
+    other = make_trainer(**keys)
+    interrupted(other)
+    other.close()
+    resumed = make_trainer(**keys, resume="auto")
+    resumed.fit()
+    for trainer in (same, resumed):
+        found = {line["step"]: line for line in records(trainer, comparable=True)}
+        for name in ("eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"):
+            found[2].pop(name, None)  # a process that has seen no reward but 0 and 1 yet takes 1 for a success
+        assert list(found.values()) == records(straight, comparable=True)  # the last record of a step counts
+        assert weights(trainer, 3) == weights(straight, 3)
+        assert "owed" not in read_state(trainer.run_folder / "checkpoint-2")
 
 
 def test_an_error_of_processes_that_the_signal_ended_too_is_a_stop(make_trainer) -> None:

@@ -84,7 +84,7 @@ def test_recipes_are_read_as_they_would_run(tmp_path: Path) -> None:
         ([MODEL], Machine(8, "80GB", host_memory="0B"), "--host-memory='0B' is not a size of memory"),
         ([MODEL], Machine(8), "the memory of a GPU is missing: give --gpu-memory 80GB, or --gpu H100"),
         ([MODEL], Machine(8, gpu="H10"), "did you mean H100"),
-        ([MODEL], Machine(), "the GPUs are missing: give --gpus 8"),
+        ([MODEL], Machine(), "the GPUs are missing: give --gpus 8 .* or add device=cpu for the run that"),
         ([MODEL, "device=cpu"], NODE, "exclude each other"),
         ([MODEL, "num_ranks=9"], NODE, "num_ranks=9 needs 9 GPUs, one per rank, but there are 8"),
         (

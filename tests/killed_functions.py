@@ -1,0 +1,58 @@
+"""Rewards and tools of runs that are killed. Reward and tool processes import this file, so it imports little."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CALLS = "HYBRID_RL_TEST_CALLS"  # a folder: of each process that runs calls a file, and one more during a call
+CALL_SECONDS = 0.02  # long enough to be hit
+
+
+def long(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
+    """A reward that depends on the step that it is told."""
+    return [len(ids) + trainer_state.global_step / 64 for ids in completion_ids]
+
+
+def long_in_a_process(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
+    """The same, in a process that can be found."""
+    with found():
+        return long(completion_ids, trainer_state)
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: one
+        b: the other
+    """
+    with found():
+        return a + b
+
+
+@contextlib.contextmanager
+def found() -> Iterator[None]:
+    """Tell which process this is, and, for some time, that it is in a call."""
+    folder, pid = Path(os.environ[CALLS]), os.getpid()
+    (folder / f"{pid}").touch()
+    (folder / f"{pid}.calls").touch()
+    time.sleep(CALL_SECONDS)
+    yield
+    (folder / f"{pid}.calls").unlink()
+
+
+def sandboxed() -> list[Any]:
+    """Make the Python tool."""
+    from hybrid_rl.agents.python_tool import PythonTool
+
+    return [PythonTool(strict=False).python]
+
+
+def adding() -> list[Any]:
+    """Make a plain tool."""
+    return [add]
