@@ -72,7 +72,7 @@ def test_growth_is_the_median_slope_after_the_first_fifth() -> None:
 
 
 def test_warnings_are_told_without_folders() -> None:
-    told = without_folders("cannot write /tmp/x/run/metrics.jsonl (only 1/2 KiB): see /tmp/y/disk: full")
+    told = without_folders("cannot write /a/run/metrics.jsonl (only 1/2 KiB): see /b/disk: full")
     assert told == "cannot write metrics.jsonl (only 1/2 KiB): see disk: full"
 
 
