@@ -35,6 +35,9 @@ NAMES = {
         "runs last in a process of a cluster, before its program, and so where it can be told to ignore signals; no "
         "argument says so"
     ),
+    "ray._private.utils.set_sigterm_handler": (
+        "ray.init takes the driver's SIGTERM and ends it with status 15; no argument says that it is the program's"
+    ),
     "ray._private.services.canonicalize_bootstrap_address": (
         "which address 'auto' is: ray.init tries for minutes to reach a cluster that is gone"
     ),
@@ -49,12 +52,16 @@ def found_cluster(address: str) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Connect inside the block without messages on the console, then and later: our errors tell how a rank ended."""
+    """Connect inside the block without messages on the console, then and later, since our errors tell how a rank ended,
+    and without changing what a SIGTERM does."""
     logger = logging.getLogger("ray")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with _replaced((ray._private.worker, "listen_error_messages", _nothing)):
+        with _replaced(
+            (ray._private.worker, "listen_error_messages", _nothing),
+            (ray._private.utils, "set_sigterm_handler", _nothing),
+        ):
             yield
     finally:
         logger.setLevel(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,8 +135,9 @@ class _Connection:
                 )
             return cls(address, is_ours=False)
         connection = cls(address or os.environ.get("RAY_ADDRESS") or None)
-        found, before = connection.address, signal.getsignal(signal.SIGTERM)
+        found = connection.address
         try:
+            connection.resources.enter_context(session.sigterm_exits())
             if found is None:
                 connection._start(object_store_memory_bytes)
             else:
@@ -145,9 +145,10 @@ class _Connection:
                 session.check_reachable(found)  # Ray itself would try for minutes
                 with ray_names.quiet():
                     ray.init(address=found, log_to_driver=False, configure_logging=False)
-            connection.resources.enter_context(session.sigterm_exits(before))
-        except Exception as error:
+        except BaseException as error:
             connection.close()
+            if not isinstance(error, Exception):  # a signal
+                raise
             told = f"{type(error).__name__}: {error}"
             if found is None:
                 raise NoRoomError(
@@ -176,9 +177,11 @@ class _Connection:
 
         before = set(psutil.Process().children())
         # The kernel ends Ray's processes together with the thread that started them.
-        self.resources.enter_context(session.alive_thread(start))
-        started = {one: one.name() for one in psutil.Process().children() if one not in before}
-        self.vital = {one: name for one, name in started.items() if name in VITAL}
+        try:
+            self.resources.enter_context(session.alive_thread(start))
+        finally:  # also if a signal breaks it off: `close` ends what is there by then
+            started = {one: one.name() for one in psutil.Process().children() if one not in before}
+            self.vital = {one: name for one, name in started.items() if name in VITAL}
         self.is_loopback = ray.util.get_node_ip_address() == LOOPBACK
         if not self.is_loopback:
             raise RuntimeError(

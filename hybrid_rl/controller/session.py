@@ -105,19 +105,16 @@ def alive_thread(start: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sigterm_exits(before: Any) -> Iterator[None]:
-    """Let a SIGTERM inside the block end the program by SystemExit, so that all is closed.
-
-    before: the handler from before a library took the signal, whose own would abort the program while it closes; a
-    handler of the user stays.
+def sigterm_exits() -> Iterator[None]:
+    """Let a SIGTERM inside the block end the program by SystemExit, so that all is closed. A handler of the user stays.
 
     Only the main thread may set handlers; in other threads the block simply runs.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = before if callable(before) or before is signal.SIG_IGN else _exit
-    signal.signal(signal.SIGTERM, handler)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     finally:

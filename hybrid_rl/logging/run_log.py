@@ -252,6 +252,11 @@ class RunLog:
         """Show these samples after the line of the step that is recorded next. samples: records as in samples.jsonl."""
         self._shown = list(samples)
 
+    def flush(self, lost: Iterable[Path] = ()) -> None:
+        """Write records that wait for the disk. lost: sample files that ranks cannot write."""
+        if paths := [*lost, *([] if self._run.metrics.flush() else [self._run.metrics.path])]:
+            logger.warning("%s: still no room for the records of some steps", ", ".join(map(str, paths)))
+
     def stop(self, lost: Iterable[Path] = ()) -> None:
         """Stop showing progress, write pending records and draw the curves. lost: sample files that ranks cannot
         write."""

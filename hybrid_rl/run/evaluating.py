@@ -3,6 +3,7 @@ for."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from hybrid_rl.run.start import make_evaluator
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.views import ShownTrainer
 from hybrid_rl.run.watch import broken_model_explained
+
+logger = logging.getLogger("hybrid_rl")
 
 
 class Evaluating(ShownTrainer):
@@ -98,6 +101,13 @@ class Evaluating(ShownTrainer):
 
     def _evaluate_owed(self, owed: Mapping[str, float]) -> None:
         """Make the evaluation of the last step that was broken off, and record it with the metrics of the step."""
+        if not self._run.data.eval:
+            logger.warning(
+                "the evaluation after step %d was broken off, and cannot be made now: this run has no eval_dataset",
+                self.global_step,
+            )
+            self._owed = None
+            return
         self._log.take_up()
         self._last_metrics = metrics = Metrics(owed, **self.evaluate())
         self._owed, step = None, self.global_step

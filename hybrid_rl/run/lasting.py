@@ -15,7 +15,7 @@ from typing import Any
 from hybrid_rl.checkpoint.finding import check_resumed, newest_checkpoint
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.errors import ConfigError, DivergedError, HybridRLError, NoSignalError
+from hybrid_rl.errors import CheckpointError, ConfigError, DivergedError, HybridRLError, NoSignalError
 from hybrid_rl.process.stopping import DEADLINE, RunStopped, Stop, is_own_process, seconds_of, seconds_since_start
 from hybrid_rl.run.others import steps_of
 from hybrid_rl.run.prepare import Run
@@ -78,7 +78,12 @@ class Lasting(Saving):
         if self._guard.is_torn or self.policy.has_ended:
             told += "; the ranks have ended, so that nothing is saved now"
         else:
-            self._keep_last_step()
+            try:
+                self._keep_last_step()
+            except CheckpointError as error:  # a full disk; there may be an earlier checkpoint to go on from
+                if not (self._newest_checkpoint() or self._run.resume):
+                    raise
+                told += f"; that step is not saved: {error}"
         if not self._last_metrics:
             told += "; nothing was trained since the start of this process"
         # Before its first step a resumed run leaves newer checkpoints where they are; they may be damaged.

@@ -27,7 +27,7 @@ from hybrid_rl.errors import (
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 300.0
 # They say what the user gave or what was learned, and would come again.
 LASTING = (ConfigError, DataError, ModelError, RewardError, AgentError, DivergedError, CheckpointError, StorageError)
-CAUSE_LENGTH = 240
+CAUSE_LENGTH = 400
 # A process that needs more memory than there is is killed at every try; one or two kills may have been somebody's.
 MAX_KILLS = 3
 # Numbers of an error that may differ between two that are the same: ids of processes, bytes, addresses.

@@ -65,6 +65,7 @@ class Saving(Evaluating):
                     self.policy.save_merged(target.resolve())
                 else:
                     self.policy.save(target.resolve(), self._saved_state())
+            self._log.flush(self.policy.lost_samples())
             self._log.display.message(f"saved {target}")
             if not merged:
                 self._notify("on_save", self.global_step, target)

@@ -233,7 +233,7 @@ class SplitGroup(PolicyGroup):
         super().__init__(backend, reference, has_scores=has_scores)
         self._generating, self._root = generating, root
         self._ahead: Future[tuple[dict[str, float], float]] | None = None
-        self._begun = now()  # when the last call of go_ahead was made
+        self._entered = self._begun = now()  # when the step began, and the last call of go_ahead was made
 
     # ---------------------------------------------------------------------------------------------- a training step
 
@@ -243,6 +243,7 @@ class SplitGroup(PolicyGroup):
         if call.hold is None:
             return self._generating.rollout(tasks, call)
         self._settled()
+        self._entered = now()
         present, next_, call = divided(tasks, call)
         answer = self._generating.rollout(present, call)
         self._begun = now()
@@ -280,7 +281,7 @@ class SplitGroup(PolicyGroup):
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             metrics, generating = result_of(ahead)
-            whole = max(now() - self._begun, 1e-9)
+            whole = max(now() - self._entered, 1e-9)  # with the wait for rewards, in which no side works
             metrics["ranks/generating_busy"] = min(generating / whole, 1.0)
             metrics["ranks/training_busy"] = min((trained - self._begun) / whole, 1.0)
         taken = largest(self._generating.take_weights(self._root, version))

@@ -141,6 +141,32 @@ def test_a_sigterm_ends_the_driver_in_order(start_script: Start) -> None:
     assert_nothing_left(**told)
 
 
+def test_a_sigterm_while_a_cluster_starts_is_the_programs(start_script: Start) -> None:
+    """Its own handler is called, not Ray's, and what has started by then ends."""
+    told = finish(
+        start_script(
+            """
+            import signal, threading
+            class Stopped(BaseException):
+                pass
+            def stop(number, frame):
+                raise Stopped
+            def send():
+                while "raylet" not in [one.name() for one in psutil.Process().children()]:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGTERM)
+            signal.signal(signal.SIGTERM, stop)
+            threading.Thread(target=send, daemon=True).start()
+            try:
+                RayCluster()
+            except Stopped:
+                tell(left=descendants(), is_ours=signal.getsignal(signal.SIGTERM) is stop)
+            """
+        )
+    )
+    assert told == [{"left": [], "is_ours": True}]
+
+
 @pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.sweep)])
 def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
     """One error at once, where Ray would abort the driver after a minute; then everything works again."""

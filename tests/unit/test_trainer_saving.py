@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl import Callback
+from hybrid_rl import Callback, RunStopped
 from hybrid_rl.checkpoint import snapshot
 from hybrid_rl.checkpoint.manifest import STATE_FILE, check_checkpoint
 from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.errors import CheckpointError
 from tests.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -285,3 +287,37 @@ def test_training_outlives_a_disk(make_trainer: Callable[..., Any], disk, caplog
     assert told == 1
     assert caplog.text.count("is not saved, nor are those that follow") == 1
     assert make_trainer(**keys | {"callbacks": []}, resume="auto").global_step == 6
+
+
+def test_records_that_waited_for_a_disk_come_with_a_save_after_the_end(make_trainer, disk, records) -> None:
+    """As the error that the end of `fit()` raises advises."""
+
+    def fail(trainer: Any) -> None:
+        trainer._wait_for_save()
+        disk.fail("full")
+
+    keys: dict[str, Any] = {"save_steps": 1, "max_steps": 4, "run_name": "run", "output_dir": str(disk.place)}
+    trainer = make_trainer(**keys, callbacks=[After(step_2=fail)], report_to=[])
+    with pytest.raises(CheckpointError):
+        trainer.fit()
+    disk.mend("full")
+    trainer.save()
+    assert [line["step"] for line in records(trainer) if line["step"]] == [1, 2, 3, 4]
+    assert sorted({line["step"] for line in records(trainer, name="samples.jsonl")}) == [1, 2, 3, 4]
+
+
+def test_a_stop_whose_last_step_finds_no_room_goes_on_from_an_earlier_checkpoint(make_trainer, disk, monkeypatch) -> None:
+    def stop(trainer: Any) -> None:
+        trainer._wait_for_save()
+        disk.fail("full")
+        signal.raise_signal(signal.SIGTERM)
+
+    keys: dict[str, Any] = {"save_steps": 2, "max_steps": 6, "run_name": "run", "output_dir": str(disk.place)}
+    trainer = make_trainer(**keys, callbacks=[After(step_3=stop)], report_to=[], enable_jit_checkpoint=True)
+    told: list[str] = []
+    monkeypatch.setattr(trainer._log.display, "message", told.append)
+    with pytest.raises(RunStopped) as raised:
+        trainer.fit()
+    disk.mend("full")
+    assert raised.value.code == 75 and "that step is not saved: cannot write checkpoint" in told[-1]
+    assert "checkpoint-2" in told[-1].partition("resume from")[2] and checkpoints(trainer.run_folder) == ["checkpoint-2"]

@@ -168,10 +168,12 @@ def test_a_sigterm_ends_the_program_in_order() -> None:
         told.append(number)
 
     try:
-        with pytest.raises(SystemExit) as caught, session.sigterm_exits(signal.SIG_DFL):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(SystemExit) as caught, session.sigterm_exits():
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        with session.sigterm_exits(handler):
+        signal.signal(signal.SIGTERM, handler)
+        with session.sigterm_exits():
             os.kill(os.getpid(), signal.SIGTERM)
         assert told == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is handler
     finally:

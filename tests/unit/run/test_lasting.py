@@ -535,6 +535,18 @@ def test_a_second_ctrl_c_in_an_evaluation_leaves_it_to_a_later_fit(make_trainer,
         assert "owed" not in read_state(trainer.run_folder / "checkpoint-2")
 
 
+def test_an_evaluation_that_is_owed_is_left_out_by_a_run_without_its_data(make_trainer, monkeypatch, caplog) -> None:
+    trainer = make_trainer(max_steps=3, save_steps=1, run_name="run")
+    trainer.step()
+    trainer._owed = {"reward": 1.0}  # as a second Ctrl-C leaves it
+    trainer.save()
+    trainer.close()
+    resumed = make_trainer(max_steps=3, save_steps=1, run_name="run", resume="auto")
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        resumed.fit()
+    assert resumed.global_step == 3 and "the evaluation after step 1 was broken off" in caplog.text
+
+
 def test_an_error_of_processes_that_the_signal_ended_too_is_a_stop(make_trainer) -> None:
     """The signal goes to all processes of a job: those of rewards end by it, and their samples have no reward."""
 
