@@ -306,7 +306,7 @@ def test_records_that_waited_for_a_disk_come_with_a_save_after_the_end(make_trai
     assert sorted({line["step"] for line in records(trainer, name="samples.jsonl")}) == [1, 2, 3, 4]
 
 
-def test_a_stop_whose_last_step_finds_no_room_goes_on_from_an_earlier_checkpoint(make_trainer, disk, monkeypatch) -> None:
+def test_a_stop_whose_last_step_finds_no_room_ends_with_an_earlier_checkpoint(make_trainer, disk, monkeypatch) -> None:
     def stop(trainer: Any) -> None:
         trainer._wait_for_save()
         disk.fail("full")
@@ -320,4 +320,5 @@ def test_a_stop_whose_last_step_finds_no_room_goes_on_from_an_earlier_checkpoint
         trainer.fit()
     disk.mend("full")
     assert raised.value.code == 75 and "that step is not saved: cannot write checkpoint" in told[-1]
-    assert "checkpoint-2" in told[-1].partition("resume from")[2] and checkpoints(trainer.run_folder) == ["checkpoint-2"]
+    assert "checkpoint-2" in told[-1].partition("resume from")[2]
+    assert checkpoints(trainer.run_folder) == ["checkpoint-2"]
