@@ -386,12 +386,16 @@ def load_held(
 ) -> list[AnyGroup]:
     """Read this rank's share of the groups that were held when a checkpoint was written: its own ones, or if there were
     more or fewer ranks, all groups dealt out in order. read_group: makes a group of what its `to_json` gave.
-    Raises CheckpointError for a file that is damaged, with the place and key of what is."""
-    of_ranks = []
+    Raises CheckpointError for a file that is damaged, with the place and key of what is, or holds a group twice."""
+    of_ranks, known = [], set[int]()
     for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
         try:
             groups = read(list[Any], json.loads(path.read_text(encoding="utf-8")), "the file")
             of_ranks.append([_read_group(read_group, one, place) for place, one in enumerate(groups)])
+            for group in of_ranks[-1]:
+                if group.group in known:
+                    raise CheckpointError(f"group {group.group} is there twice, here or in a file before")
+                known.add(group.group)
         except (OSError, ValueError, OverflowError, CheckpointError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
     if len(of_ranks) == num_ranks:

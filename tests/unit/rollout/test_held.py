@@ -147,6 +147,9 @@ def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):
     shares = [[load_held(tmp_path, rank, ranks, OpenGroup.of_json) for rank in range(ranks)] for ranks in (2, 3, 1)]
     ids = [[[one.group for one in share] for share in of_ranks] for of_ranks in shares]
     assert ids == [[[11, 9], [10]], [[9], [10], [11]], [[9, 10, 11]]]
+    (tmp_path / "held-0002.json").write_text((tmp_path / "held-0001.json").read_text())
+    with pytest.raises(CheckpointError, match=r"held-0002.json is damaged: group 10 is there twice"):
+        load_held(tmp_path, 0, 1, OpenGroup.of_json)
 
 
 GONE = object()
