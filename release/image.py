@@ -65,13 +65,40 @@ def main() -> int:
     arguments = dict(pair.split("=", 1) for pair in asked.build_arg)
     with tempfile.TemporaryDirectory(prefix="image-") as folder:
         try:
-            Image(Path(folder), ROOT, arguments, asked.system).make(
-                list(instructions(asked.dockerfile.read_text())), asked.command
-            )
+            found = list(instructions(asked.dockerfile.read_text()))
+            make(Path(folder), ROOT, found, arguments, asked.command, with_system=asked.system)
         except Failed as failure:
             print(f"{asked.dockerfile}, {failure}", file=sys.stderr)
             return 1
     return 0
+
+
+def make(
+    folder: Path,
+    context: Path,
+    found: list[Instruction],
+    arguments: dict[str, str],
+    commands: list[str],
+    *,
+    with_system: bool = False,
+) -> None:
+    """Carry out every instruction of a Dockerfile with this context, each stage (FROM) in a folder of its own, then the
+    entry point of the last one with the arguments of CMD, and with each of `commands`. Raises Failed."""
+    stages: dict[str, Path] = {}
+    image: Image | None = None
+    for instruction in found:
+        print(f"{instruction.line}: {instruction.word} {instruction.rest}", flush=True)
+        if instruction.word == "FROM":
+            image = Image(folder / str(len(stages)), context, arguments, with_system, stages)
+            _, _, name = instruction.rest.partition(" AS ")
+            stages[name or str(len(stages))] = image.root
+        elif image is None:
+            raise Failed(f"line {instruction.line}: {instruction.word} before FROM is not known here")
+        else:
+            image.carry_out(instruction)
+    if image is None:
+        raise Failed("it has no FROM")
+    image.start(commands)
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -111,9 +138,13 @@ def ignore_patterns(context: Path) -> list[str]:
 
 
 class Image:
-    """A folder that fills as an image would. arguments: values for ARG. with_system: run what changes the system."""
+    """A folder that fills as a stage of an image would. arguments: values for ARG. with_system: run what changes the
+    system. stages: the folders of those before, by name."""
 
-    def __init__(self, folder: Path, context: Path, arguments: dict[str, str], with_system: bool) -> None:
+    def __init__(
+        self, folder: Path, context: Path, arguments: dict[str, str], with_system: bool, stages: dict[str, Path]
+    ) -> None:
+        self.stages = dict(stages)
         self.root, self.context, self.arguments, self.with_system = folder / "root", context, arguments, with_system
         self.python = folder / "venv"
         self.patterns = ignore_patterns(context)
@@ -122,16 +153,11 @@ class Image:
         self.workdir = self.root
         self.entry: list[str] = []
         self.command: list[str] = []
-
-    def make(self, found: list[Instruction], commands: list[str]) -> None:
-        """Carry out every instruction, then the entry point with the arguments of CMD, and with each of `commands`."""
-        if sum(instruction.word == "FROM" for instruction in found) != 1:
-            raise Failed("it has several stages (FROM); only one can be carried out here")
+        self.root.mkdir(parents=True)
         venv.create(self.python, with_pip=True)
-        self.root.mkdir()
-        for instruction in found:
-            print(f"{instruction.line}: {instruction.word} {instruction.rest}", flush=True)
-            self.carry_out(instruction)
+
+    def start(self, commands: list[str]) -> None:
+        """Run the entry point with the arguments of CMD, and with each of `commands`. Raises Failed."""
         for arguments in (self.command, *map(shlex.split, commands)):
             words = [*self.entry, *arguments]
             print(f"entry point: {shlex.join(words)}", flush=True)
@@ -163,9 +189,19 @@ class Image:
                 raise Failed(f"{where}: {word} is not known here; teach it to release/image.py")
 
     def copy(self, words: list[str], where: str) -> None:
-        """Copy files of the context, each pattern of which must find one that .dockerignore lets in."""
+        """Copy files of the context, each pattern of which must find one that .dockerignore lets in, or of the stage
+        that --from names."""
         *sources, target = [word for word in words if not word.startswith("--")]
         place = (self.root if target.startswith("/") else self.workdir) / target.strip("/")
+        for stage in [word.removeprefix("--from=") for word in words if word.startswith("--from=")]:
+            if stage not in self.stages:
+                raise Failed(f"{where}: there is no stage {stage} before")
+            for source in sources:
+                path = self.stages[stage] / source.strip("/")
+                if not path.is_dir():
+                    raise Failed(f"{where}: stage {stage} has no folder {source}")
+                shutil.copytree(path, place, dirs_exist_ok=True)
+            return
         for source in sources:
             names = [path.relative_to(self.context).as_posix() for path in sorted(self.context.glob(source))]
             names = [name for name in names if not is_ignored(name, self.patterns)]

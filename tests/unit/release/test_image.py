@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,30 +39,31 @@ def test_the_last_pattern_that_fits_decides(path: str, ignored: bool) -> None:
 
 
 @pytest.fixture
-def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PROGRAM.Image:
-    """An image whose context has two files, one of them ignored; without a virtual environment, which takes seconds."""
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes an image whose context has two files, one of them ignored; without virtual environments, which take
+    seconds. Returns the folder of its first stage."""
     context = tmp_path / "context"
     (context / "src").mkdir(parents=True)
     (context / "src" / "a.py").write_text("1")
     (context / "src" / "a.so").write_text("2")
     (context / ".dockerignore").write_text("*\n!src\n**/*.so\n")
     monkeypatch.setattr(PROGRAM.venv, "create", lambda *_, **__: None)
-    return PROGRAM.Image(tmp_path, context, {"WHO": "you"}, False)
 
+    def make(text: str) -> Path:
+        PROGRAM.make(tmp_path, context, list(PROGRAM.instructions(text)), {"WHO": "you"}, ["said again"])
+        return tmp_path / "0" / "root"
 
-def make(image: PROGRAM.Image, text: str) -> None:
-    image.make(list(PROGRAM.instructions(text)), ["said again"])
+    return make
 
 
 def test_files_variables_and_commands_are_those_of_the_image(
-    image: PROGRAM.Image, capsys: pytest.CaptureFixture[str]
+    make: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make(
-        image,
+    root = make(
         "FROM a\nRUN useradd --uid 1000 nobody-here\nWORKDIR /app\nARG WHO=me\nENV HOW=well\nCOPY src ./src\n"
         'RUN echo "$WHO $HOW" > said && cp said again\nENTRYPOINT ["cat"]\nCMD ["said"]\n',
     )
-    app = image.root / "app"
+    app = root / "app"
     assert (app / "said").read_text() == "you well\n"
     assert [path.name for path in (app / "src").iterdir()] == ["a.py"]
     told = capsys.readouterr().out
@@ -76,12 +78,23 @@ def test_files_variables_and_commands_are_those_of_the_image(
         ("COPY secret ./", "line 2: COPY secret finds nothing"),
         ("COPY src/a.so ./", "line 2: COPY src/a.so finds nothing that .dockerignore lets into"),
         ("VOLUME /data", "line 2: VOLUME is not known here"),
-        ("FROM b", "it has several stages"),
+        ("COPY --from=b /app ./", "line 2: there is no stage b before"),
+        ("FROM b\nCOPY --from=0 /src ./", "line 3: stage 0 has no folder /src"),
     ],
 )
-def test_what_fails_names_its_line(image: PROGRAM.Image, instruction: str, said: str) -> None:
+def test_what_fails_names_its_line(make: Callable[[str], Path], instruction: str, said: str) -> None:
     with pytest.raises(PROGRAM.Failed, match=re.escape(said)):
-        make(image, f'FROM a\n{instruction}\nENTRYPOINT ["true"]\n')
+        make(f'FROM a\n{instruction}\nENTRYPOINT ["true"]\n')
+
+
+def test_a_stage_has_only_what_is_copied_from_those_before(make: Callable[[str], Path]) -> None:
+    root = make(
+        "FROM a AS build\nWORKDIR /made\nENV HOW=well\nRUN echo 1 > one && echo 2 > ../two\n"
+        'FROM b\nCOPY --from=build /made ./dist\nRUN test -z "$HOW" && echo x > said && cp said again\n'
+        'ENTRYPOINT ["cat"]\nCMD ["said"]\n'
+    )
+    last = root.parents[1] / "1" / "root"
+    assert sorted(path.name for path in last.rglob("*")) == ["again", "dist", "one", "said"]
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
@@ -105,8 +118,8 @@ def test_a_dockerfile_copies_what_is_there_and_leaves_nothing_to_chance(dockerfi
 
 
 def test_it_ends_with_the_status_of_the_build(tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM a\nFROM b\n")
+    (tmp_path / "Dockerfile").write_text("FROM a\nVOLUME /b\n")
     command = [sys.executable, str(ROOT / "release" / "image.py"), str(tmp_path / "Dockerfile")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "it has several stages" in ended.stderr
+    assert "line 2: VOLUME is not known" in ended.stderr
