@@ -33,9 +33,11 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         parent = Path("/tmp")
     for left in parent.glob(f"{prefix}*"):
         _remove_if_left(left)
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    # Under a name that no other process looks for until it is locked: it would seem to be left.
+    path = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
     with (path / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        path = path.rename(path.with_name(path.name.removeprefix(".")))
         pid = os.getpid()
         try:
             yield path

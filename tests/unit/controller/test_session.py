@@ -54,6 +54,21 @@ def test_what_a_killed_process_left_is_removed(parent: Path) -> None:
         assert not left.exists() and (parent / "mine-not").exists()
 
 
+def test_a_folder_that_is_just_being_made_is_not_taken_for_one_that_was_left(parent: Path, monkeypatch) -> None:
+    """Another process looks for what was left just before the new folder is locked."""
+    lock = session.fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        if how == session.fcntl.LOCK_EX:
+            for other in parent.glob("mine-*"):
+                session._remove_if_left(other)
+        lock(file, how)
+
+    monkeypatch.setattr(session.fcntl, "flock", late)
+    with session.temporary_folder("mine-") as folder:
+        assert folder.is_dir() and [*parent.iterdir()] == [folder]
+
+
 def test_a_long_path_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 50)))
     with session.temporary_folder("mine-") as folder:
