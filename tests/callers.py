@@ -1,5 +1,7 @@
-"""A tiny policy that calls tools at random: whole calls are tokens of its vocabulary, and it favours them."""
+"""A tiny policy that calls tools at random: whole calls are tokens of its vocabulary, and it favours them. And a task
+for it: rows, calls, keys of a run and the environment that answers."""
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -75,3 +77,48 @@ def build_policy(
         hidden = model.config.hidden_size
         model.lm_head.weight[:, 0] = weights.log() / math.sqrt(hidden)
     return model, tokenizer
+
+
+# ------------------------------------------------------------------------------------------------------------ sums
+
+SUM_CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3}), ("add", {"a": "x", "b": 1})]
+SUM_ROWS = [{"prompt": [{"role": "user", "content": str(number)}], "number": number} for number in range(40)]
+SUM_KEYS: dict[str, Any] = {
+    "max_steps": 4,
+    "prompts_per_step": 2,
+    "num_generations": 2,
+    "max_completion_length": 60,
+    "max_prompt_length": 60,
+    "max_tool_calling_iterations": 3,
+    "learning_rate": 1e-2,
+}
+
+
+class Sums:
+    """An environment that adds, and knows whether two trajectories act on it at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def reset(self, number: int, **row: Any) -> None:
+        assert self.number is None, "another trajectory still acts on this one"
+        self.number, self.num_sums = number, 0
+
+    async def add(self, a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: the other
+        """
+        self.num_sums += 1
+        await asyncio.sleep(self._seconds())
+        return a + b
+
+    def _seconds(self) -> float:
+        return 0.0
+
+    def get_reward(self) -> float:
+        self.number, was = None, self.number
+        assert was is not None
+        return self.num_sums / 4 + was / 64

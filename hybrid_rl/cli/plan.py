@@ -17,7 +17,7 @@ def show_plan(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
-            help="A recipe, a YAML file, a run's folder or a preset, and KEY=VALUE.",
+            help="A recipe, a YAML file (also config=FILE), a run's folder or a preset, and KEY=VALUE.",
             autocompletion=complete_setting,
         ),
     ] = None,

@@ -199,13 +199,16 @@ class RunFolder:
         lines = _lines(self.metrics.path) if self.metrics.path.exists() else []
         return [step for step in map(_step_of, lines) if step is not None]
 
+    def flush(self, lost: Iterable[Path] = ()) -> list[Path]:
+        """Write pending records, and return the files that cannot be written. lost: those of ranks."""
+        return [*lost, *([] if self.metrics.flush() else [self.metrics.path])]
+
     def finish(self, lost: Iterable[Path] = ()) -> None:
         """Draw the curves and write pending records. lost: files of ranks that could not be written.
 
         Raises HybridRLError if records still cannot be written.
         """
-        lost = [*lost, *([] if self.metrics.flush() else [self.metrics.path])]
-        if lost:
+        if lost := self.flush(lost):
             raise HybridRLError(
                 f"{', '.join(map(str, lost))}: the disk is full or read-only, and the records of the last steps could "
                 "not be written; the model in memory is complete: free space and call trainer.save()"

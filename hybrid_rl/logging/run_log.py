@@ -254,8 +254,11 @@ class RunLog:
 
     def flush(self, lost: Iterable[Path] = ()) -> None:
         """Write records that wait for the disk. lost: sample files that ranks cannot write."""
-        if paths := [*lost, *([] if self._run.metrics.flush() else [self._run.metrics.path])]:
-            logger.warning("%s: still no room for the records of some steps", ", ".join(map(str, paths)))
+        if paths := self._run.flush(lost):
+            logger.warning(
+                "%s: the records of some steps still cannot be written, and wait in memory; free space and save again",
+                ", ".join(map(str, paths)),
+            )
 
     def stop(self, lost: Iterable[Path] = ()) -> None:
         """Stop showing progress, write pending records and draw the curves. lost: sample files that ranks cannot

@@ -72,7 +72,7 @@ class Lasting(Saving):
         Raises KeyboardInterrupt, CheckpointError if nothing can be saved, and ConfigError if save_before leaves no time
         for a step, so that to try again would be of no use.
         """
-        told = f"stopped by {self._stop.reason} after training step {self.global_step}"
+        told, unsaved = f"stopped by {self._stop.reason} after training step {self.global_step}", None
         if not isinstance(failure, KeyboardInterrupt):
             told += f" ({Loss.of(failure, self.global_step).cause})"
         if self._guard.is_torn or self.policy.has_ended:
@@ -81,13 +81,14 @@ class Lasting(Saving):
             try:
                 self._keep_last_step()
             except CheckpointError as error:  # a full disk; there may be an earlier checkpoint to go on from
-                if not (self._newest_checkpoint() or self._run.resume):
-                    raise
+                unsaved = error
                 told += f"; that step is not saved: {error}"
         if not self._last_metrics:
             told += "; nothing was trained since the start of this process"
         # Before its first step a resumed run leaves newer checkpoints where they are; they may be damaged.
         newest = (self._log.is_taken_up and self._newest_checkpoint()) or self._run.resume
+        if unsaved is not None and not newest:
+            raise unsaved
         self._log.display.message(f"{told}; {f'resume from {newest}' if newest else 'there is no checkpoint yet'}")
         if self._stop.reason == DEADLINE and not (newest and self._last_metrics):
             why = "no training step was complete" if not self._last_metrics else "no checkpoint could be saved"

@@ -43,7 +43,7 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
 
     Only config.json of the models is read. Raises ConfigError or ModelError for what cannot be planned.
     """
-    config = planned_config([word.removeprefix("config=") for word in words], machine)
+    config = planned_config(words, machine)
     if layouts is not None:
         trace_files(layouts)  # also for engines that need none: a path that is wrong is an error now, not with vLLM
     teacher = getattr(config.advantage, "teacher_path", None)

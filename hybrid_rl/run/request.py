@@ -126,7 +126,8 @@ def _refuse_more_than_there_is(config: TrainerConfig, machine: Machine) -> None:
 def _base(words: Sequence[str]) -> tuple[str | None, dict[str, object], list[str]]:
     """Return the YAML file to begin with (that of a run for its folder), settings over it, and the `key=value`
     arguments."""
-    first = words[0] if words and "=" not in words[0] else None
+    begins = words[0].removeprefix("config=") if words else ""  # as `hybrid-rl train` has it
+    first = begins if begins and "=" not in begins else None
     arguments = list(words[1:] if first else words)
     if first is None:
         return None, {}, arguments

@@ -281,7 +281,7 @@ class SplitGroup(PolicyGroup):
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             metrics, generating = result_of(ahead)
-            whole = max(now() - self._entered, 1e-9)  # with the wait for rewards, in which no side works
+            whole = max(now() - self._entered, 1e-9)  # from the wait for the batch's rewards on, in which no side works
             metrics["ranks/generating_busy"] = min(generating / whole, 1.0)
             metrics["ranks/training_busy"] = min((trained - self._begun) / whole, 1.0)
         taken = largest(self._generating.take_weights(self._root, version))

@@ -56,6 +56,18 @@ def make(tmp_path: Path, forked_ranks, monkeypatch):
         trainer.close()
 
 
+def interrupt_twice(trainer: Trainer) -> None:
+    """Press Ctrl-C in a step before its update, and in the next try after its update has begun."""
+    score, update = trainer.policy.advantages, trainer.policy.update
+    for name, method in (("advantages", score), ("update", update)):
+        setattr(
+            trainer.policy, name, lambda *given, method=method: (os.kill(os.getpid(), signal.SIGINT), method(*given))[1]
+        )
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step()
+        setattr(trainer.policy, name, method)
+
+
 def loaded(batch):
     return batch.load() if isinstance(batch, BatchRef) else batch
 
@@ -109,14 +121,7 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):
     for name in ("completion_ids", "policy_version", "rollout_logprobs"):
         assert torch.equal(third[name].values, steps[2][name].values)
     assert torch.equal(in_turn.step().batch["completion_ids"].values, third["completion_ids"].values)
-    score, update = resumed.policy.advantages, resumed.policy.update
-    for name, method in (("advantages", score), ("update", update)):
-        setattr(
-            resumed.policy, name, lambda *given, method=method: (os.kill(os.getpid(), signal.SIGINT), method(*given))[1]
-        )
-        with pytest.raises(KeyboardInterrupt):
-            resumed.step()
-        setattr(resumed.policy, name, method)
+    interrupt_twice(resumed)
     assert resumed.global_step == 4
     resumed.max_steps = 5
     fifth = loaded(resumed.step().batch)

@@ -1,11 +1,9 @@
 """Agents on ranks that only generate: the same run as one step off in turn, with newer weights in the middle of turns,
 environments that the ranks that train never make, and failures that are told."""
 
-import asyncio
 import os
 import random
 import shutil
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,28 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import AgentError, RewardError
-from tests.callers import build_policy
-from tests.distributed.test_rollout_ranks import WaitsForWeights, loaded
+from tests.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
+from tests.distributed.test_rollout_ranks import WaitsForWeights, interrupt_twice, loaded
 from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 
 pytestmark = pytest.mark.slow  # processes are started
 
-CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3}), ("add", {"a": "x", "b": 1})]
-ROWS = [{"prompt": [{"role": "user", "content": str(number)}], "number": number} for number in range(40)]
 POLICY: Any = {"favour": {"k": 8.0}}  # so that answers have some ten tokens
-KEYS: dict[str, Any] = {
-    "max_steps": 4,
-    "save_steps": 1,
-    "prompts_per_step": 2,
-    "num_generations": 2,
-    "max_completion_length": 60,
-    "max_prompt_length": 60,
-    "max_tool_calling_iterations": 3,
-    "learning_rate": 1e-2,
-    "rollout_ranks": 1,
-    "run_name": "run",
-}
+KEYS = {**SUM_KEYS, "save_steps": 1, "rollout_ranks": 1, "run_name": "run"}
 IN_TURN = {"rollout_ranks": None, "rollout.async_level": 1}
 PARTIAL = {"rollout.partial": True, "oversample": 3}
 
@@ -48,31 +33,12 @@ def note(what: str) -> None:
         (Path(folder) / f"{what}-{os.getpid()}").touch()
 
 
-class Sums:
-    """An environment whose sums are there at once."""
+class NotedSums(Sums):
+    """Sums that note where they are made and closed."""
 
     def __init__(self) -> None:
+        super().__init__()
         note(f"made-{id(self)}")
-        self.number: int | None = None
-
-    def reset(self, number: int, **row: Any) -> None:
-        assert self.number is None, "another trajectory still acts on this one"
-        self.number, self.num_sums = number, 0
-
-    async def add(self, a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: one
-            b: the other
-        """
-        self.num_sums += 1
-        return a + b
-
-    def get_reward(self) -> float:
-        self.number, was = None, self.number
-        assert was is not None
-        return self.num_sums / 4 + was / 64
 
     def close(self) -> None:
         note(f"closed-{id(self)}")
@@ -81,8 +47,8 @@ class Sums:
 class Factory:
     """Makes them, and notes in which processes it arrives."""
 
-    def __call__(self) -> Sums:
-        return Sums()
+    def __call__(self) -> NotedSums:
+        return NotedSums()
 
     def __reduce__(self):
         return _arrived, ()
@@ -93,18 +59,11 @@ def _arrived() -> Factory:
     return Factory()
 
 
-class SlowSums(Sums):
+class SlowSums(NotedSums):
     """Sums that take their time."""
 
-    async def add(self, a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: one
-            b: the other
-        """
-        await asyncio.sleep(0.02 * random.SystemRandom().random())
-        return await super().add(a, b)
+    def _seconds(self) -> float:
+        return 0.02 * random.SystemRandom().random()
 
 
 def long(completion_ids, trainer_state, **_):
@@ -122,10 +81,10 @@ def make(tmp_path: Path, forked_ranks, monkeypatch):
         if "rollout_func" in keys:
             keys["max_tool_calling_iterations"] = None
         else:
-            keys.setdefault("environment_factory", Sums)
+            keys.setdefault("environment_factory", NotedSums)
         keys = {name: value for name, value in keys.items() if value is not None}
-        model, tokenizer = build_policy(CALLS, **POLICY)
-        made.append(Trainer(model, reward, ROWS, tokenizer=tokenizer, **keys))
+        model, tokenizer = build_policy(SUM_CALLS, **POLICY)
+        made.append(Trainer(model, reward, SUM_ROWS, tokenizer=tokenizer, **keys))
         return made[-1]
 
     yield make
@@ -136,7 +95,7 @@ def make(tmp_path: Path, forked_ranks, monkeypatch):
 def weights_at(trainer: Trainer, step: int) -> dict[str, torch.Tensor]:
     """The weights of a policy version, as the checkpoint of that step has them."""
     if not step:
-        return build_policy(CALLS, **POLICY)[0].state_dict()
+        return build_policy(SUM_CALLS, **POLICY)[0].state_dict()
     return AutoModelForCausalLM.from_pretrained(trainer.run_folder / f"checkpoint-{step}").state_dict()
 
 
@@ -173,7 +132,7 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path, monkeypatch
     assert sum(step.metrics["tools/call_frequency"] for step in again) > 1
     weights, others = {step: weights_at(apart, step) for step in range(4)}, []
     for version, batch in enumerate(steps):
-        gap, other_gap, ages = gaps_by_version(build_policy(CALLS, **POLICY)[0], weights, batch, version)
+        gap, other_gap, ages = gaps_by_version(build_policy(SUM_CALLS, **POLICY)[0], weights, batch, version)
         assert gap < 1e-5 and list(ages) == [min(version, 1)]
         others.append(other_gap)
     assert max(others) > 1e-2
@@ -189,14 +148,7 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path, monkeypatch
     assert third.metrics["buffer/restarted_trajectories"] == 4
     in_turn = make(folder="turn", resume=str(kept), **IN_TURN)
     assert torch.equal(in_turn.step().batch["completion_ids"].values, loaded(third.batch)["completion_ids"].values)
-    score, update = resumed.policy.advantages, resumed.policy.update
-    for name, method in (("advantages", score), ("update", update)):
-        setattr(
-            resumed.policy, name, lambda *given, method=method: (os.kill(os.getpid(), signal.SIGINT), method(*given))[1]
-        )
-        with pytest.raises(KeyboardInterrupt):
-            resumed.step()
-        setattr(resumed.policy, name, method)
+    interrupt_twice(resumed)
     assert resumed.global_step == 4
     fifth = loaded(resumed.step().batch)
     used = [number for batch in (*steps, fifth) for number in numbers(batch)] + held(resumed, 5)
@@ -208,20 +160,20 @@ def test_newer_weights_are_taken_in_the_middle_of_turns(make):
     weights that made it, the bound holds, and prompts are used once, also after a resume. Evaluation and generate() run
     beside what is held, and the run can be replayed."""
     keys = {"environment_factory": SlowSums, "num_ranks": 2, **PARTIAL}
-    evaluation = {"eval_dataset": ROWS[:2], "eval_steps": 2}
+    evaluation = {"eval_dataset": SUM_ROWS[:2], "eval_steps": 2}
     trainer = make(WaitsForWeights(), save_rollouts=True, **keys, **evaluation)
     results = [trainer.step() for _ in range(4)]
     steps = [loaded(result.batch) for result in results]
     weights, ages = {step: weights_at(trainer, step) for step in range(4)}, Counter[int]()
     for version, batch in enumerate(steps):
-        gap, _, found = gaps_by_version(build_policy(CALLS, **POLICY)[0], weights, batch, version)
+        gap, _, found = gaps_by_version(build_policy(SUM_CALLS, **POLICY)[0], weights, batch, version)
         assert gap < 1e-5
         if version:  # no look is delayed before the first step
             ages.update(found)
     mixed = sum(len({*row.tolist()} - {-1}) > 1 for batch in steps for row in batch["policy_version"])
     assert mixed and ages[0] > 10 and max(ages) <= trainer.config.buffer.max_staleness
     assert "eval/reward" in results[1].metrics and "eval/reward" in results[3].metrics
-    assert len(trainer.generate([ROWS[0], ROWS[1]], max_completion_length=4)) == 2
+    assert len(trainer.generate([SUM_ROWS[0], SUM_ROWS[1]], max_completion_length=4)) == 2
     used = [number for batch in steps for number in numbers(batch)]
     assert len(set(used)) == len(used)
     now = held(trainer, 4)

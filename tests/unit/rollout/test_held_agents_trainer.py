@@ -19,91 +19,54 @@ from hybrid_rl import Trainer
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.logging.report import read_jsonl
-from tests.callers import build_policy
+from tests.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
 from tests.no_pictures import draw_nothing
 from tests.replayed import assert_learned_alike, gaps_by_version
 from tests.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
-CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3}), ("add", {"a": "x", "b": 1})]
-KEYS: dict[str, Any] = {
-    "max_steps": 4,
-    "prompts_per_step": 2,
-    "num_generations": 2,
-    "max_completion_length": 60,
-    "max_prompt_length": 60,
-    "max_tool_calling_iterations": 3,
-    "learning_rate": 1e-2,
-    "log_completions": 0,
-    "rollout.partial": True,
-    "oversample": 3,
-}
-ROWS = [{"prompt": [{"role": "user", "content": str(number)}], "number": number} for number in range(40)]
+KEYS = {**SUM_KEYS, "log_completions": 0, "rollout.partial": True, "oversample": 3}
 
 
-class Sums:
-    """An environment whose sums take their time now and then."""
+class CountedSums(Sums):
+    """Sums that take their time now and then."""
 
     every: list[Sums] = []
-    num_open = num_closed = 0
+    num_closed = 0
 
     def __init__(self) -> None:
-        Sums.every.append(self)
-        self.number: int | None = None
+        super().__init__()
+        CountedSums.every.append(self)
 
-    def reset(self, number: int, **row: Any) -> None:
-        assert self.number is None, "another trajectory still acts on this one"
-        self.number, self.num_sums = number, 0
-
-    async def add(self, a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: one
-            b: the other
-        """
-        self.num_sums += 1
-        await asyncio.sleep(0.02 * ((self.number or 0) % 3 == 0))
-        return a + b
-
-    def get_reward(self) -> float:
-        self.number, was = None, self.number
-        assert was is not None
-        return self.num_sums / 4 + was / 64
+    def _seconds(self) -> float:
+        return 0.02 * ((self.number or 0) % 3 == 0)
 
     def close(self) -> None:
-        Sums.num_closed += 1
+        CountedSums.num_closed += 1
 
 
-class LateSums(Sums):
+class LateSums(CountedSums):
     """Sums that take another time in every run."""
 
-    async def add(self, a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: one
-            b: the other
-        """
-        await asyncio.sleep(0.02 * random.SystemRandom().random())
-        return await super().add(a, b)
+    def _seconds(self) -> float:
+        return super()._seconds() + 0.02 * random.SystemRandom().random()
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     draw_nothing(monkeypatch)
-    Sums.every, Sums.num_closed = [], 0
+    CountedSums.every, CountedSums.num_closed = [], 0
     made: list[Trainer] = []
 
     def make(folder: str = "runs", reward_funcs: Any = spread, **keys: Any) -> Trainer:
         keys = {**KEYS, "output_dir": str(tmp_path / folder), "run_name": "run", **keys}
         if not {"rollout_func", "agent"} & {*keys}:
-            keys.setdefault("environment_factory", Sums)
+            keys.setdefault("environment_factory", CountedSums)
         else:
             keys["max_tool_calling_iterations"] = None
-        model, tokenizer = build_policy(CALLS)
-        made.append(Trainer(model, reward_funcs, ROWS, tokenizer=tokenizer, **keys))
+        model, tokenizer = build_policy(SUM_CALLS)
+        made.append(Trainer(model, reward_funcs, SUM_ROWS, tokenizer=tokenizer, **keys))
         return made[-1]
 
     yield make
@@ -154,7 +117,7 @@ def test_every_token_has_the_version_of_the_weights_that_made_it(make: Any, kind
     for step in range(1, KEYS["max_steps"] + 1):
         batch = trainer.step().batch
         weights[step] = weights_of(trainer)
-        gap, other_gap, found = gaps_by_version(build_policy(CALLS)[0], weights, batch, step - 1)
+        gap, other_gap, found = gaps_by_version(build_policy(SUM_CALLS)[0], weights, batch, step - 1)
         assert gap < 1e-5
         others.append(other_gap)
         ages.update(found)
@@ -205,7 +168,7 @@ def test_nothing_is_lost_when_a_run_is_interrupted_and_resumed(make: Any, caplog
     held = held_of(trainer, 3)
     assert len(held) == 3 and len({*used, *held}) == len(used) + 3
     trainer.close()
-    assert Sums.num_closed == len(Sums.every)
+    assert CountedSums.num_closed == len(CountedSums.every)
     caplog.clear()
     resumed = make(resume="auto", max_steps=5)
     used += numbers_of(resumed.step().batch) + numbers_of(resumed.step().batch)
@@ -215,7 +178,7 @@ def test_nothing_is_lost_when_a_run_is_interrupted_and_resumed(make: Any, caplog
     held = held_of(resumed, 5)
     assert len(held) == 3 and len({*used, *held}) == len(used) + 3 == 13
     resumed.close()
-    assert Sums.num_closed == len(Sums.every)
+    assert CountedSums.num_closed == len(CountedSums.every)
     damaged = resumed.run_folder / "checkpoint-3" / "held-0000.json"
     damaged.write_text(json.dumps([{"row": 3}]))
     with pytest.raises(CheckpointError, match="is damaged"):

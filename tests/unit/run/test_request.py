@@ -48,7 +48,8 @@ def test_recipes_are_read_as_they_would_run(tmp_path: Path) -> None:
     own.write_text("max_completion_length: 99\n")
     config = planned_config([str(ROOT / "recipes" / "ppo.py"), MODEL, f"config={own}"], NODE)
     assert config.algorithm.name == "ppo" and config.rollout.max_completion_length == 99
-    assert planned_config([str(own), MODEL], NODE).rollout.max_completion_length == 99
+    for first in (str(own), f"config={own}"):
+        assert planned_config([first, MODEL], NODE).rollout.max_completion_length == 99
     assert planned_config([str(ROOT / "recipes" / "ppo.py"), MODEL, "algorithm=grpo"], NODE).algorithm.name == "grpo"
 
 
