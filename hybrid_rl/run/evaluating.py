@@ -103,8 +103,8 @@ class Evaluating(ShownTrainer):
         """Make the evaluation of the last step that was broken off, and record it with the metrics of the step."""
         if not self._run.data.eval:
             logger.warning(
-                "the evaluation after step %d was broken off, and is left out, as this run has no eval_dataset; to make "
-                "it, resume that checkpoint with one",
+                "the evaluation after step %d was broken off, and is left out, as this run has no eval_dataset; to "
+                "make it, resume that checkpoint with one",
                 self.global_step,
             )
             self._owed = None
