@@ -98,7 +98,8 @@ def records() -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Paths of what has been synchronised with the disk since the test began, and "rename" for each path renamed."""
+    """Paths of what has been synchronised with the disk since the test began, and "rename PATH" for each path
+    that something was renamed to."""
     found: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -107,7 +108,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fsync(descriptor)
 
     def recording_rename(path: Path, target: Path) -> Path:
-        found.append("rename")
+        found.append(f"rename {target}")
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", recording_fsync)

@@ -144,7 +144,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, synced:
     for name in ("metrics.jsonl", "samples.jsonl"):
         (folder.parent / name).touch()
     write(folder)
-    at = synced.index("rename")
+    at = synced.index(f"rename {folder}")
     temporary = next(path for path in synced if path.endswith(".tmp"))
     before = {path.removeprefix(temporary) for path in synced[:at]}
     assert {str(folder.parent / name) for name in ("metrics.jsonl", "samples.jsonl")} <= before

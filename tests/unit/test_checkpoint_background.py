@@ -131,7 +131,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, synced:
     folder.parent.mkdir()
     (folder.parent / "metrics.jsonl").touch()
     begin(folder).join()
-    at = synced.index("rename")
+    at = synced.index(f"rename {folder}")
     before = {path.rpartition(".tmp")[2] for path in synced[:at]}
     assert before >= {"", "/templates", *(f"/{name}" for name in contents(folder))}
     assert str(folder.parent / "metrics.jsonl") in synced[:at]
