@@ -121,8 +121,8 @@ kernels: $(STAMP) ## compile the kernels for sm_80 and sm_90, and run them in an
 
 sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part, into benchmarks/results
 	@rm -f $(SWEEP)
-	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep -p tests.sweep_results --sweep-results $(SWEEP) tests/unit
-	@$(BIN)/python -m pytest -ra -m "sweep and not e2e_full" -p tests.sweep_results --sweep-results $(SWEEP) tests --ignore=tests/unit
+	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep --hypothesis-profile=drawn -p tests.sweep_results --sweep-results $(SWEEP) tests/unit
+	@$(BIN)/python -m pytest -ra -m "sweep and not e2e_full" --hypothesis-profile=drawn -p tests.sweep_results --sweep-results $(SWEEP) tests --ignore=tests/unit
 
 check: $(if $(ROOM),check-room,check-all) ## lint, types, architecture and quick unit tests; ROOM=algos: of that room alone
 

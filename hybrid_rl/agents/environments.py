@@ -169,6 +169,7 @@ class EnvironmentPool:
         self._caller = caller
         self._free: dict[str | None, list[Environment]] = {name: [] for name in self._kinds}
         self._used: set[Environment] = set()
+        self._closing: list[Future[Any]] = []  # close() of those that were given up
         self._lock = threading.Lock()
         for environment in free:
             self._free[environment.kind.name].append(environment)
@@ -229,18 +230,24 @@ class EnvironmentPool:
                 self._free[environment.kind.name].append(environment)
 
     def _drop(self, environment: Environment) -> None:
+        hangs = not environment.is_idle  # its close() may never start
+        closing = environment.end()
         with self._lock:
             self._used.discard(environment)
-        environment.end()
+            self._closing = [one for one in self._closing if not one.done()]
+            if closing is not None and not hangs:
+                self._closing.append(closing)
 
     def close(self) -> None:
         """Close all environments; those that hang are not waited for."""
         with self._lock:
+            closing, self._closing = self._closing, []
             every = [*self._used, *(one for free in self._free.values() for one in free)]
             self._used.clear()
             for free in self._free.values():
                 free.clear()
-        wait([future for one in every if (future := one.end()) is not None], END_SECONDS)
+        closing += [future for one in every if (future := one.end()) is not None]
+        wait(closing, END_SECONDS)
 
 
 def accepted(method: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

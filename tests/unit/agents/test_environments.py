@@ -218,6 +218,23 @@ def test_a_reset_that_fails_is_tried_once_more_on_a_new_instance(caller: Caller)
     assert sorted(Failing.closed) == [1, 2, 3, 4, 5, 6]
 
 
+class SlowToEnd(Failing):
+    """The instances that cannot be reset take a while to close."""
+
+    def close(self) -> None:
+        if self.number in self.bad:
+            time.sleep(0.5)
+        super().close()
+
+
+def test_closing_waits_for_what_was_given_up(caller: Caller) -> None:
+    SlowToEnd.made, SlowToEnd.bad, SlowToEnd.closed = 0, (1,), []
+    pool = pool_of(caller, SlowToEnd)
+    assert asyncio.run(pool.take(None, {}))[1] == "instance 2"
+    pool.close()
+    assert sorted(SlowToEnd.closed) == [1, 2]
+
+
 def test_an_environment_that_cannot_be_made_or_is_not_known_says_so(caller: Caller) -> None:
     pool = pool_of(caller, lambda: 1 / 0, Counting)
     with pytest.raises(EnvironmentFailedError, match="cannot be made: ZeroDivisionError"):

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable
@@ -501,22 +502,23 @@ def test_an_engine_that_fails_ends_the_episode_whatever_the_agent_does() -> None
 
 
 def test_a_plain_function_that_works_on_is_left_behind() -> None:
-    goes_on = threading.Event()
+    goes_on, threads = threading.Event(), queue.SimpleQueue[threading.Thread]()
 
     def plain(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        threads.put(threading.current_thread())
         goes_on.wait(10)
         return 1.0
 
     async def main() -> None:
         http, episode = HttpAgent(plain, temperature=1.0), episode_of(ScriptedTokens(lambda _: "5"))
         running = asyncio.ensure_future(http(episode))
-        while not (threads := [one for one in threading.enumerate() if one.name == "agent"]):
+        while threads.empty():
             await asyncio.sleep(0.001)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         goes_on.set()
-        threads[0].join()
+        threads.get().join()
         http.close()
         assert episode.trajectory.reward is None
 

@@ -192,14 +192,14 @@ def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog):
 
 def test_what_an_agent_raises_after_a_limit_is_no_failure():
     async def agent(episode):
-        await once(episode)
         episode.trajectory.add_reward(1.0)
         try:
+            await once(episode)
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             raise ValueError("the connection was closed") from None
 
-    batch, report = rolled(agent, num_generations=1, config={"trajectory_timeout_seconds": 0.1})
+    batch, report = rolled(agent, num_generations=1, config={"trajectory_timeout_seconds": 0.3})
     assert batch["finish_reason"] == ["time"] * 4 and batch["rewards"].tolist() == [1.0] * 4
     assert report.failures == []
 

@@ -24,7 +24,7 @@ def nothing_is_left():
     before = set(threading.enumerate())
     yield
     clear_interrupt()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
 
 
 class Counted(EngineClient):
