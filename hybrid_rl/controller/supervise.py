@@ -56,8 +56,7 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
                 is_broken = bool(watch.pending) or any(f.is_end or f.is_disconnected for f in failures)
                 if is_broken:
                     transport.kill()
-                # A rank that broke off may have ended the work of its peers before they saw the Ctrl-C themselves.
-                elif all(f.is_interrupt or (f.is_echo and interrupt_requested()) for f in failures):
+                elif all(map(_is_of_interrupt, failures)):
                     raise KeyboardInterrupt
                 raise error_of(site, doing, watch.failures)
     except BaseException:
@@ -68,6 +67,11 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
     finally:
         progress.forget(site.role)
     return watch.answers
+
+
+def _is_of_interrupt(failure: Failure) -> bool:
+    """Whether a rank broke off because of a Ctrl-C: by itself, or as its peer had done so before it saw the Ctrl-C."""
+    return failure.is_interrupt or (failure.is_echo and interrupt_requested())
 
 
 class _Watch:
@@ -93,7 +97,7 @@ class _Watch:
         while self.pending:
             self._take(self._transport.wait(self.pending, POLL_SECONDS))
             now = time.monotonic()
-            if self.pending and deadline is None and not all(f.is_interrupt for f in self.failures.values()):
+            if self.pending and deadline is None and not all(map(_is_of_interrupt, self.failures.values())):
                 self._transport.interrupt(self.pending, self._call_id)
                 deadline = now + self._options.grace_seconds
             if deadline is not None and now > deadline:

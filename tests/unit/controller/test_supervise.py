@@ -151,12 +151,12 @@ def test_ctrl_c_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.now == 90 and ranks.killed_at is None and [ids for _, ids, _ in ranks.interrupted] == [[0, 1]]
 
 
-@pytest.mark.parametrize("pressed", [True, False])
+@pytest.mark.parametrize(("pressed", "second"), [(True, 90), (True, 99), (False, 90)])  # 99: after the grace
 def test_a_rank_that_a_peer_ended_over_ctrl_c_is_interrupted_too(
-    monkeypatch: pytest.MonkeyPatch, pressed: bool
+    monkeypatch: pytest.MonkeyPatch, pressed: bool, second: int
 ) -> None:
     broke_off = Outcome(failure=Failure("PeerBrokeOffError", "rank 0 broke off", is_echo=True))
-    ranks = Ranks(monkeypatch, {0: (90, INTERRUPTED), 1: (90, broke_off)}, stubborn=True)
+    ranks = Ranks(monkeypatch, {0: (second, INTERRUPTED), 1: (90, broke_off)}, stubborn=True)
     ranks.at = {5.0: lambda: os.kill(os.getpid(), signal.SIGINT)} if pressed else {}
     with pytest.raises(KeyboardInterrupt if pressed else WorkerError):
         run(ranks, 2)

@@ -65,7 +65,7 @@ def check_interrupt(notebook: Any) -> None:
     """The interrupted cell ends with a line, not with frames of the package, and the next one goes on."""
     (stopped,) = (cell for cell in notebook.cells if "interrupt" in tags_of(cell))
     (error,) = (out for out in stopped.outputs if out.output_type == "error")
-    assert error.ename == "KeyboardInterrupt"
+    assert error.ename == "KeyboardInterrupt", error.traceback
     shown = "".join(error.traceback)
     assert re.search(r"interrupted after training step \d+ of \d+; step\(\) or fit\(\) goes on", shown)
     assert shown.count("\n") <= 2 and "trainer.fit()" in shown

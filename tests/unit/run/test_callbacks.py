@@ -63,7 +63,8 @@ def test_what_on_fit_end_raises_comes_after_the_log_and_what_ended_fit(
 ) -> None:
     stopped = []
     trainer = make_trainer(callbacks=[Ends(first)], max_steps=1)
-    monkeypatch.setattr(trainer._log, "stop", lambda lost: stopped.append(lost))
+    stop = trainer._log.stop
+    monkeypatch.setattr(trainer._log, "stop", lambda lost: (stopped.append(lost), stop(lost)))
     with pytest.raises(first or ValueError, match="of the step" if first else "of the end") as raised:
         trainer.fit()
     assert stopped == [[]]
