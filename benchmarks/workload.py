@@ -183,7 +183,7 @@ def save_model(model: Qwen2ForCausalLM, folder: Path) -> None:
 
 def save_fitted(work: Work, folder: Path, seed: int) -> float:
     """Save a model whose completions have the lengths of the work; returns its mean probability of EOS."""
-    model = build_model(work, seed, max_positions=max(MAX_POSITIONS, 2 * work.max_completion_length))
+    model = build_model(work, seed, max_positions=max(MAX_POSITIONS, work.longest_tokens))
     fit_lengths(model, work.end_probability)
     found = check_lengths(model, work)
     save_model(model, folder)

@@ -193,14 +193,9 @@ class Image:
         that --from names."""
         *sources, target = [word for word in words if not word.startswith("--")]
         place = (self.root if target.startswith("/") else self.workdir) / target.strip("/")
-        for stage in [word.removeprefix("--from=") for word in words if word.startswith("--from=")]:
-            if stage not in self.stages:
-                raise Failed(f"{where}: there is no stage {stage} before")
-            for source in sources:
-                path = self.stages[stage] / source.strip("/")
-                if not path.is_dir():
-                    raise Failed(f"{where}: stage {stage} has no folder {source}")
-                shutil.copytree(path, place, dirs_exist_ok=True)
+        stage = next((word.removeprefix("--from=") for word in words if word.startswith("--from=")), None)
+        if stage is not None:
+            self._copy_from(stage, sources, place, where)
             return
         for source in sources:
             names = [path.relative_to(self.context).as_posix() for path in sorted(self.context.glob(source))]
@@ -214,6 +209,15 @@ class Image:
                 else:
                     place.mkdir(parents=True, exist_ok=True)
                     shutil.copy(path, place)
+
+    def _copy_from(self, stage: str, folders: list[str], place: Path, where: str) -> None:
+        if stage not in self.stages:
+            raise Failed(f"{where}: there is no stage {stage} before")
+        for folder in folders:
+            path = self.stages[stage] / folder.strip("/")
+            if not path.is_dir():
+                raise Failed(f"{where}: stage {stage} has no folder {folder}")
+            shutil.copytree(path, place, dirs_exist_ok=True)
 
     def ignored(self, folder: str, names: list[str]) -> list[str]:
         """Return those of a folder's files that .dockerignore keeps out; for shutil.copytree."""

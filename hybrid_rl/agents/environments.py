@@ -230,16 +230,16 @@ class EnvironmentPool:
                 self._free[environment.kind.name].append(environment)
 
     def _drop(self, environment: Environment) -> None:
-        hangs = not environment.is_idle  # its close() may never start
-        closing = environment.end()
         with self._lock:
             self._used.discard(environment)
-            self._closing = [one for one in self._closing if not one.done()]
-            if closing is not None and not hangs:
-                self._closing.append(closing)
+        hangs = not environment.is_idle  # its close() may never start
+        closing = environment.end()
+        if closing is not None and not hangs:
+            with self._lock:
+                self._closing = [*(one for one in self._closing if not one.done()), closing]
 
     def close(self) -> None:
-        """Close all environments; those that hang are not waited for."""
+        """Close all environments, and wait until these and those given up before have ended, but not for what hangs."""
         with self._lock:
             closing, self._closing = self._closing, []
             every = [*self._used, *(one for free in self._free.values() for one in free)]

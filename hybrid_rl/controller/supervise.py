@@ -70,7 +70,10 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
 
 
 def _is_of_interrupt(failure: Failure) -> bool:
-    """Whether a rank broke off because of a Ctrl-C: by itself, or as its peer had done so before it saw the Ctrl-C."""
+    """Whether a rank broke off because of a Ctrl-C that it or a peer saw. One that cannot talk to its peers any more
+    has lost them instead."""
+    if failure.is_disconnected:
+        return False
     return failure.is_interrupt or (failure.is_echo and interrupt_requested())
 
 

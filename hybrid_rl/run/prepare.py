@@ -323,9 +323,9 @@ def prepare(
         note_checkpoint()
     elif resolved.resume == "auto" and resolved.save_steps is None:
         logger.warning(
-            "resume=auto finds no checkpoint, and save_steps is not set, so this run writes none%s and a later resume "
+            "resume=auto finds no checkpoint, and save_steps is not set, so this run writes none%s, and a later resume "
             "will not find one either; set save_steps, or call trainer.save()",
-            "" if resolved.save_before is None else " unless save_before is over before its end",
+            "" if resolved.save_before is None else " (unless save_before ends it early)",
         )
     choice = choose_model(model, tokenizer, resolved)
     check_stop_strings(resolved.rollout.stop_strings, choice.tokenizer)

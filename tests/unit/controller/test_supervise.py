@@ -163,6 +163,15 @@ def test_a_rank_that_a_peer_ended_over_ctrl_c_is_interrupted_too(
     assert ranks.killed_at is None
 
 
+def test_after_a_ctrl_c_nobody_waits_longer_for_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer tells nothing, and is killed after the grace, not after the watchdog's minute."""
+    ranks = Ranks(monkeypatch, {0: (20, ECHO)}, stubborn=True)
+    ranks.at = {5.0: lambda: os.kill(os.getpid(), signal.SIGINT)}
+    with pytest.raises(WorkerError):
+        run(ranks, 2)
+    assert ranks.killed_at is not None and 20 < ranks.killed_at < 30
+
+
 def test_ctrl_c_comes_after_a_call_that_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, {0: (90, Outcome("done"))}, stubborn=True)
     ranks.at = {5.0: lambda: os.kill(os.getpid(), signal.SIGINT)}
