@@ -8,6 +8,7 @@ counted, with the line of the library that asked for it, and answered with a sta
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import traceback
 from collections import Counter, defaultdict
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map
 
+import hybrid_rl
+
 CUDA = torch.device("cuda", 0)
-PACKAGE = "/hybrid_rl/"
+PACKAGE = str(Path(hybrid_rl.__file__).parent) + os.sep
 _aten: Any = torch.ops.aten
 # Operators whose result has a shape that only the values know: the host waits for it, whatever is done with it.
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.masked_select.default}
@@ -147,8 +150,8 @@ def _is(device: Any, kind: str) -> bool:
 def _line() -> str:
     """The innermost line of the library on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        if PACKAGE in frame.filename:
-            return f"{frame.filename.rpartition(PACKAGE)[2]}: {frame.line}"
+        if frame.filename.startswith(PACKAGE):
+            return f"{frame.filename.removeprefix(PACKAGE)}: {frame.line}"
     return "outside of the library"
 
 

@@ -40,6 +40,8 @@ from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 
 logger = logging.getLogger("hybrid_rl")
 
+COLLECTIVES = str(Path(dist.__file__).parent) + os.sep
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -79,12 +81,13 @@ class Outcome:
 @dataclass(frozen=True)
 class Health:
     """How a rank is. idle_seconds: since it last made progress; stack: of the thread that works; progress: of what it
-    does."""
+    does; is_in_collective: whether the thread is inside torch.distributed."""
 
     idle_seconds: float
     stack: str = ""
     warnings: Sequence[tuple[int, str]] = ()
     progress: progress.Progress = progress.Progress()
+    is_in_collective: bool = False
 
 
 @dataclass
@@ -172,8 +175,10 @@ class RankServer:
         """Report how this rank is."""
         warnings = self._log.drain() if self._log is not None else ()
         frame = sys._current_frames().get(self._thread)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None and self._call_id is not None else ""
-        return Health(seconds_since_progress(), stack, warnings, progress.here())
+        frames = traceback.extract_stack(frame) if frame is not None and self._call_id is not None else []
+        is_in_collective = any(frame.filename.startswith(COLLECTIVES) for frame in frames)
+        stack = "".join(traceback.format_list(frames))
+        return Health(seconds_since_progress(), stack, warnings, progress.here(), is_in_collective)
 
     def interrupt(self, call_id: int) -> None:
         """Ask a call to end at its next safe point; do nothing if it has ended."""

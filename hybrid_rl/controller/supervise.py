@@ -20,7 +20,6 @@ POLL_SECONDS = 0.2
 MAX_HEALTH_SECONDS = 10.0
 # How often ranks are asked if somebody watches their progress, and for how many of them.
 WATCHED_SECONDS, WATCHED_RANKS = 1.0, 16
-COLLECTIVE_CODE = "/torch/distributed/"
 
 
 class Transport(Protocol):
@@ -89,6 +88,7 @@ class _Watch:
         # For each rank: when it last made progress, as far as the driver knows, and its stack then.
         self._moved = dict.fromkeys(self.pending, start)
         self._stacks: dict[int, str] = {}
+        self._waiting: set[int] = set()  # ranks whose stack ended in a collective when they last answered
         self._answered = dict.fromkeys(self.pending, start)
         self._health_every = min(MAX_HEALTH_SECONDS, max(POLL_SECONDS, options.watchdog_seconds / 4))
 
@@ -132,6 +132,7 @@ class _Watch:
         for rank, health in reports.items():
             self._moved[rank] = max(self._moved[rank], now - health.idle_seconds)
             self._answered[rank], self._stacks[rank] = now, health.stack
+            (self._waiting.add if health.is_in_collective else self._waiting.discard)(rank)
         progress.hear(self._site.role, {rank: health.progress for rank, health in reports.items()})
         _forward_warnings(self._site.role, reports)
         # A rank may wait for another one as long as it takes: the call hangs only if none makes progress.
@@ -141,8 +142,7 @@ class _Watch:
     def _hang(self, now: float) -> None:
         silent = {r for r in self.pending if now - self._answered[r] > 2 * self._health_every + POLL_SECONDS}
         # Ranks in a collective wait for the one that does not come to it, or whose process does not even answer.
-        waiting = {r for r in self.pending - silent if COLLECTIVE_CODE in self._stacks.get(r, "")}
-        first = min(silent or self.pending - waiting or self.pending, key=lambda rank: self._moved[rank])
+        first = min(silent or self.pending - self._waiting or self.pending, key=lambda rank: self._moved[rank])
         stacks = []
         for rank in sorted(self.pending):
             where = self._stacks.get(rank, "")

@@ -6,6 +6,7 @@ gets no signal; its controller calls `request_interrupt()` there instead.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import traceback
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-PACKAGE = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 _requested = threading.Event()
 _undisturbed = threading.Event()

@@ -37,7 +37,7 @@ class Ranks:
         self.now = 0.0
         self.script = dict(script)
         self.idle: dict[int, float | None] = {}
-        self.stacks: dict[int, str] = {}
+        self.in_collective: set[int] = set()
         self.stubborn = stubborn
         self.interrupted: list[tuple[float, list[int], int]] = []
         self.killed_at: float | None = None
@@ -53,7 +53,7 @@ class Ranks:
 
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
         return {
-            rank: Health(idle, self.stacks.get(rank, f"stack of {rank}\n"))
+            rank: Health(idle, f"stack of {rank}\n", is_in_collective=rank in self.in_collective)
             for rank in ranks
             if (idle := self.idle.get(rank, 0.0)) is not None
         }
@@ -133,8 +133,7 @@ def test_the_rank_that_is_missing_in_the_collective_is_named(monkeypatch: pytest
     """Rank 0 has waited for longer, but in a collective; rank 2 does not even answer in the other case."""
     for missing, idle in ((1, {}), (2, {2: None})):
         ranks = Ranks(monkeypatch, {}, stubborn=True)
-        ranks.stacks = {0: "torch/distributed/c10d.py", 2: "torch/distributed/c10d.py"}
-        ranks.stacks = {rank: f"  File /x/{stack}" for rank, stack in ranks.stacks.items()}
+        ranks.in_collective = {0, 2}
         later = [lambda r=ranks, i=idle: r.idle.update({0: r.now, 1: r.now - 5, 2: r.now} | i)] * 999
         ranks.at = {float(second): change for second, change in enumerate(later) if second > 8}
         with pytest.raises(WorkerError, match=f"policy rank {missing} of 3 failed") as caught:

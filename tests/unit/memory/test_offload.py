@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import hybrid_rl
 from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.leases import Leases
@@ -25,6 +27,7 @@ from hybrid_rl.memory.region import Region
 from hybrid_rl.process.interrupts import clear_interrupt
 
 PAGE = mmap.PAGESIZE
+PACKAGE = str(Path(hybrid_rl.__file__).parent) + os.sep
 
 
 @pytest.fixture
@@ -384,7 +387,7 @@ def test_ctrl_c_twice_at_any_line_leaves_one_state(arena: HostArena) -> None:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
-        if "/hybrid_rl/" not in frame.f_code.co_filename or frame.f_code.co_name == "__exit__":
+        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "__exit__":
             return None
         if event == "line":
             lines += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +84,22 @@ def test_an_interrupt_shows_the_users_line_alone(make_trainer) -> None:
     bare = KeyboardInterrupt()
     show_shortly(bare, "said")
     assert bare._render_traceback_() == ["KeyboardInterrupt: said"]
+
+
+def test_a_script_beside_the_package_is_the_users() -> None:
+    """Its folder's name only begins like the package's."""
+    package, names = Path(hybrid_rl.__file__).parent, {}
+    beside = package.with_name(f"{package.name}_scripts")
+    for file, line in ((beside / "train.py", "fit()"), (package / "fit.py", "raise KeyboardInterrupt")):
+        code = f"def {file.stem}():\n    {line}\n"
+        linecache.cache[str(file)] = (len(code), None, code.splitlines(keepends=True), str(file))
+        exec(compile(code, str(file), "exec"), names)
+    with pytest.raises(KeyboardInterrupt) as found:
+        names["train"]()
+    show_shortly(found.value, "said")
+    shown = found.value._render_traceback_()
+    linecache.clearcache()
+    assert shown == ["KeyboardInterrupt: said\n---> 2 fit()"]
 
 
 def test_generations_are_short(make_trainer) -> None:
