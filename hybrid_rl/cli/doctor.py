@@ -38,6 +38,10 @@ NO_EXTENSION = (
     "missing: PyTorch's operators replace it, and give the same results; steps of small models on a CPU take about 1.4 "
     "times as long. It is compiled by make install in a clone, which needs a C++ compiler"
 )
+NO_KERNELS = (
+    "not built: the copies and checks of a handoff, and those of weights in host memory, take PyTorch's slower forms. "
+    "They are compiled with the library from source, with nvidia-cuda-nvcc and nvidia-cuda-cccl of torch's CUDA"
+)
 
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
@@ -122,6 +126,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     import psutil
     import torch
 
+    from hybrid_rl import native
     from hybrid_rl.process.cores import own_cores
     from hybrid_rl.sandbox import sandbox_strength
     from hybrid_rl.workers.preflight import versions
@@ -132,6 +137,8 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     found = {name: version for name, version in versions().items() if name not in OPTIONAL_NAMES}
     if found["compiled extension"] == "missing":
         found["compiled extension"] = NO_EXTENSION
+    if gpus and native.why_missing("cuda") is not None:
+        found["kernels for CUDA"] = NO_KERNELS
     found |= {
         "accelerators": ", ".join(f"{gpu.name} with {_gib(gpu.total_memory)}" for gpu in gpus) or _no_gpu(),
         "cores": f"{own_cores()} of {os.cpu_count()} for this process",
@@ -146,13 +153,12 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
 
 
 def _no_gpu() -> str:
-    import torch
+    from hybrid_rl.run.gpus import without_gpu
 
-    if torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
-        return (
-            "none that torch can use, so: CPU only (this torch is a CPU build; for GPUs: pip install torch from PyPI)"
-        )
-    return "none, so: CPU only"
+    hardware = without_gpu()
+    if hardware.is_broken:
+        return f"none that can be used: {hardware.missing}"
+    return f"none, so: CPU only ({hardware.missing})" if hardware.is_overlooked else "none, so: CPU only"
 
 
 def _gib(num_bytes: int) -> str:

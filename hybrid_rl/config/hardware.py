@@ -19,6 +19,9 @@ class Hardware:
 
     name: of the first one, empty if unknown.
     missing: the reason if there is none.
+    is_broken: whether this machine has GPUs that this torch, built for them, cannot use: no run takes the CPU instead
+    unless it is asked to.
+    is_overlooked: whether it probably has GPUs that were kept from this process, or that torch was not built for.
     has_bfloat16: in hardware; assumed for a cluster that is joined, where every rank checks its own GPU.
     is_here: whether they belong to this machine.
     """
@@ -26,6 +29,8 @@ class Hardware:
     num_gpus: int = 0
     name: str = ""
     missing: str = "none was looked for"
+    is_broken: bool = False
+    is_overlooked: bool = False
     has_bfloat16: bool = True
     is_here: bool = True
 
@@ -41,7 +46,8 @@ def settled(
     module_device: "cpu" or "cuda", the device of a module that was passed. One rank in this process trains it there;
     ranks on Ray get a copy of its weights on their own devices.
 
-    Raises ConfigError if there are fewer GPUs than the config asks for, or GPUs without bfloat16.
+    Raises ConfigError if there are fewer GPUs than the config asks for, GPUs without bfloat16, or GPUs that cannot be
+    used and no key that chooses the CPU.
     """
     config = _with_ranks(config, given, hardware)
     if isinstance(config.controller, RayControllerConfig):
@@ -80,6 +86,8 @@ def _device(config: TrainerConfig, hardware: Hardware, module_device: Device | N
             )
         return module_device
     if asked == "auto":
+        if hardware.is_broken:
+            raise ConfigError(f"no GPU can be used: {hardware.missing}; or set device=cpu to train on the CPU")
         return "cuda" if hardware.num_gpus else "cpu"
     if asked == "cuda" and not hardware.num_gpus:
         raise ConfigError(f"device=cuda, but there is no GPU: {hardware.missing}; use device=auto or cpu")

