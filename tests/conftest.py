@@ -8,7 +8,9 @@ import importlib.util
 import os
 import random
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +24,10 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+# A run that finds GPUs which it cannot use is an error, and a warning where a container hides them; tests take the CPU.
+if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 VLLM = Path(__file__).parent / "vllm"
 # Functions that take long by measurement (`make durations`); others are marked `slow` by hand.
 SLOW = frozenset((Path(__file__).parent / "slow_tests.txt").read_text().split())
@@ -30,6 +36,10 @@ TEST_FUNCTION = re.compile(r"^def (test_\w+)", re.MULTILINE)
 
 # Tests make many objects and keep few: going through them as often as Python does by itself is a tenth of their time.
 gc.set_threshold(100_000, 20, 50)
+# Started in the background of a shell's script, by nohup and by some CI, a program ignores Ctrl-C, and so does whatever it
+# starts. Tests of Ctrl-C are about programs in the foreground; those of the others say so.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Models of a few thousand parameters: more threads only wait for each other, on a busy machine many times longer.
 torch.set_num_threads(1)
 if importlib.util.find_spec("hypothesis") is not None:  # a GPU machine may do without

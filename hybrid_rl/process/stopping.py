@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import signal
 import sys
@@ -28,6 +29,7 @@ _DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 _is_own = False
 _has_checkpoint = False  # to go on from, if a signal comes outside of training
+_has_said_ignored = False
 
 
 class RunStopped(SystemExit):
@@ -123,6 +125,18 @@ class Stop:
     def is_wanted(self) -> bool:
         """Whether a stop can be requested at all."""
         return self._handles_signals or self._deadline is not None
+
+    def without_interrupt(self) -> str:
+        """Say how to end the run if this process ignores Ctrl-C; empty if it does not, or if that was said before."""
+        global _has_said_ignored
+        if _has_said_ignored or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            return ""
+        _has_said_ignored = True
+        how = "as Ctrl-C would" if self._handles_signals else "at once, unsaved (enable_jit_checkpoint=true saves)"
+        return (
+            "this process was started with Ctrl-C ignored, as by nohup or in the background of a script; "
+            f"kill {os.getpid()} (SIGTERM) ends the run {how}"
+        )
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a stop was requested; for threads that get no signals, and for a deadline that was

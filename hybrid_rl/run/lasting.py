@@ -43,6 +43,8 @@ class Lasting(Saving):
         """End the block when a signal or the deadline asks for it, if the run is to listen to them."""
         self._stop = stop_of(self.config)
         self._stop.has_checkpoint = self._run.resume is not None
+        if note := self._stop.without_interrupt():
+            self._log.display.message(note)
         with self._stop.watching():
             yield
 

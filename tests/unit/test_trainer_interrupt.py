@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, HybridRLError
+from hybrid_rl.process import stopping
 from tests.forked import Forked
 from tests.tiny import build_model, spread, sums
 
@@ -313,3 +314,18 @@ def test_a_folder_that_is_no_checkpoint_is_not_overwritten(make_trainer, tmp_pat
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         make_trainer(build_model(), spread).save(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_run_that_ignores_ctrl_c_goes_on_and_says_what_ends_it(make_trainer, monkeypatch, capsys) -> None:
+    """As in the background of a script; once in a process, for which `fit()` may be called again and again."""
+    monkeypatch.setattr(stopping, "_has_said_ignored", False)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        trainer = make_trainer()
+        interrupt_once(trainer, "step", 2, monkeypatch)
+        trainer.fit(steps=1)
+        trainer.fit()
+        assert trainer.global_step == 2 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert " ".join(capsys.readouterr().err.split()).count(f"kill {os.getpid()} (SIGTERM) ends the run at once") == 1

@@ -155,3 +155,13 @@ def test_a_program_of_the_library_may_be_told_to_stop_at_any_time(capsys) -> Non
         line = capsys.readouterr().err
         assert line.startswith(f"stopped by SIGTERM; {told}") and line.endswith("; nothing was saved at the signal\n")
     assert not is_own_process() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("listens", "how"), [(True, "ends the run as Ctrl-C would"), (False, "at once, unsaved")])
+def test_a_process_that_ignores_ctrl_c_says_once_what_ends_it(listens: bool, how: str) -> None:
+    program = f"for _ in range(2): print(os.getpid(), Stop(handles_signals={listens}).without_interrupt())"
+    first, second = run(program, ignores_ctrl_c=True).stdout.splitlines()
+    pid = first.split()[0]
+    assert "started with Ctrl-C ignored" in first and f"kill {pid} (SIGTERM)" in first and how in first
+    assert second == f"{pid} "
+    assert [line.split()[1:] for line in run(program).stdout.splitlines()] == [[], []]
