@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from hybrid_rl.vllm.config_folder import config_folder
 from hybrid_rl.vllm.derived import log_derived
 from hybrid_rl.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.vllm.loader import LoadedWeights
-from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on
+from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on, clean_allocator, freed_asleep
 from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.weights.views import checkpoint_views
 
@@ -131,6 +132,8 @@ class VLLMEngine(ColocatedEngine):
                     device=device,
                 )
                 arguments |= self._writer.arguments()
+                if can_sleep:
+                    clean_allocator()
                 self._llm, self.kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
                 models.append(self._writer.weights.model)
                 self._writer.begin()
@@ -375,9 +378,9 @@ class VLLMEngine(ColocatedEngine):
         self._writer.close()
         del self._writer, self._memory
         gc.collect()
-        with process_kept(), on_stream(self._guest.stream):
+        with process_kept(), on_stream(self._guest.stream), freed_asleep() if self.can_sleep else nullcontext():
             tear_down(self._llm, with_all_groups=self._owns_group)
-        del self._llm
+            del self._llm
         LIVE.discard(self)
         gc.collect()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.device_allocator import get_mem_allocator_instance
+from vllm.device_allocator import cumem, get_mem_allocator_instance
 
+from hybrid_rl.compat.vllm import clear_allocator_error
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
 from hybrid_rl.memory.probe import free_device_bytes, require_room
 from hybrid_rl.vllm.versions import has
@@ -31,6 +33,40 @@ def bytes_to_map(tags: frozenset[str]) -> int:
     return sum(
         data.handle[1] for data in allocator.pointer_to_data.values() if data.is_asleep and data.tag not in staying
     )
+
+
+def clean_allocator() -> None:
+    """Make vLLM's allocator fit for a new engine, whatever became of the last one: it keeps the error of an allocation
+    or a free that failed, by which every later allocation fails too, and for each allocation that failed an entry that
+    the next sleep would try to unmap."""
+    clear_allocator_error()
+    known = get_mem_allocator_instance().pointer_to_data
+    for address in known.keys() - {segment["address"] for segment in torch.cuda.memory_snapshot()}:
+        del known[address]
+
+
+@contextmanager
+def freed_asleep() -> Iterator[None]:
+    """Let what sleeps be freed inside the block, in which an engine is dropped. vLLM would unmap what is not mapped,
+    an error for CUDA (vllm-project/vllm#36651). So each allocation is mapped again as it is freed, one at a time; if
+    there is no memory even for that, the error is cleared afterwards."""
+    allocator: Any = get_mem_allocator_instance()
+
+    def free(address: int) -> Any:
+        data = allocator.pointer_to_data[address]
+        if data.is_asleep:
+            with suppress(RuntimeError):
+                cumem.create_and_map(data.handle)
+        return allocator.python_free_callback(address)
+
+    cumem.init_module(allocator.python_malloc_callback, free)
+    try:
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()  # which frees the segments that the engine's tensors were in
+    finally:
+        cumem.init_module(allocator.python_malloc_callback, allocator.python_free_callback)
+        clean_allocator()
 
 
 @contextmanager

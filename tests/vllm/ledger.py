@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from vllm.device_allocator import AllocationData
+from vllm.device_allocator import AllocationData, cumem
 from vllm.logprobs import FlatLogprobs
 
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS
+from hybrid_rl.vllm import memory
 from hybrid_rl.vllm.loader import LOADING, Derived, LoadedWeights, _constants, trace_model
 from hybrid_rl.weights.views import checkpoint_views
 
@@ -50,6 +51,62 @@ class Ledger:
         yield
         self.device["staging"] = 0
         self.hold("free blocks", self.device["free blocks"] + staging_bytes)
+
+
+class Extension:
+    """vLLM's compiled allocator over a driver that has no map to undo for what sleeps: the error of a free, or of an
+    allocation for which there is no memory, stays, and fails every allocation from then on.
+
+    mapped: addresses with memory behind them. has_room: whether the driver has memory to map. num_refused: frees of
+    what is not mapped.
+    """
+
+    def __init__(self, mapped: Iterable[int] = ()) -> None:
+        self.mapped, self.has_room, self.has_error = set(mapped), True, False
+        self.num_refused = 0
+
+    def init_module(self, malloc: Callable[..., None], free: Callable[[int], tuple[int, ...]]) -> None:
+        self.callbacks = malloc, free
+
+    def create_and_map(self, handle: tuple[int, ...]) -> None:
+        assert handle[2] not in self.mapped, "mapped twice"
+        if not self.has_room:
+            raise RuntimeError("CUDA Error: out of memory")
+        self.mapped.add(handle[2])
+
+    def unmap_and_release(self, handle: tuple[int, ...]) -> None:
+        if handle[2] not in self.mapped:
+            raise RuntimeError("CUDA Error: invalid argument")
+        self.mapped.remove(handle[2])
+
+    def malloc(self, address: int) -> bool:
+        """Whether PyTorch gets a segment there."""
+        if self.has_error:
+            return False
+        self.callbacks[0]((0, 2 << 20, address, 0))
+        self.has_error = not self.has_room
+        self.mapped |= {address} if self.has_room else set()
+        return self.has_room
+
+    def free(self, address: int) -> None:
+        """Free a segment of PyTorch's."""
+        handle = self.callbacks[1](address)
+        if handle[2] not in self.mapped:
+            self.has_error = True
+            self.num_refused += 1
+        self.mapped.discard(handle[2])
+
+    def patch_into(self, patch: Any, known: dict[int, Any]) -> None:
+        """Have vLLM's allocator, which knows these allocations, use it; PyTorch has what is mapped and what sleeps."""
+        for name in ("init_module", "create_and_map", "unmap_and_release"):
+            patch.setattr(cumem, name, getattr(self, name))
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # an error where there is no device
+        patch.setattr(memory, "clear_allocator_error", lambda: setattr(self, "has_error", False))
+        patch.setattr(
+            torch.cuda,
+            "memory_snapshot",
+            lambda: [{"address": place} for place, data in known.items() if data.is_asleep or place in self.mapped],
+        )
 
 
 class EngineModel(torch.nn.Module):
@@ -103,6 +160,7 @@ class LedgerLLM:
         self.pointer_to_data = {
             number: AllocationData((0, size, number, 0), tag) for number, (tag, size) in enumerate(sizes.items())
         }
+        self.extension = Extension(self.pointer_to_data)
         self._saved: dict[str, list[torch.Tensor]] = {}
         self._requests: dict[str, Any] = {}
         self._ahead: deque[list[tuple[Any, int, float]]] = deque()
@@ -117,6 +175,8 @@ class LedgerLLM:
         self.ledger.log.append(("sleep", level))
         for data in self.pointer_to_data.values():
             assert self.is_new or not data.is_asleep, "vLLM would give it back twice"
+            if not data.is_asleep:
+                self.extension.unmap_and_release(data.handle)
             data.is_asleep = True
         self.executor.is_sleeping = True
         parameters = list(self.model.parameters())
@@ -130,6 +190,17 @@ class LedgerLLM:
         self.ledger.hold(WEIGHTS, 0)
         self.ledger.hold(KV_CACHE, 0)
 
+    def python_malloc_callback(self, handle: tuple[int, ...]) -> None:
+        self.pointer_to_data[handle[2]] = AllocationData(handle, WEIGHTS)  # type: ignore[arg-type]
+
+    def python_free_callback(self, address: int) -> tuple[int, ...]:
+        return self.pointer_to_data.pop(address).handle  # type: ignore[return-value]
+
+    def drop(self) -> None:
+        """Free everything, as PyTorch does once the engine's tensors are gone."""
+        for address in [*self.pointer_to_data]:
+            self.extension.free(address)
+
     @property
     def asleep(self) -> set[str]:
         return {data.tag for data in self.pointer_to_data.values() if data.is_asleep}
@@ -138,7 +209,9 @@ class LedgerLLM:
         assert set(tags) <= self.asleep, "vLLM would ignore this"
         self.ledger.log.append(("wake", *tags))
         for data in self.pointer_to_data.values():
-            data.is_asleep = data.is_asleep and data.tag not in tags
+            if data.is_asleep and data.tag in tags:
+                self.extension.create_and_map(data.handle)
+                data.is_asleep = False
         self.executor.is_sleeping = bool(self.asleep)
         for tag in tags:
             self.ledger.hold(tag, KV_BYTES if tag == KV_CACHE else self.weight_bytes)

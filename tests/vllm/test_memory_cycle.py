@@ -3,7 +3,11 @@ of a weight, the order of what moves, the most bytes at a time, and nothing of v
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from hybrid_rl.batch import Batch
+from hybrid_rl.compat.vllm import clear_allocator_error
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
 from hybrid_rl.errors import EngineStateError, HandoffError, MemoryRefusedError
@@ -32,7 +37,7 @@ from hybrid_rl.workers.setup import WorkerSetup
 from tests.tiny import build_model
 from tests.unit.engines.engines import finish, forward_logprobs, request
 from tests.unit.training.conftest import Bench
-from tests.vllm.ledger import KV_BYTES, Ledger, LedgerLLM
+from tests.vllm.ledger import KV_BYTES, Extension, Ledger, LedgerLLM
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +57,8 @@ class Watched(Bench):
 
         def build(arguments: dict[str, Any], *_: Any) -> tuple[LedgerLLM, int]:
             self.llm = LedgerLLM(build_model(), arguments, self.ledger, is_new=is_new)
+            self.llm.extension.init_module(self.llm.python_malloc_callback, self.llm.python_free_callback)
+            self.llm.extension.patch_into(monkeypatch, self.llm.pointer_to_data)
             return self.llm, KV_BYTES
 
         def watched(writer: WeightWriter, *args: Any) -> Any:
@@ -61,9 +68,11 @@ class Watched(Bench):
         def tear_down(*_: Any, **__: Any) -> None:
             self.at_the_end = [tensor for tensor in (ref() for ref in self.held) if tensor is not None]
             engine_module.release_groups(with_all=True)
+            self.llm.drop()
 
         monkeypatch.setattr(engine_module, "build", build)
         monkeypatch.setattr(memory_module, "get_mem_allocator_instance", lambda: self.llm)
+        monkeypatch.setattr(engine_module, "clean_allocator", lambda: self.ledger.log.append("clean"))
         monkeypatch.setattr(engine_module, "tear_down", tear_down)
         monkeypatch.setattr(engine_module, "can_sleep_on", lambda device: True)
         monkeypatch.setattr(WeightWriter, "write", watched)
@@ -325,14 +334,64 @@ def test_a_real_allocator_gives_back_what_is_awake_and_nothing_twice(monkeypatch
         assert mapped == {1, 2, 3}
 
 
-def test_nothing_of_the_engine_is_held_when_its_memory_goes(watch: Callable[..., Watched]) -> None:
+@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
+def test_an_engine_that_sleeps_is_closed_and_the_allocator_serves_the_next_one(
+    watch: Callable[..., Watched], has_room: bool
+) -> None:
+    """Each segment is mapped as it is freed; if there is no memory left to map, what fails is forgotten."""
     first = watch()
     first.train(1)
+    first.worker._side._engine.sleep(TAGS)
+    extension = first.llm.extension
+    assert first.llm.asleep == TAGS and extension.mapped == set()
+    extension.has_room = has_room
     first.group.close()
-    assert first.at_the_end == []
+    assert first.at_the_end == [] and first.llm.pointer_to_data == {} and extension.mapped == set()
+    assert extension.num_refused == (0 if has_room else 2)
+    assert extension.callbacks == (first.llm.python_malloc_callback, first.llm.python_free_callback)
+    extension.has_room = True
+    assert extension.malloc(99)
     second = watch()
     second.train(1)
     assert second.ledger.log[-6:] == CYCLE
+
+
+def test_a_failed_allocation_spoils_neither_the_next_engine_nor_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's allocator itself: it knows what it could not allocate, and would unmap that when the next engine
+    sleeps."""
+    allocator, extension = CuMemAllocator(), Extension()
+    extension.init_module(allocator.python_malloc_callback, allocator.python_free_callback)
+    extension.patch_into(monkeypatch, allocator.pointer_to_data)
+    monkeypatch.setattr(memory_module, "get_mem_allocator_instance", lambda: allocator)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert extension.malloc(1)
+    extension.has_room = False
+    assert not extension.malloc(2)
+    extension.has_room = True
+    assert not extension.malloc(3)  # of which there is enough, while the error stays
+    memory_module.clean_allocator()
+    assert [*allocator.pointer_to_data] == [1] and extension.malloc(3)
+    allocator.sleep(())
+    assert extension.mapped == set()
+    with memory_module.freed_asleep():
+        extension.free(1)
+        extension.free(3)
+    assert allocator.pointer_to_data == {} and not extension.has_error and extension.malloc(4)
+
+
+def test_the_error_that_stays_is_a_number_of_the_compiled_allocator(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clear_allocator_error()  # there is none on a CPU
+    source, library = tmp_path / "allocator.c", tmp_path / "cumem_allocator.so"
+    source.write_text("int error_code = 201;\n")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    subprocess.run([compiler, "-shared", "-o", library, source], check=True)
+    monkeypatch.setitem(sys.modules, "vllm.cumem_allocator", SimpleNamespace(__file__=str(library)))
+    clear_allocator_error()
+    assert ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "error_code").value == 0
 
 
 def test_what_was_sampled_ahead_is_not_given_out_as_a_later_version(watch: Callable[..., Watched]) -> None:
