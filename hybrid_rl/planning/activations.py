@@ -35,7 +35,7 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.models import built
 from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.planning.sharded import ShardedPass
-from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations
+from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations, autocast_on_meta
 from hybrid_rl.planning.storages import Held, LiveStorages, Peaks
 from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
@@ -244,15 +244,15 @@ class Counted:
     def _named(self) -> Iterator[None]:
         """Raise ModelError for whatever keeps a model from running without memory."""
         try:
-            with unpacked_masks() if not self.is_packed else nullcontext():
+            with autocast_on_meta(), unpacked_masks() if not self.is_packed else nullcontext():
                 yield
         except HybridRLError:
             raise
         except Exception as error:  # foreign code: NotImplementedError of meta kernels, RuntimeError and others
             raise CannotCount(
                 f"the memory of {type(self.module).__name__} cannot be counted before it is loaded: its code reads "
-                f"numbers that exist only then ({type(error).__name__}: {str(error).splitlines()[0][:200]}); leave out "
-                f"memory.device_memory to run without a plan"
+                f"numbers that exist only then ({type(error).__name__}: {str(error).splitlines()[0][:200]}); a run "
+                f"without memory.device_memory needs no plan"
             ) from error
 
 

@@ -11,7 +11,7 @@ from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.schema import RolloutConfig, VLLMConfig, VLLMRolloutConfig
 from hybrid_rl.config.sizes import memory_bytes
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit, smallest_plan
 from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
@@ -22,6 +22,7 @@ MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64
 HOST_MEMORY = "memory.host_memory"
 ADAPTER_RANK = 16  # of adapters where all weights do not fit
+CANNOT_PLAN = (ConfigError, ModelError)  # keys that do not go together, or a model that cannot be counted with them
 FEWER = {"max_num_batched_tokens": (2048, 256), "max_num_seqs": (32, 8, 1)}  # of an engine
 
 
@@ -174,7 +175,7 @@ def _more_of_the_host(
     unlimited = dataclasses.replace(budget, host_bytes=None)
     try:
         plan = smallest_plan(shape, remedy.apply(config), unlimited, passes)
-    except ConfigError:
+    except CANNOT_PLAN:
         return None
     if not plan.fits:
         return None
@@ -192,7 +193,7 @@ def sum_of(remedies: Sequence[Remedy]) -> Remedy:
 def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
     try:
         return can_fit(shape, remedy.apply(config), remedy.budget(budget), passes)
-    except ConfigError:  # keys that do not go together
+    except CANNOT_PLAN:
         return False
 
 

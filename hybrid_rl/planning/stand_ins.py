@@ -6,8 +6,8 @@ have the memory of those kernels, and no arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +84,24 @@ class Kernels(TorchFunctionMode):
         # Flash attention takes groups of heads and no mask, the memory-efficient kernel a mask and no groups.
         flash = query.dtype != torch.float32 and not is_masked and query.shape[-1] == value.shape[-1] <= 256
         return flash or not is_grouped
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Let foreign code ask for autocast on the device type "meta", where it changes nothing and torch refuses it: peft
+    asks for none of it on the device of a weight, whatever that is."""
+    own = torch.autocast.__init__
+
+    def init(self: torch.autocast, device_type: str, *args: Any, **named: Any) -> None:
+        if device_type == "meta":
+            device_type, args, named = "cpu", (), {"enabled": False}
+        own(self, device_type, *args, **named)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = own  # type: ignore[method-assign]
 
 
 class _FusedAttention(torch.autograd.Function):

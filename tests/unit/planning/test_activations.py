@@ -1,5 +1,6 @@
 """Passes without memory against real ones."""
 
+import warnings
 import weakref
 
 import pytest
@@ -11,10 +12,12 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of
+from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.planning import activations
 from hybrid_rl.planning.activations import Counted
-from hybrid_rl.planning.models import RunModels
+from hybrid_rl.planning.models import RunModels, adapted
 from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
@@ -55,6 +58,12 @@ class RealStorages(TorchDispatchMode):
 
     def forget(self, number):
         self.now -= self.sizes.pop(number)
+
+
+def adapted_real(module, config):
+    with warnings.catch_warnings(action="ignore"):
+        inject(module, peft_config_of(vars(config.lora)))
+    return module
 
 
 def samples(num_tokens=512, **changes):
@@ -155,6 +164,22 @@ def test_experts_are_counted_in_any_dtype():
         counted = Counted(build_on_meta(recipe, dtype), settings(), "cpu", checkpoints=True)
         found.append(counted.update(samples(), is_first=True).fullest.others)
     assert found[1] < found[0] < 2.5 * found[1]
+
+
+def test_adapted_experts_are_counted_as_in_a_real_pass():
+    """peft folds adapters of experts into a copy of the weights in a block that asks for the weights' device type,
+    which is "meta" here."""
+    config = settings(**{"lora.r": 4})
+    module = build("qwen3-moe")
+    real_module = adapted_real(module, config)
+    spec = LossSpec.of(config)
+    batch = learning_batch(samples(), config, spec)
+    with RealStorages([*real_module.parameters(), *real_module.buffers()]) as real:
+        micro_batch_loss(CausalLM(real_module), batch, spec, MiniBatch.of(batch, spec))[0].backward()
+    counted = Counted(adapted(RunModels.of(module, config).policy, config), config, "cpu")
+    assert counted.update(samples(), is_first=True).fullest.total == pytest.approx(real.peak, rel=0.01)
+    with pytest.raises(RuntimeError):  # outside of the plan torch refuses it as before
+        torch.autocast("meta", enabled=False)
 
 
 def test_fullest_row_is_filled_to_the_last_token():

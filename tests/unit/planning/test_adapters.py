@@ -9,6 +9,7 @@ import pytest
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER, REFERENCE
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning import remedies
+from hybrid_rl.planning.activations import CannotCount
 from hybrid_rl.planning.adapters import slot_numel, slot_rank
 from hybrid_rl.planning.handoff_plan import adapter_handoff
 from hybrid_rl.planning.ledger import GRADIENTS, HANDOFF, VERSIONS, Budget
@@ -118,6 +119,20 @@ def test_adapters_are_proposed_where_all_weights_do_not_fit(monkeypatch) -> None
     assert words(lambda it: it.lora.is_on and it.model.gradient_checkpointing) == [
         "model.gradient_checkpointing=true and lora.r=16 (which trains adapters instead of all weights)"
     ]
+
+
+def test_a_remedy_that_cannot_be_counted_is_left_out(monkeypatch) -> None:
+    config = settings()
+    shape, budget = shape_of(config), Budget(1, None, 1)
+
+    def can_fit(shape, config, budget, passes) -> bool:
+        if config.lora.is_on:
+            raise CannotCount("a model whose adapters do not run on meta")
+        return config.model.gradient_checkpointing
+
+    monkeypatch.setattr(remedies, "can_fit", can_fit)
+    found = [one.words for one in find_remedies(shape, config, budget, Passes(shape))]
+    assert found == ["model.gradient_checkpointing=true"]
 
 
 def test_a_backward_pass_through_frozen_weights_costs_half(step_of) -> None:

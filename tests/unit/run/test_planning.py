@@ -14,6 +14,7 @@ from hybrid_rl.run import planning
 from hybrid_rl.run.planning import PROMPT_TOKENS, plan_words
 from hybrid_rl.run.request import Machine
 from tests.tiny import build_model
+from tests.unit.models.families import build
 
 POSITIONS = 512
 LENGTHS = ("max_prompt_length=32", "max_completion_length=64", "prompts_per_step=4")
@@ -119,3 +120,30 @@ def test_models_that_cannot_be_read_are_named(folder: Path, tmp_path: Path) -> N
         ConfigError, match="max_completion_length=5000 leaves no room for a prompt: the model's positions"
     ):
         plan_words([f"model.path={folder}", "max_completion_length=5000"], Machine(1, "1GB"))
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_planned_with_adapters_whether_it_fits_or_not(tmp_path: Path) -> None:
+    build("qwen3-moe").config.save_pretrained(tmp_path)
+    words = ("max_prompt_length=8", "max_completion_length=8", "max_num_seqs=2", "tokens_per_micro_batch=16")
+
+    def plan(memory: str, *more: str) -> RunPlan:
+        machine = Machine()
+        return plan_words(
+            ["grpo", f"model.path={tmp_path}", "device=cpu", *words, f"device_memory={memory}", *more], machine
+        )
+
+    assert not plan("400KB").fits  # looks for remedies, adapters among them
+    assert plan("600KB", "lora.r=4").fits
+
+
+@pytest.mark.sweep
+def test_a_large_mixture_of_experts_is_planned_with_adapters() -> None:
+    """On each of 8 ranks lie 30.5e9 parameters / 8, in two bytes, and in four those of the adapters."""
+    folder = Path(__file__).parents[3] / "docs/plans/models/qwen3-30b-a3b"
+    machine = Machine(8, "80GB", host_memory="1TB", gpus_per_host=8)
+    plan = plan_words(["grpo", f"model.path={folder}", "lora.r=16"], machine)
+    assert not plan.fits
+    assert plan.remedies[0] == "model.gradient_checkpointing=true"
+    adapters, base = 996_507_648, 30_532_122_624
+    assert plan.memory.resident_bytes(ACTOR) == (2 * base + 4 * adapters) // 8
