@@ -176,7 +176,7 @@ def plain_side(given: Namespace) -> Rollout:
 def vllm_side(given: Namespace) -> Rollout:
     """vLLM in this process, weights from a trainer's module."""
     from hybrid_rl.config.schema import VLLMConfig
-    from hybrid_rl.vllm.engine import VLLMEngine
+    from hybrid_rl.vllm.library import VLLMEngine
 
     module = model_for(given)
     settings = VLLMConfig(

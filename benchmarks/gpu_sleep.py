@@ -44,7 +44,7 @@ def measure(given: Namespace) -> None:
     from hybrid_rl.config.schema import VLLMConfig
     from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
     from hybrid_rl.resharding.handoff.tensor import TensorSource
-    from hybrid_rl.vllm.engine import VLLMEngine  # imports vLLM
+    from hybrid_rl.vllm.library import VLLMEngine  # imports vLLM
 
     rates = pinned_rates(given)
     shape = device.TINY_FOR_VLLM if given.tiny else device.SHAPES[given.shape]

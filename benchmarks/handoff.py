@@ -162,7 +162,7 @@ class Bench:
         tensor_parallel: int,
         transport: str,
     ) -> None:
-        from hybrid_rl.vllm.engine import VLLMEngine
+        from hybrid_rl.vllm.library import VLLMEngine
 
         self.rank, self.gather = rank, gather
         self.shards = sharded_model({**SHAPE, "num_hidden_layers": arguments.layers}, arguments.seed)

@@ -18,6 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch  # noqa: E402
 from transformers import AutoConfig, DeepseekV3Config, PreTrainedConfig  # noqa: E402
 
+import hybrid_rl.vllm.library  # noqa: E402, F401
 from hybrid_rl.resharding.trace_files import save_trace  # noqa: E402
 from hybrid_rl.vllm.meta import trace_on_meta, views_on_meta  # noqa: E402
 

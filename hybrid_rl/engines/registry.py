@@ -18,7 +18,7 @@ from hybrid_rl.models import CausalLM
 MODULES: dict[str, str] = {
     "inplace": "hybrid_rl.engines.inplace.engine",
     "hf": "hybrid_rl.engines.hf.engine",
-    "vllm": "hybrid_rl.vllm.engine",
+    "vllm": "hybrid_rl.vllm.library",
 }
 
 

@@ -176,6 +176,7 @@ def _traces(
         help_ = "give --layouts benchmarks/layouts" if layouts is None else "benchmarks/make_layouts.py makes them"
         return {}, f"{reason}, and vLLM is not installed to trace its loader here; {help_}"
     # Imported here: it takes longer than everything else in a plan.
+    import hybrid_rl.vllm.library  # noqa: F401
     from hybrid_rl.vllm.meta import trace_on_meta, views_on_meta
 
     settings: Any = skeleton.config

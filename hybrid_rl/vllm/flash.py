@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from hybrid_rl.engines.apart import import_apart
 from hybrid_rl.vllm.environment import process_kept
 
 
@@ -12,4 +12,4 @@ def functions() -> Any:
     """Return the module vllm.vllm_flash_attn. Raises ImportError if vLLM was built without these kernels, as for
     CPUs."""
     with process_kept():
-        return importlib.import_module("vllm.vllm_flash_attn")
+        return import_apart("vllm.vllm_flash_attn")

@@ -86,7 +86,7 @@ def logprobs(module: Any, tokens: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """The engine is the only one of its file: it takes its time to start."""
-    from hybrid_rl.vllm.engine import VLLMEngine  # imports vLLM
+    from hybrid_rl.vllm.library import VLLMEngine  # imports vLLM
 
     torch.manual_seed(0)
     config = Qwen2Config(

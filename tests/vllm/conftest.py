@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import hybrid_rl.vllm.library  # noqa: F401  # before the tests import from vLLM
+
 ROOT = Path(__file__).parents[2]
 
 

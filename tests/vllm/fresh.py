@@ -1,7 +1,8 @@
 """What vLLM does in a process that has not imported it yet, as a script: prints one JSON object.
 
 changed, handlers: variables of the environment that importing the engine changes, and handlers of vLLM's log then.
-kept: whether whoever imported it is still there after being dropped. compiled: see `compiled`.
+with_attention: what of the engine is imported with vLLM's attention alone. kept: whether whoever imported it is still
+there after being dropped. compiled: see `compiled`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import logging
 import os
 import sys
 import weakref
+from contextlib import suppress
 
 import torch
 import transformers
 
 from hybrid_rl.engines.apart import import_apart
 
-ENGINE = "hybrid_rl.vllm.engine"
+ENGINE = "hybrid_rl.vllm.library"
+OF_THE_ENGINE = ("hybrid_rl.vllm.engine", "vllm.config", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine")
 
 
 class Importer:
@@ -58,6 +61,10 @@ def main() -> None:
     """Import, start, print."""
     transformers.PreTrainedModel  # noqa: B018  # loads what transformers sets
     before = dict(os.environ)
+    with suppress(ImportError):  # which a build for CPUs does not have
+        import_apart("hybrid_rl.vllm.flash").functions()
+    assert "vllm" in sys.modules
+    with_attention = [name for name in OF_THE_ENGINE if name in sys.modules]
     importer = weakref.ref(Importer())
     gc.collect()
     kept = importer() is not None
@@ -66,7 +73,8 @@ def main() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # see `inspected_here`
-    print(json.dumps({"changed": changed, "handlers": handlers, "kept": kept, "compiled": compiled("one", 2**24)}))
+    seen = {"changed": changed, "handlers": handlers, "kept": kept, "with_attention": with_attention}
+    print(json.dumps({**seen, "compiled": compiled("one", 2**24)}))
 
 
 if __name__ == "__main__":

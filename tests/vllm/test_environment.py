@@ -211,6 +211,11 @@ def test_importing_the_engine_leaves_the_environment_as_it_was(fresh_process):
     assert told == {"changed": [], "handlers": 0, "kept": False}
 
 
+@pytest.mark.slow
+def test_vllms_attention_is_imported_without_its_engine(fresh_process):
+    assert fresh_process["with_attention"] == []
+
+
 def smollm3():
     return SmolLM3ForCausalLM(SmolLM3Config(**BASE)).eval()
 
