@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,9 @@ from hybrid_rl.resharding.folders import (
     write_manifest,
     write_part,
 )
+
+# What safetensors and other ranks say of an error of the file system, which they pass on as text.
+_OF_DISK = re.compile(r"OSError|FileNotFoundError|PermissionError|Errno|os error|I/O error|not mounted")
 
 
 def write_checkpoint(
@@ -151,10 +155,10 @@ def _explained(what: str, folder: Path) -> Iterator[None]:
 
 
 def failure(folder: Path, error: object, what: str = "checkpoint") -> str:
-    """Say that a checkpoint could not be written."""
-    return (
-        f"cannot write {what} {folder}: {error}; earlier checkpoints are untouched. Free space or choose another folder"
-    )
+    """Say that a checkpoint could not be written, and what helps. error: the exception, or what a rank says of it."""
+    is_of_disk = isinstance(error, OSError) or _OF_DISK.search(str(error)) is not None
+    advice = "Free space or choose another folder" if is_of_disk else "Correct what it names, and call trainer.save()"
+    return f"cannot write {what} {folder}: {error}; earlier checkpoints are untouched. {advice}"
 
 
 def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[str, Any] | None) -> str:

@@ -7,10 +7,12 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -24,6 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.initialization import no_init_weights
+from transformers.integrations.moe import batched_mm_experts_forward
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.models.auto.modeling_auto import (
@@ -48,7 +51,7 @@ __all__ = [
     "WeightConverter",
     "WeightRenaming",
     "WeightTransform",
-    "custom_object_save",
+    "batched_mm_experts_forward",
     "dot_natural_key",
     "get_model_conversion_mapping",
     "no_init_weights",
@@ -59,6 +62,8 @@ __all__ = [
 # Each name that is private, or in a module that transformers does not document, and why there is no public way.
 NAMES = {
     "transformers.PreTrainedConfig._attn_implementation": "what layers look up their attention function by",
+    "transformers.PreTrainedConfig._auto_class": "whether a config brings its own code",
+    "transformers.PreTrainedModel._auto_class": "the same of a model",
     "transformers.PreTrainedModel._no_split_modules": "the only list of a family's transformer blocks",
     "transformers.PreTrainedModel._can_record_outputs": "where the routers of a family are",
     "transformers.PreTrainedModel._from_config": "builds a given class; the public from_config chooses the class",
@@ -86,10 +91,16 @@ NAMES = {
     "transformers.models.auto.modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": "the same, of critics",
     "transformers.models.auto.modeling_auto.MODEL_MAPPING": "the same, of backbones",
     "transformers.masking_utils.find_packed_sequence_indices": "finds samples packed into a row, by their numbers",
+    "transformers.PreTrainedConfig._experts_implementation": "how the experts of a mixture are computed",
+    "transformers.integrations.moe.batched_mm_experts_forward": "experts of few tokens that no host reads anything of",
     "transformers.utils.output_capturing.OutputRecorder": "tells a router's logits from its other outputs",
 }
 # Attributes that transformers gives to instances, so that no class shows them.
-INSTANCE_NAMES = {"_weight_conversions": "the conversions that a model was loaded with, which saving reverts"}
+INSTANCE_NAMES = {
+    "_weight_conversions": "the conversions that a model was loaded with, which saving reverts",
+    "_apply_gate": "what experts do between their two products",
+    "_is_expert_parallel": "whether experts are spread over ranks; with `_apply_gate`, what marks experts",
+}
 
 _Config = TypeVar("_Config", bound=PreTrainedConfig)
 
@@ -147,6 +158,13 @@ def _view_class(cls: Any, chosen: Callable[[PreTrainedConfig], str | None]) -> t
     return type(cls.__name__, (_View, cls), members)
 
 
+def save_own_code(owners: Sequence[PreTrainedModel | PreTrainedConfig], config: PreTrainedConfig, folder: Path) -> None:
+    """Write the code of a model or config that brings its own into a folder, and name it in this config."""
+    for owner in owners:
+        if owner._auto_class is not None:
+            custom_object_save(owner, folder, config=config)  # type: ignore[arg-type]
+
+
 def attention_name(config: PreTrainedConfig) -> str | None:
     """Return the attention function that a config names."""
     name: str | None = config._attn_implementation
@@ -169,6 +187,31 @@ def router_recorders(model: PreTrainedModel) -> list[OutputRecorder]:
     recorders = (model._can_record_outputs or {}).get("router_logits")
     listed = recorders if isinstance(recorders, list) else [recorders]
     return [recorder for recorder in listed if isinstance(recorder, OutputRecorder)]
+
+
+def experts_of(module: nn.Module) -> list[tuple[Any, str | None]]:
+    """Return the modules inside that hold all experts of a layer and can compute them in several ways, each with the
+    name of its way."""
+    experts: list[Any] = [child for child in module.modules() if getattr(child, "_is_expert_parallel", None) is False]
+    return [(child, child.config._experts_implementation) for child in experts if hasattr(child, "_apply_gate")]
+
+
+def gated(experts: Any, hidden: Tensor) -> Tensor:
+    """Return what experts make of the results of their first product."""
+    between: Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    return between
+
+
+def rereading_rotaries(module: nn.Module) -> list[nn.Module]:
+    """Return the rotary embeddings inside that choose their frequencies in every pass, by its longest sequence, which
+    the host reads."""
+    rotaries = [child for child in module.modules() if hasattr(type(child).forward, "__wrapped__")]
+    kinds = [(child, getattr(child, "rope_type", None)) for child in rotaries]
+    return [
+        child
+        for child, kind in kinds
+        if any(k == "longrope" or "dynamic" in k for k in (kind.values() if isinstance(kind, dict) else [kind or ""]))
+    ]
 
 
 def model_from_config(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from hybrid_rl.compat.transformers import custom_object_save, keys_not_saved
+from hybrid_rl.compat.transformers import keys_not_saved, save_own_code
+from hybrid_rl.errors import ModelError
 from hybrid_rl.files import Sink, save_tensors
 from hybrid_rl.models.recipe import fp32_tensors
 from hybrid_rl.tensors.boxes import local_box, local_tensor
@@ -70,7 +74,7 @@ def save_weights(
             raise failure
         if is_writer:
             _write_index(module, folder, split)
-            _write_configs(module, folder, dtype)
+            write_configs(module, folder, dtype)
 
 
 def _write_complete(
@@ -134,12 +138,66 @@ def _write_index(module: PreTrainedModel, folder: Path, split: StateDictSplit) -
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _write_configs(module: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    config = copy.deepcopy(module.config)
+def write_configs(module: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write what a model's folder has besides weights: config, generation config, and the code of a model that brings
+    its own.
+
+    The values are written as they are, as they were loaded: transformers' `save_pretrained` validates strictly, and
+    refuses generation configs that many published models have (temperature without do_sample).
+    """
+    _write_config(module, folder, dtype)
+    _write_generation_config(module, folder)
+
+
+def _write_config(module: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    config: Any = stored_config(module)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__]
-    if module.is_remote_code():
-        custom_object_save(module, folder, config=config)  # type: ignore[arg-type]
-    config.save_pretrained(folder)
+    vars(config).pop("transformers_weights", None)  # the name of another file
+    save_own_code((module, config), config, folder)
+    config.to_json_file(folder / CONFIG_NAME)
+
+
+def _write_generation_config(module: PreTrainedModel, folder: Path) -> None:
     if module.can_generate():
-        module.generation_config.save_pretrained(folder)
+        module.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+
+
+def check_saved(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> None:
+    """Write all of a model's folder but the weights into a temporary one, and read it again: what could not be saved at
+    the end of a run is refused before it. Raises ModelError."""
+    with tempfile.TemporaryDirectory(prefix="hrl-trial-") as place:
+        folder, config = Path(place), type(stored_config(module))
+        with _refused("config", "module.config"):
+            _write_config(module, folder, dtype)
+            config.from_pretrained(folder)
+        with _refused("generation config", "module.generation_config, or generation_config.json"):
+            _write_generation_config(module, folder)
+            if module.can_generate():
+                GenerationConfig.from_pretrained(folder)
+        with _refused("tokenizer", "what was set on it"):
+            tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _refused(what: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of json, transformers and its validation, and of the model's own code
+        raise ModelError(
+            f"the {what} of this model cannot be written into a checkpoint and read again, so nothing that is trained "
+            f"could be saved: {type(error).__name__}: {error}; correct {where}"
+        ) from error
+
+
+def stored_config(module: PreTrainedModel) -> PreTrainedConfig:
+    """Return a copy of a module's config that says of tied embeddings what is so: of a checkpoint whose config ties two
+    tensors that differ transformers makes an untied module, and leaves the config as it was."""
+    config = copy.deepcopy(module.config)
+    state = module.state_dict(keep_vars=True)
+    ties = module.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if any(state[name] is not state[source] for name, source in ties if {name, source} <= state.keys()):
+        for part in (config, config.get_text_config()):
+            if getattr(part, "tie_word_embeddings", False):
+                part.tie_word_embeddings = False
+    return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.manifest import check_model
 from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.compat.transformers import fp32_name_parts
-from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig
+from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig, to_dict
 from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
+from hybrid_rl.config.habits.translation import by_path
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.rollout_ranks import check_rollout_rewards
 from hybrid_rl.data.prompts import PromptRoom
@@ -30,6 +32,7 @@ from hybrid_rl.models.attention.backends import check_machine
 from hybrid_rl.models.load import DTYPES, loading, refuse_missing_folder
 from hybrid_rl.models.lora.folder import is_adapter_folder
 from hybrid_rl.models.lora.inject import is_adapter_name
+from hybrid_rl.models.saving import check_saved
 from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers.setup import RewardSetup, demonstration_encoder
@@ -111,6 +114,20 @@ def check_module_dtype(module: PreTrainedModel) -> None:
         raise ModelError(
             f"the module holds {held[0]}, which cannot be trained; convert it with .to(torch.bfloat16) or .float()"
         )
+
+
+def check_saving(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: TrainerConfig) -> None:
+    """Raise ModelError or ConfigError for what a run has and its checkpoints could not hold. module: the model, which
+    needs no weights."""
+    check_saved(module, tokenizer, DTYPES[config.model.dtype])
+    for path, value in by_path([to_dict(config)]).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}={value!r} cannot be written into a checkpoint ({error}): give text, numbers, lists and "
+                "mappings of these; in YAML a date is text only in quotes"
+            ) from error
 
 
 def no_reward(completions: Sequence[Any], **_: Any) -> list[float]:

@@ -60,6 +60,7 @@ from hybrid_rl.run.checks import (
     check_module,
     check_module_dtype,
     check_rewards,
+    check_saving,
     check_teacher,
 )
 from hybrid_rl.run.choice import ModelChoice, choose_model
@@ -352,6 +353,7 @@ def prepare(
             tell_of_reference(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
     adapters = checked_adapters(skeleton, resolved)
+    check_saving(skeleton, choice.tokenizer, resolved)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
     training, evaluating = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)

@@ -15,8 +15,11 @@ import tempfile
 from pathlib import Path
 
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
+from hybrid_rl.compat.transformers import save_own_code
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.saving import stored_config
 from hybrid_rl.owners import Owner
 
 MAX_FOLDERS = 64  # of a few kilobytes each
@@ -49,13 +52,10 @@ def config_folder(module: PreTrainedModel) -> Path:
 
 
 def _write(module: PreTrainedModel, folder: Path) -> None:
-    config = module.config
-    before = config.architectures
+    config = stored_config(module)  # which says whether the embeddings are tied: vLLM believes it
     config.architectures = [type(module).__name__.removeprefix("FSDP")]  # FSDP2 derives a class of the same name
-    try:
-        config.save_pretrained(folder)
-    finally:
-        config.architectures = before
+    save_own_code((config,), config, folder)
+    config.to_json_file(folder / CONFIG_NAME)
 
 
 def _digest(folder: Path) -> str:

@@ -133,6 +133,9 @@ def test_a_failure_in_the_middle_leaves_everything_as_it_was(
             caught.value
         )
         assert caught.value.__cause__ is not None
+        is_of_disk = isinstance(caught.value.__cause__, OSError)
+        assert ("Free space or choose another folder" in str(caught.value)) == is_of_disk
+        assert ("Correct what it names" in str(caught.value)) != is_of_disk
     assert [path.name for path in folder.parent.iterdir()] == (["checkpoint-4"] if there_before else [])
     assert before is None or contents(folder) == before
 

@@ -1,0 +1,31 @@
+"""What a run refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hybrid_rl.errors import ConfigError
+from tests.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, sums
+
+
+def test_a_published_generation_config_is_no_reason_to_lose_a_run(make_trainer, model_folder: Path) -> None:
+    path = model_folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.9, "top_p": 0.6}))  # as vicuna-7b-v1.5
+    trainer = make_trainer(str(model_folder), max_steps=1, save_steps=1)
+    trainer.fit()
+    saved = AutoModelForCausalLM.from_pretrained(trainer.run_folder / "checkpoint-1")
+    assert (saved.generation_config.temperature, saved.generation_config.top_p) == (0.9, 0.6)
+
+
+def test_a_setting_that_no_checkpoint_can_hold_is_refused(make_trainer) -> None:
+    """YAML reads 2024-07-26 as a date; a checkpoint has the configuration as JSON."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ date_string }}" + CHAT_TEMPLATE
+    given = {"tokenizer": tokenizer, "chat_template_kwargs": {"date_string": datetime.date(2024, 7, 26)}}
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.date_string=.*not JSON.*only in quotes"):
+        make_trainer(build_model(), train_dataset=sums(8, chat=True), **given)
