@@ -217,7 +217,8 @@ def _is_chat(prompt: Any) -> bool:
 
 def _check_schemas(tools: Sequence[Any]) -> None:
     for tool in tools:
-        if not isinstance(tool, Mapping):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             name = getattr(tool, "__name__", shorten(tool))
             raise DataError(
                 f"generate(tools=) has {name} of type {type(tool).__name__}, but takes JSON schemas, which the policy "

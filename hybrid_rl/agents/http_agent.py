@@ -6,7 +6,9 @@ import asyncio
 import contextvars
 import copy
 import inspect
+import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,16 +18,21 @@ from typing import Any
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.episode import Episode
 from hybrid_rl.agents.server.app import AgentServer
+from hybrid_rl.agents.server.sessions import Session
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import PROMPT_COLUMN, shorten
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.process.threads import WATCH_SECONDS, LoopThread, LoopWatch, start_thread
 
+logger = logging.getLogger("hybrid_rl")
+
 # Arguments after row, base_url and api_key: passed by name to functions that take them.
 OPTIONAL = ("trainer_state", "environment", "trajectory")
 STOP_SECONDS = 1.0
 LIMITS = ("length", "turns", "time")
+KEYS = {"length": "max_completion_length, or of the longest sequence", "turns": "max_tool_calling_iterations"}
+REFUSED_SECONDS = 60.0  # after which an agent that a limit refused an answer, and that works on, is spoken of
 
 
 class HttpAgent:
@@ -49,6 +56,7 @@ class HttpAgent:
         self._server: AgentServer | None = None
         self._loop: LoopThread | None = None
         self._watch: LoopWatch | None = None
+        self._has_told = False
 
     def sample_at(self, temperature: float) -> None:
         """Answer at this temperature from now on; call it between episodes."""
@@ -80,6 +88,7 @@ class HttpAgent:
                 ends = [result, session.failure]
                 await asyncio.wait(ends, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 self._watch.look()
+                self._look(session)
             if session.failure.done():
                 session.failure.result()
             value = result.result()
@@ -97,6 +106,19 @@ class HttpAgent:
         _take_result(value, trajectory)
         if session.limit is not None or session.is_cut:
             trajectory.end(session.limit or "length")
+
+    def _look(self, session: Session) -> None:
+        """Say once in a run that a step waits for an agent that gets no further answer."""
+        waited = 0.0 if session.refused_at is None else time.monotonic() - session.refused_at
+        if waited < REFUSED_SECONDS or session.limit not in KEYS or self._has_told:
+            return
+        self._has_told = True
+        logger.warning(
+            "%.0f s ago a request of an agent was refused because its trajectory had reached the limit of %s, and the "
+            "agent has not returned since: it may be trying again, and the step waits for it. Have the agent return "
+            "at such an error, or set trajectory_timeout_seconds, which ends the trajectory with reward 0",
+            *(waited, KEYS[session.limit]),
+        )
 
     def close(self) -> None:
         """Stop the endpoint and the event loop of the functions. Idempotent."""

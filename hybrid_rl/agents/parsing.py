@@ -51,8 +51,10 @@ def argument_types(tools: Sequence[Mapping[str, Any]]) -> ArgumentTypes:
     found: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
         function = tool.get("function", tool)
-        properties = (function.get("parameters") or {}).get("properties") or {}
-        found[str(function.get("name"))] = {key: _declared(schema) for key, schema in properties.items()}
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        schemas = properties.items() if isinstance(properties, Mapping) else ()
+        found[str(function.get("name"))] = {key: _declared(schema) for key, schema in schemas}
     return found
 
 
@@ -238,11 +240,14 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _encodable(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    r"""The arguments, unless a text in them is no Unicode (half of a pair, as in "\ud83d"): no file takes that."""
+    r"""The arguments, unless a text in them is no Unicode (half of a pair, as in "\ud83d"): no file takes that. And
+    unless a number is not finite: JSON has no such numbers, but 1e400 is read as one."""
     try:
-        json.dumps(arguments, ensure_ascii=False).encode()
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (UnicodeEncodeError, RecursionError):
         raise MalformedCallError("a text in its arguments is not valid Unicode") from None
+    except ValueError:
+        raise MalformedCallError("a number in its arguments is too large, or not a number") from None
     return dict(arguments)
 
 
@@ -258,14 +263,17 @@ def _typed(text: str, declared: frozenset[str] | None) -> Any:
 
 
 def _declared(schema: Any) -> frozenset[str]:
-    """All JSON types that a schema allows; empty if it does not say."""
+    """All JSON types that a schema allows; empty if it does not say, or is not a schema."""
     if not isinstance(schema, Mapping):
         return frozenset()
-    kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(kind or ())
-    for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+    kinds = {kind for kind in _listed(schema.get("type")) if isinstance(kind, str)}
+    for choice in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
         kinds |= _declared(choice)
     return frozenset(kinds | ({"null"} if schema.get("nullable") and kinds else set()))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _types_of(value: Any) -> frozenset[str]:

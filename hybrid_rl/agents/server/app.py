@@ -18,7 +18,15 @@ from aiohttp.typedefs import Handler
 from hybrid_rl.agents.client import AgentClient
 from hybrid_rl.agents.server import answers as wire
 from hybrid_rl.agents.server.answers import Answer
-from hybrid_rl.agents.server.refusals import Refusal, bad_request, failed, no_rollout, session_ended, wrong_key
+from hybrid_rl.agents.server.refusals import (
+    Refusal,
+    bad_request,
+    failed,
+    nested_too_deep,
+    no_rollout,
+    session_ended,
+    wrong_key,
+)
 from hybrid_rl.agents.server.requests import MODEL, AnswerRequest, read_request
 from hybrid_rl.agents.server.sessions import Session
 from hybrid_rl.process.threads import LoopThread
@@ -158,6 +166,8 @@ async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamR
             refusal.message += "; there are /v1/chat/completions, /v1/completions and /v1/models"
         if request.path.endswith("/responses"):
             refusal.message += ": set the agent's framework to chat completions instead of the Responses API"
+    except RecursionError:
+        refusal = nested_too_deep()
     except Exception as error:
         logger.exception("the endpoint of agents failed to answer %s", request.path)
         refusal = failed(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_rl.agents.client import Limits
 from hybrid_rl.agents.trajectory import EndReason
 
 RETRY_SECONDS = 5  # after which a client may try again; how long an update takes is not known here
@@ -38,6 +37,11 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
     return Refusal(400, message, code=code, param=param)
 
 
+def nested_too_deep() -> Refusal:
+    """Return the refusal of JSON with more levels than Python follows."""
+    return bad_request("the body has too many levels of lists and objects in each other: send a flatter one")
+
+
 def wrong_key() -> Refusal:
     """Return the refusal of a key that is of no trajectory, or of another one than the path."""
     message = (
@@ -58,17 +62,17 @@ def no_rollout() -> Refusal:
     return Refusal(503, message, code="no_rollout", headers={"Retry-After": str(RETRY_SECONDS)})
 
 
-def limit_reached(reason: EndReason, limits: Limits) -> Refusal:
-    """Return the refusal that tells an agent why its trajectory gets no further answer."""
+def limit_reached(reason: EndReason) -> Refusal:
+    """Return the refusal that tells an agent why its trajectory gets no further answer. It holds no numbers: some
+    frameworks look for codes of HTTP such as 429 in a text, and try again."""
     if reason == "length":
         message = (
             "This model's maximum context length is reached: with this prompt, no token is left of "
-            f"max_completion_length={limits.max_completion_length} (all turns of a trajectory together) or of the "
-            f"longest sequence ({limits.max_length} tokens)"
+            "max_completion_length (all turns of a conversation together), or of the longest sequence"
         )
         return Refusal(400, message, code="context_length_exceeded", param="messages")
     if reason == "turns":
-        message = f"the trajectory had its max_tool_calling_iterations={limits.max_tool_calling_iterations}"
+        message = "the trajectory has had all the rounds of tool calls that max_tool_calling_iterations allows"
         return Refusal(400, message, code="max_tool_calling_iterations")
     return no_rollout() if reason == "abort" else session_ended()
 

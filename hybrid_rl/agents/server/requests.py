@@ -180,6 +180,14 @@ def _read_tools(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
             or not isinstance(function.get("name"), str)
         ):
             raise bad_request(f'a tool must be {{"type": "function", "function": ...}}; got {shorten(tool)}', "tools")
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if not isinstance(parameters, dict | None) or not (isinstance(properties, dict) or not properties):
+            raise bad_request(
+                f"the parameters of the tool {function['name']} must be a JSON schema of an object, with an object of "
+                f"properties; got {shorten(parameters)}",
+                "tools",
+            )
         # strict asks for constrained decoding, which is left to the policy; every framework sends it.
         read.append({"type": "function", "function": {k: v for k, v in function.items() if k != "strict"}})
     return tuple(read) if choice == "auto" else ()
@@ -200,13 +208,21 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     read = {"role": "system" if role == "developer" else role, "content": _text(message.get("content"), where)}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
-            read[name] = message[name]
+            read[name] = _checked_text(message[name], f"{where}.{name}")
     for name in ("reasoning_content", "thinking"):
         if role == "assistant" and isinstance(message.get(name), str):
             read[name] = message[name]
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise bad_request(f"{where}.tool_calls={shorten(calls)} must be a list", where)
         read["tool_calls"] = [_read_call(call, where) for call in calls]
     return read
+
+
+def _checked_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise bad_request(f"{where}={shorten(value)} must be a text", where)
+    return value
 
 
 def _text(content: Any, where: str) -> str:
@@ -229,9 +245,11 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_request(f"{where} has a tool call without a function: {shorten(call)}", where)
-    arguments = as_object(function.get("arguments", {}))
+    arguments = as_object(function.get("arguments") or {})
+    if not isinstance(arguments, dict | str):
+        raise bad_request(f"{where} has a tool call whose arguments are no object: {shorten(call)}", where)
     read = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {"id": call["id"], **read} if call.get("id") else read
+    return {"id": _checked_text(call["id"], f"{where}.tool_calls.id"), **read} if call.get("id") else read
 
 
 def as_object(arguments: Any) -> Any:
@@ -239,7 +257,7 @@ def as_object(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
             found = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
         return found if isinstance(found, dict) else arguments
     return arguments

@@ -5,24 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.agents.client import AgentClient, TrajectoryEndedError
 from hybrid_rl.agents.server.answers import Answer, answer_of
-from hybrid_rl.agents.server.refusals import Refusal, bad_request, failed, limit_reached, session_ended
+from hybrid_rl.agents.server.refusals import (
+    Refusal,
+    bad_request,
+    failed,
+    limit_reached,
+    nested_too_deep,
+    session_ended,
+)
 from hybrid_rl.agents.server.requests import AnswerRequest, as_object
 from hybrid_rl.agents.trajectory import EndReason
 from hybrid_rl.data.prompts import Messages
-from hybrid_rl.errors import MessagesRefusedError
+from hybrid_rl.errors import DataError
 
 
 class Session:
     """The trajectory of a key. Everything here happens on the event loop that runs its episode.
 
     path, key: secrets, each of which names it. limit: the one that left the last request without an answer; None if it
-    got one. is_cut: the last answer was too long, and ends early. failure: gets the exception if something fails that
-    no agent can mend.
+    got one. refused_at: the time of the first request since the last answer that a limit left without one. is_cut: the
+    last answer was too long, and ends early. failure: gets the exception if something fails that no agent can mend.
     """
 
     def __init__(self, client: AgentClient) -> None:
@@ -30,6 +38,7 @@ class Session:
         self.client = client
         self.loop = asyncio.get_running_loop()
         self.limit: EndReason | None = None
+        self.refused_at: float | None = None
         self.is_cut = False
         self.failure: asyncio.Future[None] = self.loop.create_future()
         self.is_over = False
@@ -47,10 +56,12 @@ class Session:
         try:
             return await self._ask(request)
         except TrajectoryEndedError as error:
-            self.limit = error.reason
-            raise limit_reached(error.reason, self.client.limits) from None
-        except MessagesRefusedError as error:
-            raise bad_request(str(error), "messages") from error
+            self.limit, self.refused_at = error.reason, self.refused_at or time.monotonic()
+            raise limit_reached(error.reason) from None
+        except DataError as error:  # of the request, which the agent can mend
+            raise bad_request(str(error), "messages" if request.is_chat else "prompt") from error
+        except RecursionError:
+            raise nested_too_deep() from None
         except Refusal:
             raise
         except Exception as error:
@@ -78,7 +89,7 @@ class Session:
         last = turns[-1]
         # An agent that asked for no more tokens goes on or ends as it likes.
         is_full = client.tokens_left((*last.prompt_ids, *last.token_ids)) < 1
-        self.limit, self.is_cut = None, last.finish_reason == "length" and is_full
+        self.limit, self.refused_at, self.is_cut = None, None, last.finish_reason == "length" and is_full
         answers = [answer_of(turn, request, client.chat.decode) for turn in turns]
         num_calls = sum(len(answer.calls) for answer in answers)
         client.trajectory.counts["tool_calls"] += num_calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import os
 import queue
 import socket
@@ -17,8 +18,10 @@ import aiohttp
 import openai
 import pytest
 
+from hybrid_rl.agents import http_agent
 from hybrid_rl.agents.client import Limits, TrajectoryEndedError
 from hybrid_rl.agents.http_agent import HttpAgent
+from hybrid_rl.agents.parsing import argument_types
 from hybrid_rl.agents.server import app
 from hybrid_rl.agents.server.answers import token_texts
 from hybrid_rl.agents.trajectory import Completion, Trajectory
@@ -613,3 +616,127 @@ def test_if_one_of_several_answers_fails_the_others_are_cancelled() -> None:
         assert len(tokens.cancelled) == 2
 
     asyncio.run(main())
+
+
+# ------------------------------------------------------------------------------ what an agent can mend, or waits for
+
+
+NESTED = json.loads("[" * 400 + "]" * 400)
+CALL: Any = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def said(**changes: Any) -> list[Any]:
+    return [{"role": "assistant", "content": "1", **changes}, QUESTION]
+
+
+def shown(**changes: Any) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f", **changes}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"tools": shown(parameters="x")}, "the parameters of the tool f must be a JSON schema"),
+        ({"tools": shown(parameters={"properties": ["a"]})}, "the parameters of the tool f must be a JSON schema"),
+        ({"messages": said(tool_calls=5)}, "messages[0].tool_calls=5 must be a list"),
+        ({"messages": said(tool_calls=[CALL | {"id": [1]}])}, "messages[0].tool_calls.id=[1] must be a text"),
+        (
+            {"messages": said(tool_calls=[{"function": {"name": "f", "arguments": 5}}])},
+            "messages[0] has a tool call whose arguments are no object",
+        ),
+        ({"messages": [QUESTION | {"name": ["a"]}]}, "messages[0].name=['a'] must be a text"),
+        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": 7}]}, "messages[0].tool_call_id=7 must be a"),
+    ],
+)
+def test_what_an_agent_can_mend_is_a_bad_request_and_costs_nothing(body: dict[str, Any], reason: str) -> None:
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        url = f"{base_url}/chat/completions"
+        status, answer, _ = await post(url, api_key, {"messages": [QUESTION], **body})
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
+        assert reason in answer["error"]["message"]
+        assert (await post(url, api_key, {"messages": [QUESTION]}))[0] == 200
+        return 1.0
+
+    trajectory = run(agent)
+    assert (trajectory.reward, trajectory.counts["turns"]) == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"properties": None},
+        {"properties": []},
+        {"properties": {"a": True}},
+        {"properties": {"a": {"type": 5, "anyOf": 5, "oneOf": [["x"]]}, "b": {"type": [["x"], "string"]}}},
+    ],
+)
+def test_schemas_that_say_little_declare_nothing(parameters: Any) -> None:
+    declared = argument_types(shown(parameters=parameters))["f"]
+    assert declared.get("a", frozenset()) == frozenset()
+    assert declared.get("b", frozenset({"string"})) == {"string"}
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
+        body = {"messages": [QUESTION], "tools": shown(parameters=parameters)}
+        assert (await post(f"{base_url}/chat/completions", api_key, body))[0] == 200
+
+    run(agent)
+
+
+def test_tokens_that_the_engine_refuses_can_be_mended() -> None:
+    wrong = "token 1000000000 is outside the vocabulary"
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        status, answer, _ = await post(f"{base_url}/completions", api_key, {"prompt": [66]})
+        assert (status, answer["error"]["message"], answer["error"]["param"]) == (400, wrong, "prompt")
+        return float((await post(f"{base_url}/completions", api_key, {"prompt": [65]}))[0] == 200)
+
+    tokens = ScriptedTokens(lambda text: DataError(wrong) if text == "B" else "5")
+    assert run(agent, tokens).reward == 1.0
+
+
+def test_a_body_with_too_many_levels_is_a_bad_request(caplog: pytest.LogCaptureFixture) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        url, headers = f"{base_url}/chat/completions", {"Authorization": f"Bearer {api_key}"}
+        bodies = [f'{{"messages": {deep}}}', json.dumps({"messages": said(tool_calls=[CALL | {"x": NESTED}])})]
+        for body, status in zip(bodies, (400, 200), strict=True):
+            async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
+                assert answer.status == status, await answer.json()
+        return 1.0
+
+    assert run(agent).reward == 1.0
+    assert not caplog.records
+
+
+def test_an_agent_that_works_on_after_a_limit_is_spoken_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_agent, "REFUSED_SECONDS", 0.0)
+    monkeypatch.setattr(http_agent, "WATCH_SECONDS", 0.01)
+    spoken = asyncio.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            spoken.set()
+
+    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        url, body = f"{base_url}/chat/completions", {"messages": [{"role": "user", "content": "x" * 40}]}
+        for _ in range(2):
+            status, answer, _ = await post(url, api_key, body)
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            assert not any(letter.isdigit() for letter in answer["error"]["message"])
+        while not spoken.is_set():
+            await asyncio.sleep(0.005)
+        return 1.0
+
+    handler = Heard()
+    logging.getLogger("hybrid_rl").addHandler(handler)
+    try:
+        run(agent, limits=Limits(max_completion_length=20, max_length=40))
+    finally:
+        logging.getLogger("hybrid_rl").removeHandler(handler)
+    (record,) = caplog.records
+    assert "trajectory_timeout_seconds" in record.message and "the limit of max_completion_length" in record.message
