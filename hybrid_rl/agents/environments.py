@@ -76,12 +76,15 @@ class EnvironmentKind:
 
 
 def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Return the bound methods of an object whose names do not begin with an underscore. Properties are not read."""
+    """Return the methods of an object, static ones too, whose names do not begin with an underscore. Class methods make
+    objects, and only RESERVED_METHODS may be such. Properties are not read."""
     found: dict[str, Callable[..., Any]] = {}
     for name in dir(instance):
-        if not name.startswith("_") and not isinstance(inspect.getattr_static(instance, name, None), property):
+        static = inspect.getattr_static(instance, name, None)
+        is_left_out = isinstance(static, property) or (isinstance(static, classmethod) and name not in RESERVED_METHODS)
+        if not name.startswith("_") and not is_left_out:
             member = getattr(instance, name, None)
-            if inspect.ismethod(member):
+            if inspect.ismethod(member) or (isinstance(static, staticmethod) and inspect.isfunction(member)):
                 found[name] = member
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
+from hybrid_rl.agents.parsing import read_json
 from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.agents.tool_calling import content_of, message_of
 from hybrid_rl.agents.tool_failures import FailureWatch
@@ -57,8 +57,8 @@ class Tool:
     is_async: bool
     run: Run = field(repr=False)
 
-    def check(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ToolCallError for arguments that the schema does not allow."""
+    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments as the function gets them. Raises ToolCallError for any that the schema does not allow."""
         parameters = self.schema["function"]["parameters"]
         known, required = parameters.get("properties", {}), parameters.get("required", ())
         wrong = [f"{name!r} is missing" for name in required if name not in arguments]
@@ -69,6 +69,7 @@ class Tool:
         if wrong:
             takes = ", ".join(f"{name}: {type_text(schema)}" for name, schema in known.items()) or "no arguments"
             raise ToolCallError(f"{self.name}: {'; '.join(wrong)} (it takes {takes})")
+        return {name: with_integers(value, known[name]) for name, value in arguments.items()}
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -91,6 +92,22 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
         if is_whole or (is_type and (name != "array" or all(fits(item, schema.get("items", {})) for item in value))):
             return True
     return False
+
+
+def with_integers(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return a value that fits a schema, with an int for every whole float where the schema takes integers: for JSON
+    schema 3.0 is one, for Python it is not."""
+    if "anyOf" in schema:
+        return with_integers(value, next((option for option in schema["anyOf"] if fits(value, option)), {}))
+    names = schema.get("type", ())
+    if isinstance(value, float) and "integer" in names and "number" not in names:
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [with_integers(item, schema.get("items", {})) for item in value]
+    others = schema.get("additionalProperties")
+    if isinstance(value, dict) and isinstance(others, Mapping):
+        return {key: with_integers(item, others) if fits(item, others) else item for key, item in value.items()}
+    return value
 
 
 def type_text(schema: Mapping[str, Any]) -> str:
@@ -167,14 +184,13 @@ class ToolSet:
         arguments = function.get("arguments")
         if isinstance(arguments, str):  # as the OpenAI API writes them
             try:
-                arguments = json.loads(arguments)
+                arguments = read_json(arguments)
             except ValueError as error:
                 raise ToolCallError(f"{tool.name}: the arguments are not valid JSON ({error})") from error
         arguments = {} if arguments is None else arguments
         if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
             raise ToolCallError(f"{tool.name}: the arguments must be an object of names and values, not {arguments!r}")
-        tool.check(arguments)
-        return tool, dict(arguments)
+        return tool, tool.checked(arguments)
 
 
 def _message(call: Any, outcome: Outcome, counts: Counter[str]) -> dict[str, Any]:

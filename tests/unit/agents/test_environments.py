@@ -67,8 +67,13 @@ class Counting:
         return "done"
 
     @staticmethod
-    def helper() -> int:
-        return 1
+    def rules() -> str:
+        """Tell the rules."""
+        return "none"
+
+    @classmethod
+    def of_size(cls, size: int) -> "Counting":
+        return cls()
 
     def _private(self) -> int:
         return 1
@@ -311,7 +316,7 @@ def setup_of(factory: Any, tools: Any = ()) -> AgentSetup:
 def test_public_methods_are_tools_except_the_reserved_ones(caller: Caller) -> None:
     setup = setup_of(Counting)
     [kind] = setup.kinds
-    assert list(kind.schemas) == ["slow", "step"]
+    assert list(kind.schemas) == ["rules", "slow", "step"]
     assert (kind.class_name, kind.has_reward, setup.sources) == ("Counting", False, [])
     assert Counting.made == 1
     agent = setup.tool_agent(AgentConfig())

@@ -14,7 +14,7 @@ import pytest
 from hybrid_rl.agents import calls as calls_module
 from hybrid_rl.agents.calls import Caller
 from hybrid_rl.agents.tool_calling import call_sync
-from hybrid_rl.agents.tools import Functions, fits
+from hybrid_rl.agents.tools import Functions, fits, with_integers
 from hybrid_rl.errors import AgentError, ConfigError
 
 
@@ -183,7 +183,7 @@ def answers(functions: Functions, *asked: Any) -> tuple[list[dict[str, Any]], di
         (call("add", {"a": 2, "b": 3}), "5"),
         (call("add", {"a": 2}), "3"),
         (call("add", '{"a": 2}'), "3"),
-        (call("add", {"a": 2.0}), "3.0"),  # a whole number, says JSON schema
+        (call("add", {"a": 2.0}), "3"),  # an integer, says JSON schema, and the function gets an int
         (call("rows"), "[(1, 'a'), (2, 'b')]"),
         (call("blocks", {}), [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]),
     ],
@@ -426,3 +426,27 @@ def test_a_tool_that_sets_a_signal_handler_moves_to_a_process(caplog: pytest.Log
 )
 def test_values_fit_schemas(value: Any, schema: dict[str, Any], is_fit: bool) -> None:
     assert fits(value, schema) is is_fit
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "expected"),
+    [
+        (3.0, {"type": "integer"}, "3"),
+        (3, {"type": "integer"}, "3"),
+        (3.0, {"type": "number"}, "3.0"),
+        (3.0, {"type": ["integer", "null"]}, "3"),
+        (3.0, {"type": ["integer", "number"]}, "3.0"),
+        (3.0, {"type": "integer", "nullable": True}, "3"),
+        (2.0, {"type": "integer", "enum": [1, 2]}, "2"),
+        ([1.0, 2], {"type": "array", "items": {"type": "integer"}}, "[1, 2]"),
+        ([1.0, "a"], {"type": "array"}, "[1.0, 'a']"),
+        (4.0, {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "integer"}]}, "4"),
+        ({"a": 1.0, "b": 1.5}, {"type": "object", "additionalProperties": {"type": "integer"}}, "{'a': 1, 'b': 1.5}"),
+        ("3.0", {"type": ["integer", "string"]}, "'3.0'"),
+        (True, {"type": "boolean"}, "True"),
+    ],
+)
+def test_whole_floats_reach_functions_as_the_integers_that_they_passed_for(
+    value: Any, schema: dict[str, Any], expected: str
+) -> None:
+    assert repr(with_integers(value, schema)) == expected
