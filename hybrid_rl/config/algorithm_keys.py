@@ -31,7 +31,7 @@ class AlgorithmConfig:
     )
     max_refills: int = key(
         0,
-        "dynamic sampling (DAPO): groups whose rewards are all equal, overlong_penalty left out, are replaced, with at "
+        "dynamic sampling (DAPO): groups whose rewards are all equal, shaping rewards left out, are replaced, with at "
         "most this many further rollouts per training step; 0 = they stay",
         minimum=0,
     )

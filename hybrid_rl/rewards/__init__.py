@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from hybrid_rl.rewards.code import code_reward
+from hybrid_rl.rewards.completions import completion_text
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import GivenReward, RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
 from hybrid_rl.rewards.gym import reasoning_gym_reward
 from hybrid_rl.rewards.judge import LLMJudge
 from hybrid_rl.rewards.judging import JudgeStyle
-from hybrid_rl.rewards.marks import dense_reward, group_reward
+from hybrid_rl.rewards.marks import dense_reward, group_reward, shaping_reward
 from hybrid_rl.rewards.results import (
     RewardFailure,
     RewardResult,
@@ -36,7 +37,7 @@ from hybrid_rl.rewards.trl import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
-from hybrid_rl.rewards.verifiers import completion_text, exact_match, math_reward
+from hybrid_rl.rewards.verifiers import exact_match, gsm8k_reward, math_reward
 
 __all__ = [
     "EngineJudge",
@@ -66,6 +67,7 @@ __all__ = [
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
     "group_reward",
+    "gsm8k_reward",
     "kimi_length_reward",
     "lcpo_exact",
     "lcpo_max",
@@ -73,6 +75,7 @@ __all__ = [
     "overlong_penalty",
     "reasoning_accuracy_reward",
     "reasoning_gym_reward",
+    "shaping_reward",
     "tag_count_reward",
     "think_format_reward",
     "with_model_entries",

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.code_grader import Grader
-from hybrid_rl.rewards.verifiers import THINK_END, completion_text
+from hybrid_rl.rewards.completions import completion_text
 from hybrid_rl.sandbox import MIB, Sandbox
 
 logger = logging.getLogger("hybrid_rl")
@@ -73,12 +73,17 @@ def code_reward(
     has_warned = False
 
     async def code_reward(
-        completions: Sequence[str | Messages], log_metric: Callable[[str, float], None], **columns: Any
+        completions: Sequence[str | Messages],
+        log_metric: Callable[[str, float], None],
+        completion_openings: Sequence[str] | None = None,
+        **columns: Any,
     ) -> list[float | None]:
         nonlocal has_warned
         if tests not in columns:
             raise ValueError(f"code_reward needs the dataset column {tests!r} with the tests; there is none")
-        programs, nothing = [find_program(completion) for completion in completions], [None] * len(completions)
+        openings = completion_openings or [""] * len(completions)
+        programs = [find_program(*pair) for pair in zip(completions, openings, strict=True)]
+        nothing = [None] * len(completions)
         rows = zip(
             programs, columns[tests], columns.get(entry_point, nothing), columns.get(setup, nothing), strict=True
         )
@@ -94,10 +99,10 @@ def code_reward(
     return code_reward
 
 
-def find_program(completion: str | Messages) -> str:
+def find_program(completion: str | Messages, opening: str = "") -> str:
     """Return the program of a completion: its last block of Python, or its last block of no named language, or, without
     any block, all of its text; "" if there is nothing."""
-    text = completion_text(completion).rpartition(THINK_END)[2]
+    text = completion_text(completion, thinking=False, opening=opening)
     blocks = _BLOCK.findall(text)
     if not blocks:
         return text.strip("\n") if "```" not in text and text.strip() else ""

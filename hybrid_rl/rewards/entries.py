@@ -13,7 +13,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.calling import CallLog, CallOutcome, check_values
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, function_name, inspect_function, unique_names
-from hybrid_rl.rewards.marks import unwrap_partial
+from hybrid_rl.rewards.marks import SHAPING, has_mark, unwrap_partial
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,12 @@ class RewardList:
     def dense(self) -> list[int]:
         """Places of the entries that may give a number per token."""
         return [place for place, entry in (self.functions | self.given).items() if entry.is_dense]
+
+    @property
+    def shaping(self) -> list[int]:
+        """Places of the entries that are marked as `shaping_reward`."""
+        functions = [place for place, function in self.functions.items() if function.is_shaping]
+        return functions + [place for place, judge in self.judges.items() if has_mark(judge, SHAPING)]
 
     def max_length(self, sample_length: int) -> int:
         """Tokens of the longest sequence for the engine: a sample, or a judge's question with its answer."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.data.prompts import PROMPT_COLUMN, RESERVED_COLUMNS, Messages, Prompt, check_reserved_columns
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, has_mark, layers, unwrap_partial
+from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, SHAPING, has_mark, layers, unwrap_partial
 from hybrid_rl.rewards.verl import adapted
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class RewardInput:
     """What sources other than functions gave, by `GivenReward.name`: a number, None, or the exception instead."""
     policy_length: int | None = None
     """Tokens that the policy made in the whole trajectory; None = all of completion_ids."""
+    opening: str = ""
+    """What the prompt has opened of the completion, and is not in it: a thought, from <think> on."""
 
     @property
     def length(self) -> int:
@@ -69,6 +71,8 @@ class RewardFunction:
     """Whether it may give a number per token (`dense_reward`)."""
     needs_group: bool = False
     """Whether it compares the samples of a group (`group_reward`)."""
+    is_shaping: bool = False
+    """Whether it does not say who is right (`shaping_reward`)."""
 
     def accepts(self, name: str) -> bool:
         """Whether the argument `name` is passed to this function."""
@@ -102,6 +106,7 @@ class RewardFunction:
         values["completions"] = [format_completion(sample.prompt, sample.completion) for sample in inputs]
         values["completion_ids"] = [list(sample.completion_ids) for sample in inputs]
         values["completion_lengths"] = [sample.length for sample in inputs]
+        values["completion_openings"] = [sample.opening for sample in inputs]
         values["trainer_state"] = trainer_state
         if has_environments:
             values[ENVIRONMENTS] = [sample.environment for sample in inputs]
@@ -196,6 +201,7 @@ def inspect_function(
         bound=bound_keywords(function),
         is_dense=has_mark(function, DENSE),
         needs_group=has_mark(function, NEEDS_GROUP),
+        is_shaping=has_mark(function, SHAPING),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.data.prompts import Messages
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards.judging import JudgeMode, JudgeParser, JudgePrompt, JudgeStyle, Question
 
 
@@ -62,11 +62,12 @@ class LLMJudge:
         prompts: Sequence[str | Messages],
         completions: Sequence[str | Messages],
         log_metric: Callable[[str, float], None],
+        completion_openings: Sequence[str] | None = None,
         **columns: Any,
     ) -> list[Any]:
         """Ask about the samples; returns their scores. An exception in the place of a score fails that sample."""
         values = {name: column for name, column in columns.items() if isinstance(column, list)}
-        questions = self.style.questions(prompts, completions, values, [0] * len(prompts))
+        questions = self.style.questions(prompts, completions, values, [0] * len(prompts), completion_openings)
         answers = await asyncio.gather(*(self._answer(question) for question in questions))
         if answers:
             log_metric(f"{self.name}/unparsed", answers.count(None) / len(answers))
@@ -85,10 +86,16 @@ class LLMJudge:
                     temperature=self.temperature,
                     extra_body=self.extra_body,
                 )
-            text = answer.choices[0].message.content
+            choices = getattr(answer, "choices", None)
+            message = choices[0].message if choices else None
+            if message is None:
+                raise RewardError(
+                    f"{self.name}: the answer of {self.base_url} holds no message ({str(answer)!r:.200}), as behind a "
+                    "filter of contents; look at what was asked about this sample, or at the server"
+                )
         except Exception as error:  # of one request: the others continue
             return error
-        return self.style.read(text)
+        return self.style.read(message.content)
 
     def _client(self) -> tuple[Any, asyncio.Semaphore]:
         """Return the client of the running event loop: connections belong to the loop that opened them."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.verifiers import completion_text
+from hybrid_rl.rewards.completions import conversation_text
 
 JudgeMode = Literal["pointwise", "pairwise"]
 # A template, or a function of the same names as keywords that gives the text or the chat messages.
@@ -121,10 +121,13 @@ class JudgeStyle:
         completions: Sequence[str | Messages],
         columns: Mapping[str, Sequence[Any]],
         groups: Sequence[int],
+        openings: Sequence[str] | None = None,
     ) -> list[Question]:
         """Write all questions about N samples: one each, or one for each ordered pair of a group. Both orders of a pair
-        are asked, so that a preference for the first or second place cancels out. columns: name -> N values."""
-        texts = [completion_text(completion) for completion in completions]
+        are asked, so that a preference for the first or second place cancels out. columns: name -> N values. openings:
+        what the prompts have opened of the completions, None: nothing."""
+        pairs = zip(completions, openings or [""] * len(completions), strict=True)
+        texts = [conversation_text(*pair) for pair in pairs]
 
         def render(sample: int, **shown: str) -> str | Messages:
             values = {name: values[sample] for name, values in columns.items()}
@@ -154,10 +157,13 @@ class JudgeStyle:
         """Score each sample: its grade, or the mean share of wins over its comparisons.
 
         answers: the parser's number for each question, or the exception in its place. A comparison without a number is
-        left out; a sample without any gets the first of its exceptions, else None.
+        left out; a sample without any gets the first of its exceptions, else None, as does one without a question.
         """
         if self.mode == "pointwise":
-            return list(answers)
+            grades: list[Any] = [None] * num_samples
+            for question, answer in zip(questions, answers, strict=True):
+                grades[question.samples[0]] = answer
+            return grades
         shares: list[list[float]] = [[] for _ in range(num_samples)]
         errors: dict[int, Exception] = {}
         for question, answer in zip(questions, answers, strict=True):

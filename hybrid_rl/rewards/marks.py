@@ -1,4 +1,5 @@
-"""Marks of reward functions: those that give a number per token, and those that compare the samples of a group."""
+"""Marks of reward functions: those that give a number per token, that compare the samples of a group, and that shape
+what others give."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-DENSE, NEEDS_GROUP = "dense", "needs_group"
+DENSE, NEEDS_GROUP, SHAPING = "dense", "needs_group", "is_shaping"
 
 Function = TypeVar("Function")
 
@@ -25,6 +26,14 @@ def group_reward(function: Function) -> Function:
     """Mark a reward function (or object) that compares samples: each call must hold all completions of a prompt and no
     others, as it does with score_by=group."""
     setattr(function, NEEDS_GROUP, True)
+    return function
+
+
+def shaping_reward(function: Function) -> Function:
+    """Mark a reward function (or object) that says how an answer should be, such as its length, and not whether it is
+    right. Its rewards count; but dynamic sampling (max_refills) judges groups by the other functions, if there are any:
+    wrong answers of different lengths teach nothing that their lengths would not."""
+    setattr(function, SHAPING, True)
     return function
 
 

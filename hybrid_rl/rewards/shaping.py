@@ -18,9 +18,9 @@ from typing import Any
 
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards.completions import completion_texts
 from hybrid_rl.rewards.functions import function_name, inspect_function
-from hybrid_rl.rewards.marks import group_reward
-from hybrid_rl.rewards.verifiers import completion_text
+from hybrid_rl.rewards.marks import group_reward, shaping_reward
 
 RewardFunctionLike = Callable[..., Any]
 # Takes, for each sample of a call that gets a reward, a tuple of the wrapped function's value, the length, and the
@@ -39,6 +39,7 @@ def overlong_penalty(max_completion_length: int, buffer: int) -> RewardFunctionL
     if not 0 < buffer <= max_completion_length:
         raise ConfigError(f"buffer={buffer} must be from 1 to max_completion_length={max_completion_length}")
 
+    @shaping_reward
     def overlong_penalty(completion_ids: Sequence[Sequence[int]]) -> list[float]:
         free = max_completion_length - buffer
         return [max(min((free - len(ids)) / buffer, 0.0), -1.0) for ids in completion_ids]
@@ -135,8 +136,11 @@ def format_reward(pattern: str = THINK_ANSWER) -> RewardFunctionLike:
     except re.error as error:
         raise ConfigError(f"pattern={pattern!r} is not a regular expression: {error}") from error
 
-    def format_reward(completions: Sequence[str | Messages]) -> list[float]:
-        return [float(compiled.fullmatch(completion_text(completion)) is not None) for completion in completions]
+    def format_reward(
+        completions: Sequence[str | Messages], completion_openings: Sequence[str] | None = None
+    ) -> list[float]:
+        texts = completion_texts(completions, completion_openings)
+        return [float(compiled.fullmatch(text) is not None) for text in texts]
 
     return format_reward
 
@@ -147,8 +151,10 @@ def tag_count_reward(tags: Sequence[str] = TAGS) -> RewardFunctionLike:
         raise ConfigError(f"tags={tags!r}; give a list of tags, none of them empty")
     wanted = tuple(tags)
 
-    def tag_count_reward(completions: Sequence[str | Messages]) -> list[float]:
-        texts = map(completion_text, completions)
+    def tag_count_reward(
+        completions: Sequence[str | Messages], completion_openings: Sequence[str] | None = None
+    ) -> list[float]:
+        texts = completion_texts(completions, completion_openings)
         return [sum(text.count(tag) == 1 for tag in wanted) / len(wanted) for text in texts]
 
     return tag_count_reward

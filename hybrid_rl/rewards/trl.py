@@ -1,7 +1,8 @@
 """Rewards with the names and the meaning of trl.rewards, for scripts that come from there.
 
-They take what TRL's take, and completions that are plain text besides. `math_reward`, `format_reward`, `cosine_reward`
-and `overlong_penalty` are this library's own, which read more kinds of answers.
+They take what TRL's take, and completions that are plain text besides. Of a conversation they read the last answer
+with its thinking: what the prompt has opened of it, and `reasoning_content` in its tags. `math_reward`,
+`format_reward`, `cosine_reward` and `overlong_penalty` are this library's own, which read more kinds of answers.
 """
 
 from __future__ import annotations
@@ -15,24 +16,31 @@ from typing import Any
 
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.verifiers import MATH_SECONDS, THINK_END, answer_text, completion_text, load_math_verify
+from hybrid_rl.rewards.completions import THINK_END, completion_texts
+from hybrid_rl.rewards.marks import shaping_reward
+from hybrid_rl.rewards.verifiers import MATH_SECONDS, answer_text, load_math_verify
 
 PARSING_SECONDS = 10  # TRL's limit; that of the comparison is MATH_SECONDS, as there
 THOUGHT_FIRST = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 
 Completions = Sequence[str | Messages]
+Openings = Sequence[str] | None
 LogExtra = Callable[[str, list[Any]], None] | None
 
 
 def accuracy_reward(
-    completions: Completions, solution: Sequence[str], log_extra: LogExtra = None, **kwargs: Any
+    completions: Completions,
+    solution: Sequence[str],
+    log_extra: LogExtra = None,
+    completion_openings: Openings = None,
+    **kwargs: Any,
 ) -> list[float | None]:
     """Give 1.0 if the completion's answer equals the `solution` column as mathematics, else 0.0, by math-verify.
 
     An answer must be LaTeX: in a box, which counts first, or between dollars or other delimiters. A sample whose
     solution cannot be parsed gets None. Raises ConfigError if math-verify is not installed.
     """
-    return _compared([completion_text(completion) for completion in completions], solution, log_extra)
+    return _compared(completion_texts(completions, completion_openings), solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -40,6 +48,7 @@ def reasoning_accuracy_reward(
     solution: Sequence[str],
     reasoning_delimiters: Sequence[str] | None = None,
     log_extra: LogExtra = None,
+    completion_openings: Openings = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """Give what `accuracy_reward` gives for the text after the reasoning, and 0.0 if the reasoning does not end.
@@ -48,8 +57,7 @@ def reasoning_accuracy_reward(
     """
     delimiters = [THINK_END] if reasoning_delimiters is None else list(reasoning_delimiters)
     texts: list[str | None] = []
-    for completion in completions:
-        text = completion_text(completion)
+    for text in completion_texts(completions, completion_openings):
         end = next((delimiter for delimiter in delimiters if delimiter in text), None)
         texts.append(None if end is None else text.rpartition(end)[2])
     return _compared(texts, solution, log_extra)
@@ -71,10 +79,15 @@ def get_cosine_scaled_reward(
     """
 
     def cosine_scaled_reward(
-        completions: Completions, solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **kwargs: Any
+        completions: Completions,
+        solution: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        completion_openings: Openings = None,
+        **kwargs: Any,
     ) -> list[float | None]:
         rewards: list[float | None] = []
-        for correct, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
+        are_correct = accuracy_reward(completions, solution, completion_openings=completion_openings)
+        for correct, ids in zip(are_correct, completion_ids, strict=True):
             if correct is None:
                 rewards.append(None)
                 continue
@@ -86,9 +99,10 @@ def get_cosine_scaled_reward(
     return cosine_scaled_reward
 
 
-def think_format_reward(completions: Completions, **kwargs: Any) -> list[float]:
+def think_format_reward(completions: Completions, completion_openings: Openings = None, **kwargs: Any) -> list[float]:
     """Give 1.0 if the completion begins with one thought between <think> and </think>, else 0.0."""
-    return [float(THOUGHT_FIRST.match(completion_text(completion)) is not None) for completion in completions]
+    texts = completion_texts(completions, completion_openings)
+    return [float(THOUGHT_FIRST.match(text) is not None) for text in texts]
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
@@ -97,6 +111,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     if max_penalty > 0:
         raise ConfigError(f"max_penalty={max_penalty} would reward repetition; use a number of at most 0")
 
+    @shaping_reward
     def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
         rewards = []
         for ids in completion_ids:
@@ -111,6 +126,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     """Make DAPO's overlong penalty (arXiv:2503.14476, eq. 13): 0 up to max_completion_len - soft_punish_cache tokens,
     then in a straight line to -1 at max_completion_len, and -1 beyond. The key overlong_buffer adds it by itself."""
 
+    @shaping_reward
     def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
         free = max_completion_len - soft_punish_cache
         rewards = []

@@ -14,34 +14,58 @@ from typing import Any
 
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards.completions import completion_text, completion_texts
 
 MATH_SECONDS = 5  # math-verify's own limits
-THINK_END = "</think>"
-
-
-def completion_text(completion: str | Messages) -> str:
-    """Return the text of a completion as reward functions receive it: plain, or chat messages (joined by newlines)."""
-    return completion if isinstance(completion, str) else "\n".join(str(message["content"]) for message in completion)
+GSM8K_CHARS = 300
+_GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def exact_match(
     completions: Sequence[str | Messages],
     answer: Sequence[Any],
     log_extra: Callable[[str, list[Any]], None] | None = None,
+    completion_openings: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """Give 1.0 if the completion equals the `answer` column, both as text without surrounding white space, else 0.0.
 
-    A sample whose answer is None gets None: the function does not apply to it. The text of a completion is also its
-    answer in majority votes (`extracted_answer`). Raises TypeError for an answer of several values (a list, a dict).
+    Of a completion with </think> what follows it is compared. A sample whose answer is None gets None: the function
+    does not apply to it. The text of a completion is also its answer in majority votes (`extracted_answer`); one that
+    says nothing has no vote. Raises TypeError for an answer of several values (a list, a dict).
     """
-    texts = [completion_text(completion).strip() for completion in completions]
+    texts = [text.strip() for text in completion_texts(completions, completion_openings, thinking=False)]
     if log_extra is not None:
-        log_extra("extracted_answer", list(texts))
+        log_extra("extracted_answer", [text or None for text in texts])
     return [
         None if expected is None else float(text == single(expected, "exact_match").strip())
         for text, expected in zip(texts, answer, strict=True)
     ]
+
+
+def gsm8k_reward(
+    completions: Sequence[str | Messages],
+    answer: Sequence[Any],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Give 1.0 if the number after the last "#### " equals that of the `answer` column as text, else 0.0.
+
+    It is verl's reward for GSM8K (verl/utils/reward_score/gsm8k.py, method "strict"): commas aside, digits are compared
+    as they stand (4.0 is not 4), only the last GSM8K_CHARS characters of a completion are read, and without the mark it
+    is wrong. Expected answers are GSM8K's texts with "####", or numbers alone. None for an answer that is None.
+    """
+    answers = [_gsm8k_number(completion_text(completion)[-GSM8K_CHARS:]) for completion in completions]
+    if log_extra is not None:
+        log_extra("extracted_answer", list(answers))
+    golds = [None if gold is None else single(gold, "gsm8k_reward") for gold in answer]
+    wanted = [None if gold is None else gold.rpartition("####")[2].replace(",", "").strip() for gold in golds]
+    return [None if gold is None else float(text == gold) for text, gold in zip(answers, wanted, strict=True)]
+
+
+def _gsm8k_number(text: str) -> str | None:
+    numbers = _GSM8K_ANSWER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def single(expected: Any, wanted_by: str) -> str:
@@ -59,9 +83,9 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
 
     column: the dataset column with the expected answer: a number, LaTeX, a worked solution that ends in \\boxed{...},
     or GSM8K's text after "####". None: `answer`, or `solution` if there is none. A sample whose expected answer is
-    missing or cannot be parsed gets None. Of a completion with </think> only what follows it is read. Of several
-    answers the last one counts; answers in boxes side by side are a set. What was read is kept with the sample
-    (`extracted_answer`), and is its answer in majority votes.
+    missing or cannot be parsed gets None. Of a completion with </think> only what follows it is read, and nothing of
+    one that ends within its thought. Of several answers the last one counts; answers in boxes side by side are a set.
+    What was read is kept with the sample (`extracted_answer`), and is its answer in majority votes.
 
     math-verify stops an expression that takes longer than MATH_SECONDS by a signal, which only the main thread can get.
     In reward processes (reward_processes=1 or more) this works, and it protects a run from an answer that takes for
@@ -72,7 +96,7 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
     load_math_verify()
 
     def score(
-        completions: Sequence[str | Messages], golds: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None
+        said: Sequence[str], golds: Sequence[Any], log_extra: Callable[[str, list[Any]], None] | None
     ) -> list[float | None]:
         library: Any = load_math_verify()
         seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
@@ -85,29 +109,32 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
         parsed = {text: parse(delimited(text)) for text in set(texts) if text is not None}
         rewards: list[float | None] = []
         answers: list[str | None] = []
-        for completion, gold in zip(completions, texts, strict=True):
+        for answer, gold in zip(said, texts, strict=True):
             if gold is None or not parsed[gold]:
                 rewards.append(None)
                 answers.append(None)
                 continue
-            found = parse(completion_text(completion).rpartition(THINK_END)[2])
+            found = parse(answer)
             rewards.append(float(library.verify(parsed[gold], found, timeout_seconds=seconds)))
             answers.append(answer_text(found))
         if log_extra is not None:
             log_extra("extracted_answer", answers)
         return rewards
 
-    def math_reward(completions: Sequence[str | Messages], **columns: Any) -> list[float | None]:
+    def math_reward(
+        completions: Sequence[str | Messages], completion_openings: Sequence[str] | None = None, **columns: Any
+    ) -> list[float | None]:
         names = ("answer", "solution") if column is None else (column,)
         for name in names:
             if name in columns:
-                return score(completions, columns[name], columns.get("log_extra"))
+                said = completion_texts(completions, completion_openings, thinking=False)
+                return score(said, columns[name], columns.get("log_extra"))
         raise ValueError(f"math_reward needs the dataset column {' or '.join(names)}; there is none")
 
     if column is not None:  # the check before the run then sees that it is needed
         kinds = inspect.Parameter
         parameters = [kinds(name, kinds.KEYWORD_ONLY) for name in ("completions", column)]
-        parameters.append(kinds("log_extra", kinds.KEYWORD_ONLY, default=None))
+        parameters += [kinds(name, kinds.KEYWORD_ONLY, default=None) for name in ("completion_openings", "log_extra")]
         math_reward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return math_reward
 

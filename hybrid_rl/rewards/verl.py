@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -10,19 +11,20 @@ from typing import Any
 
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError, RewardError
+from hybrid_rl.rewards.completions import response_text
 from hybrid_rl.rewards.marks import layers
-from hybrid_rl.rewards.verifiers import completion_text
 
 PARAMETERS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
-TRUTHS = ("ground_truth", "reward_model", "answer")  # columns; the first that is there counts
+TRUTHS = ("ground_truth", "reward_model", "answer")  # columns; of each row the first that says something counts
 
 
 class VerlReward:
     """A function `(data_source, solution_str, ground_truth, extra_info)`, called for every completion by itself.
 
-    data_source, extra_info: columns of verl's rows, None without them. ground_truth: reward_model.ground_truth of such
-    a row, or a column ground_truth or answer. solution_str: the text of the completion. The function returns a number,
-    or a mapping with `score`, whose other numbers become metrics: their means, under their names.
+    data_source, extra_info: columns of verl's rows, None without them. ground_truth: of each row the first of its
+    ground_truth, reward_model.ground_truth and answer that is not None; a row with none of them fails. solution_str:
+    the text of the completion, as in verl with the results of tools. The function returns a number, or a mapping with
+    `score`, whose other numbers become metrics: their means, under their names.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -43,23 +45,36 @@ class VerlReward:
         reward_model: Sequence[Any] | None = None,
         answer: Sequence[Any] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
-    ) -> list[float]:
-        """Score K completions. Raises RewardError if the function returns neither a number nor a mapping with one."""
+    ) -> list[float | Exception]:
+        """Score K completions; an error in the place of a number fails that sample. Raises RewardError if the function
+        returns neither a number nor a mapping with one."""
         nothing = [None] * len(completions)
-        truths = ground_truth or (reward_model and [_truth(row) for row in reward_model]) or answer or nothing
-        results = []
-        for source, extra, truth, completion in zip(
-            data_source or nothing, extra_info or nothing, truths, completions, strict=True
+        columns = [ground_truth or nothing, reward_model or nothing, answer or nothing]
+        results: list[Any] = []
+        for source, extra, completion, *row in zip(
+            data_source or nothing, extra_info or nothing, completions, *columns, strict=True
         ):
+            truth = _truth(*row)
+            if truth is None and "ground_truth" in self._taken:
+                results.append(RewardError(self._no_truth(*row)))
+                continue
             given = {"data_source": source, "extra_info": extra, "ground_truth": truth}
-            given["solution_str"] = completion_text(completion)
+            given["solution_str"] = response_text(completion)
             results.append(self.function(**{name: given[name] for name in self._taken}))
         mappings = [result for result in results if isinstance(result, Mapping)]
         for name in dict.fromkeys(name for result in mappings for name in result if name != "score"):
             values = [result[name] for result in mappings if isinstance(result.get(name), int | float)]
             if values and log_metric is not None:
                 log_metric(name, sum(values) / len(values))
-        return [self._score(result) for result in results]
+        return [result if isinstance(result, Exception) else self._score(result) for result in results]
+
+    def _no_truth(self, *row: Any) -> str:
+        """Say that a row has no expected answer. row: its cells in TRUTHS."""
+        cells = ", ".join(f"{name}={cell!r:.80}" for name, cell in zip(TRUTHS, row, strict=True))
+        return (
+            f"{self.__name__} needs ground_truth, but this row has none: {cells}; fill one of them, reward_model with "
+            'a mapping {"ground_truth": ...}'
+        )
 
     def _score(self, result: Any) -> float:
         value: Any = result.get("score") if isinstance(result, Mapping) else result
@@ -90,7 +105,11 @@ def adapted(function: Callable[..., Any], columns: Sequence[str] | None) -> Call
     return VerlReward(function)
 
 
-def _truth(row: Any) -> Any:
-    """Return the ground truth of a cell of the column reward_model, which may be stored as a text of JSON."""
-    found = json.loads(row) if isinstance(row, str) else row
-    return found["ground_truth"] if isinstance(found, Mapping) else found
+def _truth(ground_truth: Any, reward_model: Any, answer: Any) -> Any:
+    """Return the expected answer of a row, None if it has none. The cell reward_model may be a text of JSON."""
+    model = reward_model
+    if isinstance(model, str):
+        with contextlib.suppress(ValueError):
+            model = json.loads(model)
+    of_model = model.get("ground_truth") if isinstance(model, Mapping) else reward_model
+    return next((truth for truth in (ground_truth, of_model, answer) if truth is not None), None)

@@ -16,6 +16,7 @@ from hybrid_rl.engines.base import EngineStats
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardInput
 from hybrid_rl.rewards.calling import CallOutcome, as_json
+from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rewards.results import THE_AGENT, Part
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 
@@ -112,11 +113,21 @@ def conversation_of(attempt: Attempt, decode: Decode, number: int = -1) -> tuple
 def reward_input(attempt: Attempt, decode: Decode) -> RewardInput:
     """Return what reward functions see of a trajectory: its main conversation, and the tokens of its last sample."""
     prompt, completion = conversation_of(attempt, decode)
-    columns, environment = attempt.task.row.columns, attempt.trajectory.environment
-    ids = list(attempt.samples[-1].token_ids)
-    given = attempt.trajectory.given
-    length = sum(sum(sample.mask) for sample in attempt.samples)
-    return RewardInput(attempt.keys[-1], prompt, completion, ids, columns, attempt.group, environment, given, length)
+    last = attempt.samples[-1]
+    # Messages hold their thinking, what the prompt has opened of it included.
+    opening = opening_of("", decode(last.prompt_ids[-TAIL_TOKENS:])) if isinstance(completion, str) else ""
+    return RewardInput(
+        attempt.keys[-1],
+        prompt,
+        completion,
+        list(last.token_ids),
+        attempt.task.row.columns,
+        group=attempt.group,
+        environment=attempt.trajectory.environment,
+        given=attempt.trajectory.given,
+        policy_length=sum(sum(sample.mask) for sample in attempt.samples),
+        opening=opening,
+    )
 
 
 def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:

@@ -153,7 +153,7 @@ class AgentRollout:
         report.seconds, report.metrics = timings.seconds, agents
         if self._judges is not None:
             with timings.measure("judge"):
-                late = self._judges.run(batch, call)
+                late = self._judges.run(batch, call, report.failures)
             report.logged.merge(late.logged)
             batch, report.failures = merge_late(batch, report.failures, rewards, late)
         return batch, report

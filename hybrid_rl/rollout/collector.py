@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,7 +91,8 @@ class StepPlan:
 class Collector:
     """Collects scored samples from a worker group.
 
-    reward_names, reward_weights: of the reward functions; weights None: 1 each.
+    reward_names, reward_weights: of the reward functions; weights None: 1 each. shaping: places of those that do not
+    say who is right (`shaping_reward`), by which dynamic sampling does not judge groups.
     plan: of training steps; None if only `rollout` is called.
     max_failure_share: of the samples that may have no reward.
     success: what counts as a success; None = it is not known.
@@ -105,12 +106,13 @@ class Collector:
         *,
         max_failure_share: float,
         reward_weights: Sequence[float] | None = None,
+        shaping: Collection[int] = (),
         success: SuccessRule | None = FIRST_FUNCTION,
     ) -> None:
         self._workers, self._plan, self._rule = workers, plan, success
         self._names = tuple(reward_names)
         self._weights = tuple(reward_weights) if reward_weights is not None else (1.0,) * len(self._names)
-        self._max_failure_share = max_failure_share
+        self._max_failure_share, self._shaping = max_failure_share, shaping
         self._next_id = 0
         self._told: set[object] = set()
         self._open, self._lengths, self._won = OpenPrompts(), LengthRecord(), SecondsWon()
@@ -149,7 +151,7 @@ class Collector:
         tally = Tally(self._max_failure_share, self._next_id, self._won)
         metrics: dict[str, float] = {}
         if plan.max_refills and not plan.demonstrates:
-            refill = Refill(plan.num_prompts, plan.max_refills, self._names, self._weights)
+            refill = Refill(plan.num_prompts, plan.max_refills, self._weights, self._shaping)
             rows, batch = self._refilled(plan.sampler, call, tally, refill)
             metrics |= refill.metrics()
         else:

@@ -254,10 +254,12 @@ class Episodes:
         rewards = self.rewards
         if rewards is None:
             return
+        # One that has failed has no completion to be scored, or to be compared with others.
+        whole = [found]
         if rewards.score_by == "group":
-            self._ready += whole_groups(self._unscored, [found], self.call.num_generations)
-        elif not attempt.failure:
-            self._ready.append(found)
+            whole = whole_groups(self._unscored, whole, self.call.num_generations)
+        failed = {one.identity for one in self.attempts if one.failure}
+        self._ready += [sample for sample in whole if sample.key.trajectory not in failed]
         is_last = len(self.inputs) == len(self.attempts)
         if self._ready and (is_last or len(self._ready) * self.max_submissions >= len(self.attempts)):
             scored, self._ready = self._ready, []

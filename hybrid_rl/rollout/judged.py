@@ -13,9 +13,10 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
+from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rewards.judging import Question
 from hybrid_rl.rollout.call import RolloutCall
-from hybrid_rl.rollout.late import LateScores
+from hybrid_rl.rollout.late import LateScores, failed_before
 from hybrid_rl.rollout.records import shown_completions
 
 Encode = Callable[[str | Messages], Sequence[int]]
@@ -57,14 +58,18 @@ class JudgeRound:
         self._seed = seed
         self._max_length = max_length
 
-    def run(self, batch: Batch, call: RolloutCall) -> LateScores:
-        """Return the scores of this rank's trajectories. Ranks that share an engine must all call this, with or
-        without samples."""
+    def run(self, batch: Batch, call: RolloutCall, failures: Sequence[RewardFailure] = ()) -> LateScores:
+        """Return the scores of this rank's trajectories, None for those that failed before they had a completion. Ranks
+        that share an engine must all call this, with or without samples. failures: so far."""
         batch = Trajectories.of(batch).last_turns(batch)
         keys = sample_keys(batch)
-        questions = {place: self._questions(judge, batch) for place, judge in self._judges.items()}
+        failed = failed_before(failures)
+        questions = {
+            place: [q for q in self._questions(judge, batch) if not failed & {keys[i].trajectory for i in q.samples}]
+            for place, judge in self._judges.items()
+        }
         requests: dict[tuple[int, int], RolloutRequest] = {}
-        failures: list[RewardFailure] = []
+        too_long: list[RewardFailure] = []
         for number, (place, judge) in enumerate(self._judges.items()):
             for index, question in enumerate(questions[place]):
                 trajectories = [keys[sample].trajectory for sample in question.samples]
@@ -77,7 +82,7 @@ class JudgeRound:
                     f"but the engine takes {self._max_length}; shorten the judge's prompt, lower its max_tokens or "
                     f"max_completion_length, or use a model with more positions"
                 )
-                failures += [RewardFailure(self._names[place], keys[i], "long", detail) for i in question.samples]
+                too_long += [RewardFailure(self._names[place], keys[i], "long", detail) for i in question.samples]
         answers: dict[int, str] = {}
         with progress.doing("judges", len(requests), "answers"):
             for events in self._client.stream(list(requests.values()), call.version):
@@ -93,13 +98,19 @@ class JudgeRound:
             num_unparsed = sum(parsed[index] is None for index in asked)
             logged.mean(f"{self._names[place]}/unparsed", num_unparsed, len(asked))
             values[place] = judge.style.scores(questions[place], parsed, batch.num_samples)
-        return LateScores(values, failures, logged)
+        return LateScores(values, too_long, logged)
 
     def _questions(self, judge: EngineJudge, batch: Batch) -> list[Question]:
         rows = batch["row"]
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
-        return judge.style.questions(batch["prompt"], shown_completions(batch), columns, batch["group"].tolist())
+        completions = shown_completions(batch)
+        tails = (self._decode(ids[-TAIL_TOKENS:].tolist()) for ids in batch["prompt_ids"])
+        openings = [
+            "" if isinstance(completion, list) else opening_of(prompt, tail)
+            for prompt, completion, tail in zip(batch["prompt"], completions, tails, strict=True)
+        ]
+        return judge.style.questions(batch["prompt"], completions, columns, batch["group"].tolist(), openings)
 
     def _request(
         self, number: int, judge: EngineJudge, question: Question, trajectories: Sequence[int], call: RolloutCall

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardRunner
-from hybrid_rl.rewards.results import total_rewards
+from hybrid_rl.rewards.results import THE_AGENT, total_rewards
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,30 @@ class LateScores:
     logged: MetricSums = field(default_factory=MetricSums)
 
 
+def failed_before(failures: Iterable[RewardFailure]) -> set[int]:
+    """Return the trajectories that failed before there was a completion to be scored."""
+    return {failure.key.trajectory for failure in failures if failure.function == THE_AGENT}
+
+
 def merge_late(
     batch: Batch, failures: Sequence[RewardFailure], rewards: RewardRunner, late: LateScores
 ) -> tuple[Batch, list[RewardFailure]]:
     """Return the batch with these scores in function_rewards and, once no place is missing, in rewards; and all
     failures.
 
-    failures: those of the batch so far. A trajectory that anything failed on has no reward, and no token rewards. With
-    judges and reward models both, the reward models' scores come last.
+    failures: those of the batch so far. A trajectory that anything failed on has no reward, and no token rewards; one
+    that failed before it had a completion has no late scores either. With judges and reward models both, the reward
+    models' scores come last.
     """
     merged = [*failures, *late.failures]
     found = Trajectories.of(batch)
     first = found.first.numpy()
     values = np.array(batch["function_rewards"], dtype=np.float64).reshape(batch.num_samples, len(rewards.names))[first]
+    unmade = failed_before(failures)
+    has_none = np.array([key.trajectory in unmade for key in sample_keys(batch, found.last)], dtype=bool)
     for place, scores in late.values.items():
         values[:, place] = [np.nan if score is None else score for score in scores]
+        values[has_none, place] = np.nan
     changed: dict[str, Any] = {"function_rewards": values[found.index.numpy()].tolist()}
     if set(late.values) >= set(rewards.entries.models):
         keys = sample_keys(batch, found.last)

@@ -183,7 +183,7 @@ class PartialRollout(ScoredRollout):
         if self._rewards is None or not call.is_scored or group.is_scored:
             return
         inputs = [
-            reward_input(sample, group.row, text, group.group)
+            reward_input(sample, group.row, text, group.group, self._decode)
             for sample, text in zip(group.samples, self._texts(group), strict=True)
         ]
         group.scoring = self._rewards.submit(inputs, group.whole_in)
@@ -203,7 +203,8 @@ class PartialRollout(ScoredRollout):
         ids = [group.group for group in groups for _ in group.requests]
         columns = columns_of(rows, ids, samples, call.params.temperature)
         columns["completion"] = [text for group in groups for text in self._texts(group)]
-        inputs = [reward_input(*given) for given in zip(samples, rows, columns["completion"], ids, strict=True)]
+        texts = columns["completion"]
+        inputs = [reward_input(*of, self._decode) for of in zip(samples, rows, texts, ids, strict=True)]
         for group in groups:
             self._score(group, call)
         futures = [group.scoring for group in groups if group.scoring is not None]

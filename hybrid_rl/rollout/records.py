@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.batch import Batch, SampleKey
-from hybrid_rl.batch.messages import message_text
 from hybrid_rl.batch.trajectories import sample_keys
+from hybrid_rl.data.prompts import Messages
 from hybrid_rl.rollout.successes import ANSWER
 
 MAX_COLUMN = 2000  # characters of a column of the dataset in a record
@@ -106,17 +106,15 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def shown_completions(batch: Batch) -> list[str]:
-    """Return the completion of each sample for readers: a conversation with its roles, a single completion as it is."""
+def shown_completions(batch: Batch) -> list[str | Messages]:
+    """Return the completion of each sample for judges: the messages of a conversation, else text: a single completion
+    as it is, and one with tokens of others with who made them."""
     if "conversation" not in batch:
         return list(batch["completion"])
-    return [_conversation_text(shown) for shown in batch["conversation"]]
+    return [shown.get("messages") or _spans_text(shown) for shown in batch["conversation"]]
 
 
-def _conversation_text(shown: Mapping[str, Any]) -> str:
-    """Write down a conversation: its messages with their roles, or, if it has none, its tokens with who made them."""
-    if messages := shown.get("messages"):
-        return "\n".join(message_text(message) for message in messages)
+def _spans_text(shown: Mapping[str, Any]) -> str:
     if len(shown["tokens"]) == 1:
         return str(shown["tokens"][0]["text"])
     return "\n".join(f"{span['origin']}: {span['text']}" for span in shown["tokens"])

@@ -10,8 +10,7 @@ an end (here: max_refills).
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +19,6 @@ from torch import Tensor
 from hybrid_rl.batch import AnyBatch, Trajectories
 from hybrid_rl.errors import NoSignalError
 from hybrid_rl.metrics import mean_and_std
-
-# Shapes a reward, and does not say who is right. A second function of the name gets a number.
-SHAPING = re.compile(r"overlong_penalty(_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -51,14 +47,15 @@ class GroupRewards:
         return self.high > self.low
 
 
-def judged_rewards(batch: AnyBatch, names: Sequence[str], weights: Sequence[float]) -> Tensor:
+def judged_rewards(batch: AnyBatch, weights: Sequence[float], shaping: Collection[int] = ()) -> Tensor:
     """Return the weighted rewards by which a group is judged, float64 [N], NaN = not scored: those of all functions but
-    `overlong_penalty`, as DAPO filters by accuracy; of all functions if there is no other.
+    the shaping ones, as DAPO filters by accuracy; of all functions if there is no other.
 
-    names, weights: of the reward functions.
+    weights: of the reward functions. shaping: places of those that are marked as `shaping_reward`.
     """
-    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(names))
-    judges = [place for place, name in enumerate(names) if not SHAPING.fullmatch(name)] or list(range(len(names)))
+    places = range(len(weights))
+    values = torch.tensor(batch["function_rewards"], dtype=torch.float64).view(batch.num_samples, len(places))
+    judges = [place for place in places if place not in shaping] or list(places)
     # Term by term: a matrix product may round equal rows differently.
     total = torch.zeros(batch.num_samples, dtype=torch.float64)
     for place in judges:
@@ -72,10 +69,12 @@ class Refill:
     names, weights: of the reward functions.
     """
 
-    def __init__(self, num_prompts: int, max_refills: int, names: Sequence[str], weights: Sequence[float]) -> None:
+    def __init__(
+        self, num_prompts: int, max_refills: int, weights: Sequence[float], shaping: Collection[int] = ()
+    ) -> None:
         self.num_prompts = num_prompts
         self.max_refills = max_refills
-        self._names, self._weights = tuple(names), tuple(weights)
+        self._weights, self._shaping = tuple(weights), frozenset(shaping)
         self.num_rollouts = self.num_rolled = self.num_with_signal = 0
         self._groups: list[GroupRewards] = []
         self._rewards: list[Tensor] = []
@@ -96,7 +95,7 @@ class Refill:
     def keep(self, batch: AnyBatch) -> tuple[list[int], Tensor]:
         """Count a rollout. Returns which of its groups to train on, by place, and their samples (int64 [M], in order):
         the first with signal, as many as are missing."""
-        judged = judged_rewards(batch, self._names, self._weights)
+        judged = judged_rewards(batch, self._weights, self._shaping)
         trajectories = Trajectories.of(batch)
         groups = GroupRewards.of(judged[trajectories.first], batch["group"][trajectories.first])
         found = groups.has_signal.nonzero()[:, 0]

@@ -19,6 +19,7 @@ from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult, RewardRunner
+from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.judged import Encode, JudgeRound
@@ -108,7 +109,10 @@ class ScoredRollout:
                     progress.advance(len(events))
                     texts.update((event.id, self._decode(event.completion_ids)) for event in events)
                     if rewards is not None:
-                        new = [_reward_input(e, tasks_of[e.id], texts[e.id], call) for e in events]
+                        new = [
+                            reward_input(e, tasks_of[e.id].row, texts[e.id], call.group(tasks_of[e.id]), self._decode)
+                            for e in events
+                        ]
                         inputs.update((event.id, sample) for event, sample in zip(events, new, strict=True))
                         if rewards.score_by == "group":
                             new = whole_groups(unscored, new, call.num_generations)
@@ -144,7 +148,7 @@ class ScoredRollout:
         report = RolloutReport(timings.seconds, failures, logged_means(result), result.retried)
         if self._judges is not None:
             with timings.measure("judge"):
-                late = self._judges.run(batch, call)
+                late = self._judges.run(batch, call, report.failures)
             report.logged.merge(late.logged)
             batch, report.failures = merge_late(batch, report.failures, rewards, late)
         return batch, report
@@ -162,13 +166,14 @@ class ScoredRollout:
         return requests
 
 
-def _reward_input(sample: FinishedSample, task: RolloutTask, text: str, call: RolloutCall) -> RewardInput:
-    return reward_input(sample, task.row, text, call.group(task))
-
-
-def reward_input(sample: FinishedSample, row: PromptRow, text: str, group: int) -> RewardInput:
-    """Return what reward functions are given of a sample. text: of its completion."""
-    return RewardInput(SampleKey(sample.id), row.prompt, text, sample.completion_ids, row.columns, group=group)
+def reward_input(
+    sample: FinishedSample, row: PromptRow, text: str, group: int, decode: Callable[[Sequence[int]], str]
+) -> RewardInput:
+    """Return what reward functions are given of a sample. text: of its completion; decode: as it was decoded."""
+    opening = opening_of(row.prompt, decode(row.prompt_ids[-TAIL_TOKENS:]))
+    return RewardInput(
+        SampleKey(sample.id), row.prompt, text, sample.completion_ids, row.columns, group=group, opening=opening
+    )
 
 
 def whole_groups(

@@ -208,6 +208,7 @@ def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Col
         plan,
         max_failure_share=rewards.max_reward_failure_share,
         reward_weights=run.rewards.weights(rewards.reward_weights),
+        shaping=run.rewards.shaping,
         success=run.success,
     )
 

@@ -37,6 +37,11 @@ class RewardSetup:
         """Whether models are among the reward functions."""
         return bool(RewardList.of(self.functions).models)
 
+    @property
+    def shaping(self) -> list[int]:
+        """Places of the functions that do not say who is right (`shaping_reward`)."""
+        return RewardList.of(self.functions).shaping
+
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
         """Return the weights of all functions, from those that the user gave: for the user's functions, or for those
         and the rewards that come with samples after them. Raises ConfigError for another number."""

@@ -58,6 +58,7 @@ def test_everything_reaches_a_function_with_kwargs():
         "completions": ["c", "d"],
         "completion_ids": [[0, 1], [1, 2]],
         "completion_lengths": [2, 2],
+        "completion_openings": ["", ""],
         "answer": ["4", "5"],
         "trainer_state": "state",
     }
@@ -88,7 +89,7 @@ def test_the_prompt_column_is_not_passed_and_that_of_completions_is():
     (spec,) = resolve(takes_everything, ["prompt", "completion"])
     gold = RewardInput(SampleKey(0), "p", "c", [1], {"completion": "gold", "task": 1})
     arguments = spec.arguments([gold], None)
-    own = {"prompts", "completions", "completion_ids", "completion_lengths", "trainer_state"}
+    own = {"prompts", "completions", "completion_ids", "completion_lengths", "completion_openings", "trainer_state"}
     assert arguments.keys() == own | {"task", "completion"}
     assert (arguments["completion_ids"], arguments["completions"], arguments["completion"]) == ([[1]], ["c"], ["gold"])
 

@@ -82,9 +82,17 @@ def test_a_timeout_fails_only_its_sample():
 
 
 @pytest.mark.parametrize(
-    "raw", [b"no json", b'{"choices": []}', b"{}", b'{"choices": [{"message": {"content": null}}]}']
+    ("raw", "is_named"),
+    [
+        (b"no json", True),
+        (b'{"choices": []}', True),
+        (b'{"choices": null}', True),
+        (b'{"choices": [{}]}', True),
+        (b"{}", True),
+        (b'{"choices": [{"message": {"content": null}}]}', False),  # an answer that says nothing
+    ],
 )
-def test_malformed_bodies_fail_or_leave_their_samples(raw):
+def test_malformed_bodies_fail_or_leave_their_samples(raw, is_named):
     def answer(content):
         reply = grade(content)
         return Reply(raw=raw) if "<score>5<" in reply.text else reply
@@ -93,6 +101,7 @@ def test_malformed_bodies_fail_or_leave_their_samples(raw):
         result = runner.score(samples("7", "5"), None)
     np.testing.assert_array_equal(result.rewards, [7.0, NAN])
     assert [failure.key.trajectory for failure in result.failures] == [1]
+    assert ("llm_judge: the answer of http://127.0.0.1" in result.failures[0].detail) is is_named
 
 
 def test_no_more_requests_at_once_than_allowed():

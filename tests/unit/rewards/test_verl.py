@@ -51,6 +51,48 @@ def test_a_mapping_has_a_score_and_metrics() -> None:
     assert seen == {"acc": 0.5}
 
 
+TRUTH = {"ground_truth": "4"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "truths"),
+    [
+        ({"reward_model": [TRUTH, None], "answer": [None, "5"]}, ["4", "5"]),  # a mixture: each set has its own column
+        ({"reward_model": [TRUTH, None], "ground_truth": [None, "6"], "answer": ["x", "x"]}, ["4", "6"]),
+        ({"ground_truth": ["3", None], "answer": [None, "5"]}, ["3", "5"]),
+        ({"ground_truth": [None, None], "reward_model": [TRUTH, TRUTH]}, ["4", "4"]),
+        ({"reward_model": [{"style": "rule"}, {"ground_truth": None}], "answer": ["5", "5"]}, ["5", "5"]),
+        ({"reward_model": ["4", '{"ground_truth": "7"}']}, ["4", "7"]),
+        ({"ground_truth": ["", "0"], "answer": ["5", "5"]}, ["", "0"]),  # no text and a zero are answers
+    ],
+)
+def test_the_expected_answer_is_found_row_by_row(columns: dict[str, Any], truths: list[str]) -> None:
+    seen: list[str] = []
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        seen.append(ground_truth)
+        return 1.0
+
+    given = {"reward_model": None, "answer": None} | columns
+    function = inspect_function(score, "score", [*COLUMNS, "ground_truth"]).function
+    assert function(completions=["a", "b"], **given) == [1.0, 1.0] and seen == truths
+
+
+def test_a_row_without_an_expected_answer_fails_by_itself() -> None:
+    found = call(compute_score, reward_model=[TRUTH, {"style": "rule"}], answer=[None, None])
+    assert found[0] == 11 and isinstance(found[1], RewardError)
+    assert "compute_score needs ground_truth, but this row has none: ground_truth=None, reward_model=" in str(found[1])
+
+
+def test_the_text_is_the_whole_response_as_in_verl() -> None:
+    def score(data_source, solution_str, ground_truth, extra_info):
+        assert solution_str == "a\nb\nc"
+        return 1.0
+
+    told = [{"role": role, "content": text} for role, text in (("assistant", "a"), ("tool", "b"), ("assistant", "c"))]
+    assert call(score, completions=[told, told]) == [1.0, 1.0]
+
+
 def test_what_cannot_be_scored_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs ground_truth, but the dataset has none of the columns ground_truth"):
         inspect_function(compute_score, "score", ["prompt", "data_source"])

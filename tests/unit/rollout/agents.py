@@ -67,6 +67,7 @@ class Rig:
             max_running=max_num_seqs,
             rollout_func=rollout_func,
             tokenizer=TOKENIZER,
+            encode=ids_of,
         )
 
     def run(self, num_generations: int = 3, tasks: Sequence[RolloutTask] = TASKS, **options: Any) -> Any:

@@ -90,12 +90,17 @@ class Rig:
         workers: type[Workers] = Workers,
     ) -> None:
         runners = [RewardRunner(functions, weights=weights) for _ in range(num_ranks)]
+        self.rewards = runners[0]
         self.clients = [NumberedClient(between) for _ in range(num_ranks)]
         ranks = [ScoredRollout(c, r, decode, seed=11) for c, r in zip(self.clients, runners, strict=True)]
         self.sampler = ListSampler(rows)
         self.workers = workers(ranks, keep=keep)
         self.collector = Collector(
-            self.workers, runners[0].names, max_failure_share=share, reward_weights=runners[0].weights
+            self.workers,
+            runners[0].names,
+            max_failure_share=share,
+            reward_weights=runners[0].weights,
+            shaping=runners[0].entries.shaping,
         )
 
     def collect(self, num_prompts: int, num_generations: int = 2, max_refills: int = 3, state=STATE, **options: Any):

@@ -40,7 +40,7 @@ def replayed(
 
 
 def decode(ids: Sequence[int]) -> str:
-    return "".join(WORDS[token] for token in ids)
+    return "".join(WORDS[token] if token < len(WORDS) else "?" for token in ids)
 
 
 class ScriptedClient:

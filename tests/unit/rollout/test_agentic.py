@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import itertools
+import math
 import os
 import threading
 import time
@@ -19,6 +21,7 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
+from hybrid_rl.rewards import EngineJudge, group_reward
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.agentic import limits_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
@@ -409,8 +412,45 @@ def test_groups_are_scored_whole():
             raise RuntimeError("one of them fails")
 
     batch, _ = rolled(agent, functions=[best], score_by="group")
-    assert sizes == [3] * 4
+    assert sizes == [3] * 3  # nobody is left of the first group
     assert batch["rewards"].isnan().sum() == 3
+
+
+def test_a_failed_trajectory_is_not_compared_with_others():
+    """Its sample is one token that nobody wrote: it would be the shortest of its group."""
+    seen, number = [], itertools.count()
+
+    @group_reward
+    def shortest(completion_ids, **_):
+        seen.append([len(ids) for ids in completion_ids])
+        return [float(len(ids) == min(seen[-1])) for ids in completion_ids]
+
+    async def agent(episode):
+        if next(number) == 1:
+            raise RuntimeError("its environment is gone")
+        await episode.client.generate(ids_of(episode.prompt), max_tokens=3)
+
+    task = TASKS[:1]
+    batch, report = rolled(agent, functions=[shortest], score_by="group", tasks=task, num_generations=4)
+    assert seen == [[3, 3, 3]]
+    torch.testing.assert_close(batch["rewards"].tolist(), [1.0, math.nan, 1.0, 1.0], equal_nan=True)
+    assert [failure.key.trajectory for failure in report.failures] == [101]
+
+
+def test_a_failed_trajectory_is_not_judged():
+    """Neither by a judge, in whose pairs it would count for the others, nor by a model that comes later."""
+    number = itertools.count()
+
+    async def agent(episode):
+        if next(number) == 1:
+            raise RuntimeError("its environment is gone")
+        await episode.client.generate(ids_of(episode.prompt), max_tokens=3)
+
+    judge = EngineJudge(lambda **_: "1", lambda text: 1.0, mode="pairwise", max_tokens=1)
+    batch, report = rolled(agent, functions=[judge], tasks=TASKS[:1])
+    values = [row[0] for row in batch["function_rewards"]]
+    assert values[0] == values[2] == 0.5 and math.isnan(values[1]) and math.isnan(float(batch["rewards"][1]))
+    assert [failure.key.trajectory for failure in report.failures] == [101]
 
 
 def test_rewards_that_nobody_counts_are_refused():

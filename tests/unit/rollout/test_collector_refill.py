@@ -1,5 +1,6 @@
 """Dynamic sampling: which groups stay, how many prompts are rolled out for them, and what is said of it."""
 
+import functools
 import logging
 import math
 import weakref
@@ -15,7 +16,8 @@ from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import load_source
 from hybrid_rl.errors import DataError, NoSignalError, RewardError
-from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rewards import RewardRunner, TrainerState, overlong_penalty, shaping_reward
+from hybrid_rl.rewards.trl import get_repetition_penalty_reward, get_soft_overlong_punishment
 from hybrid_rl.rollout.refill import GroupRewards, Refill, judged_rewards
 from tests.tiny import build_tokenizer
 from tests.unit.rollout.refilling import Rig, row_of, rows_of, worth
@@ -103,38 +105,71 @@ def constant(completion_ids, **_):
     return [1.0] * len(completion_ids)
 
 
-def overlong_penalty(completion_ids, **_):
+@shaping_reward
+def too_long(completion_ids, **_):
     return [-float(ids[0]) for ids in completion_ids]
+
+
+@shaping_reward
+class LengthOf:
+    def __call__(self, completion_ids, **_):
+        return [-float(ids[0]) for ids in completion_ids]
 
 
 def judged(functions, *rows, weights=None, generations=2):
     rig = Rig(rows, functions, weights=weights)
     batch = rig.collect(len(rows), generations, max_refills=0).batch
-    return judged_rewards(batch, rig.collector._names, rig.collector._weights).tolist()
+    return judged_rewards(batch, rig.rewards.weights, rig.rewards.entries.shaping).tolist()
 
 
-def test_the_overlong_penalty_does_not_make_a_group_different():
+def test_a_shaping_reward_does_not_make_a_group_different():
     """Both samples are right, one is longer: the paper filters by accuracy."""
     with pytest.raises(NoSignalError):
-        Rig(rows_of(RIGHT, RIGHT), [worth, overlong_penalty]).collect(1, max_refills=1)
-    two = [worth, overlong_penalty, overlong_penalty]
+        Rig(rows_of(RIGHT, RIGHT), [worth, too_long]).collect(1, max_refills=1)
+    two = [worth, too_long, too_long]
     with pytest.raises(NoSignalError):
         Rig(rows_of(RIGHT, RIGHT), two).collect(1, max_refills=1)
 
 
-def test_the_overlong_penalty_does_not_hide_a_difference():
+@pytest.mark.parametrize(
+    "function",
+    [
+        overlong_penalty(2, 2),
+        get_soft_overlong_punishment(2, 2),
+        get_repetition_penalty_reward(1),
+        functools.partial(too_long, extra=1),
+        LengthOf(),
+    ],
+    ids=lambda function: getattr(function, "__name__", type(function).__name__),
+)
+def test_every_shaping_reward_is_left_out_by_its_mark(function):
+    """Whatever its name is, and whether it is a function, a partial or an object."""
+    runner = RewardRunner([function, worth, function])
+    assert runner.entries.shaping == [0, 2]
+    with pytest.raises(NoSignalError):
+        Rig(rows_of(RIGHT, RIGHT), [function, worth]).collect(1, max_refills=1)
+
+
+def test_a_name_is_no_mark():
+    def overlong_penalty(completion_ids, **_):
+        return [-float(ids[0]) for ids in completion_ids]
+
+    assert Rig(rows_of(RIGHT, RIGHT), [worth, overlong_penalty]).collect(1).batch["rewards"].tolist() == [0.0, -1.0]
+
+
+def test_a_shaping_reward_does_not_hide_a_difference():
     """1 - 1 and 2 - 2: the same reward, but not the same answer."""
-    batch = Rig(rows_of((1.0, 2.0)), [worth, overlong_penalty]).collect(1).batch
+    batch = Rig(rows_of((1.0, 2.0)), [worth, too_long]).collect(1).batch
     assert batch["rewards"].tolist() == [0.0, 0.0]
 
 
 def test_judged_rewards_by_hand():
     row = row_of(0, 3.0, 5.0)
-    assert judged([worth, overlong_penalty, constant], row, weights=[2.0, 10.0, 0.5]) == [6.5, 10.5]
-    assert judged([overlong_penalty], row) == [-1.0, -2.0]  # alone it is the reward
+    assert judged([worth, too_long, constant], row, weights=[2.0, 10.0, 0.5]) == [6.5, 10.5]
+    assert judged([too_long], row) == [-1.0, -2.0]  # alone it is the reward
     # A sample that has only the penalty was judged by nobody; nor was one that failed.
-    assert judged([worth, overlong_penalty], row_of(0, None, NAN, 4.0), generations=3)[2] == 4.0
-    assert all(math.isnan(value) for value in judged([worth, overlong_penalty], row_of(0, None, NAN)))
+    assert judged([worth, too_long], row_of(0, None, NAN, 4.0), generations=3)[2] == 4.0
+    assert all(math.isnan(value) for value in judged([worth, too_long], row_of(0, None, NAN)))
     # A sample on which another function failed has no reward at all.
     failing = judged([worth, lambda completion_ids, **_: [1.0 / (i[0] - 1) for i in completion_ids]], row)
     assert math.isnan(failing[0]) and failing[1] == 6.0
@@ -146,7 +181,7 @@ def test_equal_rows_are_judged_equal_to_the_last_bit():
     """A matrix product may round 0.1 + 0.2 otherwise in one row than in the next."""
     values = [[0.1, 0.2, 0.3]] * 1001
     batch = Batch({"function_rewards": values, "rewards": torch.ones(1001, dtype=torch.float64)})
-    assert judged_rewards(batch, ["a", "b", "c"], [0.7, 1.1, 1.3]).unique().numel() == 1
+    assert judged_rewards(batch, [0.7, 1.1, 1.3]).unique().numel() == 1
 
 
 def test_groups_by_hand():
@@ -207,7 +242,7 @@ def test_a_group_of_several_turns_is_kept_whole():
             "function_rewards": [[value] for value in (1.0, 3, 3, 0, 7, 3, 0, 2, 2)],
         }
     )
-    refill = Refill(2, 0, ("f",), (1.0,))
+    refill = Refill(2, 0, (1.0,))
     places, samples = refill.keep(batch)
     assert places == [1] and samples.tolist() == [0, 3, 6]
     assert refill.metrics()["collect/reward_all"] == (1 + 3 + 0 + 2 + 2) / 5
@@ -219,7 +254,7 @@ def test_a_group_of_several_turns_is_kept_whole():
 @given(found=st.integers(0, 20), rolled=st.integers(1, 40), num_prompts=st.integers(1, 20))
 def test_the_next_rollout_is_as_large_as_the_share_lets_expect(found, rolled, num_prompts):
     found = min(found, rolled, num_prompts - 1)
-    refill = Refill(num_prompts, 3, (), ())
+    refill = Refill(num_prompts, 3, ())
     refill.num_rolled, refill.num_with_signal = rolled, found
     wanted, missing = refill.num_wanted, num_prompts - found
     assert missing <= wanted <= num_prompts

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hybrid_rl.batch import Batch
+from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
@@ -117,6 +117,7 @@ def test_every_pair_of_a_group_has_an_id_of_its_own():
         batch = Batch(
             {
                 "prompt": ["p"] * 6,
+                "prompt_ids": Jagged.from_rows([[ord("p")]] * 6, torch.int64),
                 "completion": list("abcdef"),
                 "row": [{}] * 6,
                 "group": torch.tensor([0] * 3 + [1] * 3),
@@ -142,6 +143,7 @@ def test_the_last_turn_of_a_trajectory_is_judged():
     batch = Batch(
         {
             "prompt": ["p"] * 3,
+            "prompt_ids": Jagged.from_rows([[ord("p")]] * 3, torch.int64),
             "completion": ["a2", "b", "a1"],
             "row": [{}] * 3,
             "group": torch.tensor([0] * 3),

@@ -9,6 +9,7 @@ import torch
 from hybrid_rl.batch import Batch, SampleKey
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, group_reward
+from hybrid_rl.rewards.results import THE_AGENT
 from hybrid_rl.rollout.late import LateScores, merge_late
 from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
@@ -160,6 +161,17 @@ def test_a_sample_that_nothing_applies_to_is_counted_when_the_last_score_is_ther
     assert [(failure.function, failure.key.trajectory, failure.reason) for failure in failures] == [
         ("all functions", FIRST_ID, "none"), ("all functions", FIRST_ID + 2, "none")
     ]  # fmt: skip
+
+
+def test_a_trajectory_without_a_completion_has_no_late_score():
+    """Its agent failed: what a reward model makes of its place is neither its reward nor part of a mean."""
+    batch, report, rewards = run([length, "org/reward-model"])
+    first = batch["trajectory"][0].item()
+    unmade = RewardFailure(THE_AGENT, SampleKey(first), "agent", "gone")
+    merged, failures = merge_late(batch, [*report.failures, unmade], rewards, LateScores({1: [9.0, 1.0, 2.0, 3.0]}))
+    assert [row[1] for row in merged["function_rewards"]][1:] == [1.0, 2.0, 3.0]
+    assert math.isnan(merged["function_rewards"][0][1]) and math.isnan(float(merged["rewards"][0]))
+    assert failures == [unmade]
 
 
 def test_late_scores_are_of_trajectories():
