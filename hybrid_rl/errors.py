@@ -105,6 +105,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def shorten(value: object, max_chars: int = 60) -> str:
+    """Return `repr(value)` for messages, cut to `max_chars` characters."""
+    text = repr(value)
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+
+
 def visible(text: str) -> str:
     """Return text in which control characters, half characters and those that turn the direction of writing are
     replaced by what they are called, so that they do nothing to a page or a terminal."""

@@ -21,10 +21,10 @@ from hybrid_rl.agents.parsing import (
     find_calls,
     format_of,
 )
-from hybrid_rl.agents.templates import CALL_ERROR, ChatTemplate, Ending, Message, calls_of, text_of
+from hybrid_rl.agents.templates import ChatTemplate
 from hybrid_rl.agents.trajectory import Conversation
-from hybrid_rl.data.prompts import shorten
-from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError
+from hybrid_rl.data.rendering import CALL_ERROR, Ending, Message, calls_of, text_of
+from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, shorten
 
 RewrittenHistory = Literal["fork", "keep", "error"]
 

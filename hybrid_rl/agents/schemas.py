@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils import DocstringParsingException, get_json_schema
 
 from hybrid_rl.agents.chat import Chat
-from hybrid_rl.agents.templates import PROBE, PROBE_ID, calls_of, probe_call
+from hybrid_rl.data.rendering import PROBE, PROBE_ID, calls_of, probe_call
 from hybrid_rl.errors import ConfigError
 
 # What transformers says of an argument that it finds no text for.

@@ -17,11 +17,11 @@ from hybrid_rl.agents.environments import (
     with_observation,
 )
 from hybrid_rl.agents.episode import Episode
-from hybrid_rl.agents.templates import CALL_ERROR
 from hybrid_rl.agents.tools import Functions, ToolSet
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.data.prompts import Messages, shorten
+from hybrid_rl.data.rendering import CALL_ERROR
 from hybrid_rl.errors import DataError
 
 # Of a row without a prompt; the environment adds what it is about (as in TRL).

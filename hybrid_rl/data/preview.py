@@ -14,8 +14,9 @@ import numpy as np
 
 from hybrid_rl.data.gym import gym_rows, is_gym
 from hybrid_rl.data.mixture import is_named
-from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptKind, check_column_names, shorten
+from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptKind, check_column_names, check_media, shorten
 from hybrid_rl.data.reading import Reader
+from hybrid_rl.data.rendering import TEMPLATE_COLUMNS
 from hybrid_rl.data.rows import SequenceRows, read_path, row_columns
 from hybrid_rl.data.source import digest, is_stream, rows_of
 from hybrid_rl.errors import DataError
@@ -153,7 +154,9 @@ def _preview(dataset: Any, encoder: PromptEncoder, name: str, num_shown: int) ->
     reader = Reader(encoder)
     reader.look_at(held.column_names, held.row(0), "row 0", form)
     check_column_names(reader.names(held.column_names), "the dataset", needs_prompt=encoder.needs_prompts)
-    found.note = "; ".join(filter(None, (found.note, reader.note)))
+    used = [repr(name) for name in TEMPLATE_COLUMNS if name in held.column_names]
+    shown = f"the chat template gets {' and '.join(used)} of each row" if used else ""
+    found.note = "; ".join(filter(None, (found.note, reader.note, shown)))
     kinds: dict[str, Counter[str]] = {column: Counter() for column in reader.names(held.column_names)}
     examples: Mapping[str, Any] = {}
     rows_left = _usable_rows(held, reader, encoder, found, kinds)
@@ -176,6 +179,7 @@ def _usable_rows(
             if isinstance(held, SequenceRows):
                 row_columns(row, index, held.column_names)
             row = reader.row(row, index)
+            check_media(row, index)
             for column, counts in kinds.items():
                 value = row.get(column)
                 counts["null" if value is None else type(value).__name__] += 1
@@ -218,15 +222,15 @@ def _encoded(
     prompts = [row.get(PROMPT_COLUMN, encoder.bare_prompt) for _, row in chunk]
     if isinstance(encoder.tokenizer, NoTokenizer):
         return [_text(prompt, index, found) for prompt, (index, _) in zip(prompts, chunk, strict=True)]
-    indices = [index for index, _ in chunk]
+    indices, rows = zip(*chunk, strict=True)
     try:
-        return list(encoder.encode(prompts, indices))
+        return list(encoder.encode(prompts, indices, columns=rows))
     except DataError:
         pass
     ids: list[list[int] | str | None] = []
-    for prompt, index in zip(prompts, indices, strict=True):
+    for prompt, index, row in zip(prompts, indices, rows, strict=True):
         try:
-            ids.append(encoder.encode([prompt], [index])[0])
+            ids.append(encoder.encode([prompt], [index], columns=[row])[0])
         except DataError as error:
             found.refused.append((index, str(error)))
             ids.append(None)

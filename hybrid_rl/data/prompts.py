@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.data.rendering import (
+    FIXED_TEMPLATE_KWARGS,
+    KWARGS_COLUMN,
+    TEMPLATE_CALL_KWARGS,
+    TEMPLATE_COLUMNS,
+    TOOLS_COLUMN,
+    MessageRenderer,
+    check_calls_shown,
+    row_settings,
+    tool_names,
+)
+from hybrid_rl.errors import ConfigError, DataError, shorten
 
 Messages: TypeAlias = list[dict[str, Any]]
 Prompt: TypeAlias = str | Messages
@@ -18,24 +29,15 @@ OverlongPolicy: TypeAlias = Literal["error", "drop", "truncate"]
 PROMPT_COLUMN = "prompt"
 # Keywords of the reward call that are not dataset columns: they would hide a column of the same name.
 RESERVED_COLUMNS = (
-    *("prompts", "completions", "completion_ids", "completion_lengths", "trainer_state"),
+    *("prompts", "completions", "completion_ids", "completion_lengths", "completion_openings"),
+    "trainer_state",
     *("log_extra", "log_metric"),
 )
 # The names that TRL gives to columns whose contents (images, sound) the model is shown besides the text.
-IMAGE_COLUMNS = ("image", "images", "video", "videos")
-AUDIO_COLUMNS = ("audio", "audios")
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 NOT_SHOWN = "Images, audio and video cannot be used yet"
-# Arguments of apply_chat_template that the encoder sets itself, or that would change the form of its result.
-_FIXED_TEMPLATE_KWARGS = frozenset(
-    {
-        *("conversation", "add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs"),
-        *("return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"),
-    }
-)
 # Outputs of the tokenizer that are not used here; they take longer to make than the ids.
 _IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False}
-# Keywords that apply_chat_template itself reads, so that they need not occur in the template.
-_TEMPLATE_CALL_KWARGS = frozenset({"chat_template", "tools", "documents"})
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,6 @@ class PromptRoom(NamedTuple):
 
     num_tokens: int
     reason: str
-
-
-def shorten(value: Any, max_chars: int = 60) -> str:
-    """Return `repr(value)` for error messages, cut to `max_chars` characters."""
-    text = repr(value)
-    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 def check_plain_names(names: Sequence[Any], where: str) -> None:
@@ -120,7 +116,7 @@ def prompt_kind(prompt: Any, row: int, *, may_be_empty: bool = False) -> PromptK
     if not prompt:
         raise DataError(f"row {row}: the prompt is an empty list of messages; remove the row or add a message")
     for position, message in enumerate(prompt):
-        _check_message(message, f"row {row}, message {position}")
+        check_message(message, f"row {row}, message {position}")
     if not may_be_empty and all(
         not _content_text(message).strip() and not message.get("tool_calls") for message in prompt
     ):
@@ -134,9 +130,15 @@ def prompt_kind(prompt: Any, row: int, *, may_be_empty: bool = False) -> PromptK
     return "messages"
 
 
-def _check_message(message: Any, where: str) -> None:
+def check_message(message: Any, where: str) -> None:
+    """Raise DataError, naming `where`, for what is not a message with a role, a text or tool calls."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} is {shorten(message)}; a message is a dict with "role" (a string) and "content"')
+    if (calls := message.get("tool_calls")) and not (isinstance(calls, list | tuple) and all(tool_names(calls))):
+        raise DataError(
+            f"{where}: the tool_calls {shorten(calls)} cannot be used; give a list such as "
+            '[{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
+        )
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
@@ -147,6 +149,17 @@ def _check_message(message: Any, where: str) -> None:
         'of text blocks [{"type": "text", "text": "..."}] if the chat template takes one. '
         f"{NOT_SHOWN}"
     )
+
+
+def check_media(columns: Mapping[str, Any], row: int) -> None:
+    """Raise DataError for a column of images, video or audio that is not empty: without them the model would learn to
+    answer blindly."""
+    for name in MEDIA_COLUMNS:
+        if is_shown_elsewhere(columns.get(name)):
+            raise DataError(
+                f"row {row} has something in the column {name!r}. {NOT_SHOWN}, so the model would be trained on the "
+                "text alone: drop the column if that is intended, or rename it if only the rewards need it"
+            )
 
 
 def is_text_block(block: Any) -> bool:
@@ -181,7 +194,7 @@ class PromptEncoder:
         overlong_prompts: OverlongPolicy = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         room: PromptRoom | None = None,
-        media_columns: Sequence[str] = (),
+        unused_columns: Mapping[str, str] | None = None,
         needs_prompts: bool = True,
         prompt_column: str | None = None,
         system_prompt: str | None = None,
@@ -195,7 +208,8 @@ class PromptEncoder:
                 `max_prompt_length` tokens.
             chat_template_kwargs: extra keywords for the chat template (`enable_thinking`, `tools` ...).
             room: the highest value that max_prompt_length could have; None = any.
-            media_columns: columns with inputs that the model could take but is not given: they must be empty.
+            unused_columns: columns of TEMPLATE_COLUMNS that the template does not get, with the reason why they must
+                be empty; "" for those that something else uses.
             needs_prompts: whether every row must have a prompt with text; if not, an environment or an agent adds it.
             prompt_column: the column with the prompt; None = `prompt`, or that of a format that is recognised.
             system_prompt: begins every prompt, which must be messages, as the message of the system; None = none.
@@ -214,7 +228,7 @@ class PromptEncoder:
         self.overlong_prompts = overlong_prompts
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.room = room
-        self.media_columns = tuple(media_columns)
+        self.unused_columns = dict(unused_columns or {})
         self.needs_prompts = needs_prompts
         self.prompt_column, self.system_prompt = prompt_column, system_prompt
         self.apply_chat_template = apply_chat_template
@@ -223,11 +237,16 @@ class PromptEncoder:
                 "apply_chat_template=true, but the tokenizer has no chat template; use the tokenizer of an instruct "
                 "model, or set chat_template_path"
             )
-        self._takes_blocks: bool | None = None
+        self.renderer = MessageRenderer(tokenizer, chat_template_kwargs)
+        self._shows_tools = False  # whether the template was seen to show those of a row
         self._check_template_kwargs()
 
     def encode(
-        self, prompts: Sequence[Prompt], rows: Sequence[int] | None = None, kind: PromptKind | None = None
+        self,
+        prompts: Sequence[Prompt],
+        rows: Sequence[int] | None = None,
+        kind: PromptKind | None = None,
+        columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[list[int]]:
         """Return the token ids of each prompt, whatever its length (see `limit`).
 
@@ -235,10 +254,11 @@ class PromptEncoder:
             prompts: all text or all messages.
             rows: row index of each prompt for error messages; default 0, 1, 2 ...
             kind: that of row 0 of the dataset, which all must have; None: that of the first of these prompts.
+            columns: those of each row, of which the chat template gets TEMPLATE_COLUMNS; None = there are none.
 
         Raises:
             DataError: a prompt is empty, of a wrong type, cannot be rendered or has no tokens; text and messages
-                are mixed; messages without a chat template.
+                are mixed; messages without a chat template; columns that cannot be shown.
         """
         rows = range(len(prompts)) if rows is None else rows
         if not prompts:
@@ -250,7 +270,8 @@ class PromptEncoder:
                     f"row {row}: the prompt is {self.kind(prompt, row)}, but that of row {first_row} is {first}; "
                     "give all prompts of a dataset as text, or all as messages"
                 )
-        ids = self._encode_text(prompts, rows) if first == "text" else self._encode_messages(prompts, rows)
+        settings = [self._settings(own, row, first) for own, row in zip(columns or [{}] * len(rows), rows, strict=True)]
+        ids = self._encode_text(prompts, rows) if first == "text" else self._encode_messages(prompts, rows, settings)
         if not all(ids):
             place = next(place for place, one in enumerate(ids) if not one)
             raise DataError(
@@ -329,13 +350,44 @@ class PromptEncoder:
             "overlong_prompts to 'drop' (leave such rows out) or 'truncate' (keep the last tokens)"
         )
 
-    def media_error(self, column: str, row: int) -> DataError:
-        """Return the error for a media column that is not empty: without it the model would learn to answer blindly."""
-        return DataError(
-            f"row {row} has something in the column {column!r}, which this model could take as input. {NOT_SHOWN}, so "
-            "the model would be trained on the text alone: drop the column if that is intended, or rename it if only "
-            "the rewards need it"
-        )
+    def _settings(self, columns: Mapping[str, Any], row: int, kind: PromptKind) -> dict[str, Any]:
+        """Return what the columns of a row give to the chat template. Raises DataError if they cannot be shown."""
+        check_media(columns, row)
+        for name, reason in self.unused_columns.items():
+            if reason and columns.get(name):
+                raise DataError(f"row {row} has something in the column {name!r}, but {reason}; drop or rename it")
+        used = [name for name in TEMPLATE_COLUMNS if name not in self.unused_columns]
+        settings = row_settings({name: columns.get(name) for name in used}, row)
+        if settings and kind == "text":
+            filled = next(name for name in used if columns.get(name))
+            raise DataError(
+                f"row {row}: the column {filled!r} is for the chat template, but the prompt is text; give messages, "
+                "set data.apply_chat_template=true, or rename the column if only the rewards need it"
+            )
+        if not settings or not self.has_template:
+            return settings
+        if unread := self._unread(settings):
+            raise DataError(
+                f"row {row}: {KWARGS_COLUMN!r} has {unread!r}, but the chat template does not use a variable of that "
+                "name; correct or remove it"
+            )
+        if (tools := settings.get("tools")) and not self._shows_tools:
+            if not self.renderer.shows_tools(tool_names(tools), settings):
+                raise DataError(
+                    f"row {row}: the column {TOOLS_COLUMN!r} has {', '.join(tool_names(tools))}, but the chat template "
+                    "does not show tools; use one that renders `tools` (data.chat_template_path), or rename the column "
+                    "if only the rewards need it"
+                )
+            self._shows_tools = True
+        return settings
+
+    def _unread(self, keys: Iterable[str]) -> str | None:
+        """Return the first keyword that the chat template does not read."""
+        template = self.chat_template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(template, str):
+            return None
+        variables = TEMPLATE_CALL_KWARGS | {*re.findall(r"\w+", template)}
+        return next((key for key in keys if key not in variables), None)
 
     def remedy(self, num_tokens: int) -> str:
         """Return what to do about a prompt of so many tokens that is too long: raise the limit, if that is possible."""
@@ -344,15 +396,14 @@ class PromptEncoder:
         return f"shorten them: {self.room.reason} leaves room for {self.room.num_tokens} tokens"
 
     def _check_template_kwargs(self) -> None:
-        template = self.chat_template_kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
         for key in self.chat_template_kwargs:
-            if key in _FIXED_TEMPLATE_KWARGS:
+            if key in FIXED_TEMPLATE_KWARGS:
                 raise ConfigError(f"chat_template_kwargs has {key!r}, which the library sets itself; remove it")
-            if isinstance(template, str) and key not in _TEMPLATE_CALL_KWARGS and key not in template:
-                raise ConfigError(
-                    f"chat_template_kwargs has {key!r}, but the chat template does not use a variable of that name; "
-                    "correct or remove it"
-                )
+        if unread := self._unread(self.chat_template_kwargs):
+            raise ConfigError(
+                f"chat_template_kwargs has {unread!r}, but the chat template does not use a variable of that name; "
+                "correct or remove it"
+            )
 
     def _encode_text(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
         def tokenize(batch: Sequence[Any]) -> list[list[int]]:
@@ -360,60 +411,33 @@ class PromptEncoder:
 
         return _batch_or_blame(tokenize, prompts, rows, "cannot be tokenised")
 
-    def _encode_messages(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
+    def _encode_messages(
+        self, prompts: Sequence[Any], rows: Sequence[int], settings: Sequence[Mapping[str, Any]]
+    ) -> list[list[int]]:
         if not self.has_template:
             raise DataError(
                 f"row {rows[0]}: the prompt is a list of messages, but the tokenizer has no chat template; use the "
                 "tokenizer of an instruct model, set tokenizer.chat_template, or give prompts as text"
             )
-        for prompt, row in zip(prompts, rows, strict=True):
-            has_blocks = any(isinstance(message.get("content"), list) for message in prompt)
-            if has_blocks and not self._template_takes_blocks():
-                raise DataError(
-                    f"row {row}: the messages {shorten(prompt)} have a list as content, but this chat template takes "
-                    "strings only; join the text blocks to one string"
-                )
-        encoded: list[list[int]] = [[] for _ in prompts]
-        for continued in (False, True):
-            chosen = [i for i, prompt in enumerate(prompts) if (prompt[-1]["role"] == "assistant") == continued]
+        texts = [self._render(*one) for one in zip(prompts, rows, settings, strict=True)]
 
-            def render(batch: Sequence[Any], continued: bool = continued) -> list[list[int]]:
-                return self._apply_template(batch, continued, tokenize=True)["input_ids"]
+        def tokenize(batch: Sequence[Any]) -> list[list[int]]:
+            # The template has written all special tokens.
+            ids: list[list[int]] = self.tokenizer(list(batch), add_special_tokens=False, **_IDS_ONLY)["input_ids"]
+            return ids
 
-            ids = _batch_or_blame(
-                render, [prompts[i] for i in chosen], [rows[i] for i in chosen], "is refused by the chat template"
-            )
-            for i, one in zip(chosen, ids, strict=True):
-                encoded[i] = one
-        return encoded
+        return _batch_or_blame(tokenize, texts, rows, "cannot be tokenised")
 
-    def _apply_template(self, batch: Sequence[Any], continued: bool, tokenize: bool) -> Any:
-        # datasets fills keys that only other messages have with None; templates test whether a key is defined.
-        conversations = [
-            [{key: value for key, value in message.items() if value is not None} for message in prompt]
-            for prompt in batch
-        ]
-        return self.tokenizer.apply_chat_template(
-            conversations,
-            add_generation_prompt=not continued,
-            continue_final_message=continued,
-            tokenize=tokenize,
-            return_dict=tokenize,
-            tokenizer_kwargs=_IDS_ONLY if tokenize else None,
-            **self.chat_template_kwargs,
-        )
-
-    def _template_takes_blocks(self) -> bool:
-        """Whether the template takes a list of text blocks: one for strings raises an error, or prints the list."""
-        if self._takes_blocks is None:
-            marker = "block probe"
-            blocks = [{"type": "text", "text": marker}]
-            try:
-                text = self._apply_template([[{"role": "user", "content": blocks}]], False, tokenize=False)[0]
-            except Exception:  # any error of the template means no
-                text = ""
-            self._takes_blocks = marker in text and str(blocks) not in text and json.dumps(blocks) not in text
-        return self._takes_blocks
+    def _render(self, prompt: Sequence[Any], row: int, settings: Mapping[str, Any]) -> str:
+        try:
+            text = self.renderer.render(prompt, "open" if prompt[-1]["role"] == "assistant" else "answer", settings)
+            check_calls_shown(prompt, text)
+        except Exception as error:  # templates raise anything
+            raise DataError(
+                f"row {row}: the prompt {shorten(prompt)} is refused by the chat template "
+                f"({type(error).__name__}: {error}); correct the row"
+            ) from error
+        return text
 
 
 def _batch_or_blame(

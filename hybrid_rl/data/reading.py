@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hybrid_rl.data.formats import ANSWER_COLUMN, Format, hint, recognise
-from hybrid_rl.data.prompts import PROMPT_COLUMN, Prompt, PromptEncoder, check_reserved_columns
+from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, check_reserved_columns
 from hybrid_rl.data.rows import CHUNK_ROWS, Rows
 from hybrid_rl.errors import DataError
 
@@ -104,7 +104,9 @@ class ReadRows:
     def row(self, index: int) -> Mapping[str, Any]:
         return self._reader.row(self._rows.row(index), index)
 
-    def prompts(self, start: int, stop: int) -> list[Prompt]:
+    def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
+        if column != PROMPT_COLUMN:
+            return self._rows.prompts(start, stop, column)
         values = self._rows.prompts(start, stop, self._reader.source)
         return [self._reader.prompt(value, start + place) for place, value in enumerate(values)]
 

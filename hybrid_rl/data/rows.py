@@ -9,18 +9,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.data.prompts import PROMPT_COLUMN, check_plain_names, shorten
-from hybrid_rl.errors import DataError
+from hybrid_rl.data.nulls import NullCleaner
+from hybrid_rl.data.prompts import PROMPT_COLUMN, check_plain_names
+from hybrid_rl.errors import DataError, shorten
 
 CHUNK_ROWS = 4096
 BOM = b"\xef\xbb\xbf"
 
 
 class SequenceRows:
-    """Rows of a list, or of any object with a length and an index."""
+    """Rows of a list, or of any object with a length and an index. cleaner: of nulls, None = all are the rows' own."""
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, rows: Any, cleaner: NullCleaner | None = None) -> None:
         self._rows = list(rows) if isinstance(rows, list | tuple) else rows
+        self._cleaner = cleaner
         self.column_names: tuple[str, ...] = ()
         if len(self._rows):
             self.column_names = row_columns(self._rows[0], 0, None)
@@ -29,12 +31,13 @@ class SequenceRows:
         return len(self._rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return self._rows[index]
+        row: Mapping[str, Any] = self._rows[index]
+        return row if self._cleaner is None else self._cleaner.row(row)
 
     def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
         found, names = [], set(self.column_names)
         for index in range(start, stop):
-            row = self._rows[index]
+            row = self.row(index)
             if type(row) is not dict or row.keys() != names:
                 row_columns(row, index, self.column_names)
             found.append(row.get(column))
@@ -47,33 +50,33 @@ class SequenceRows:
 
 
 class HubRows:
-    """Rows of a `datasets.Dataset`."""
+    """Rows of a `datasets.Dataset`, without the nulls that its types add to conversations."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.column_names: tuple[str, ...] = tuple(dataset.column_names)
-        self._prompts: Any = None
+        self._cleaner = NullCleaner(dataset.features.arrow_schema)
         if len(dataset):
             check_plain_names(self.column_names, "the dataset")
-        if len(dataset) and PROMPT_COLUMN in self.column_names:
-            self._prompts = self._plain(PROMPT_COLUMN)
+        plain = {PROMPT_COLUMN, *self._cleaner.columns} & {*self.column_names}
+        self._shown = self._plain(*plain) if len(dataset) and plain else None
 
-    def _plain(self, column: str) -> Any:
-        """One column, without decoding others (images, say), and without the user's tensor format, which makes arrays
+    def _plain(self, *columns: str) -> Any:
+        """Some columns, without decoding others (images, say), and without the user's tensor format, which makes arrays
         of messages."""
-        return self._dataset.select_columns([column]).with_format(None)
+        return self._dataset.select_columns(list(columns)).with_format(None)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return self._dataset[index] if self._prompts is None else {**self._dataset[index], **self._prompts[index]}
+        row = self._dataset[index]
+        return row if self._shown is None else {**row, **self._cleaner.row(self._shown[index])}
 
     def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
         if column not in self.column_names:
             return [None] * (stop - start)
-        values = self._prompts if column == PROMPT_COLUMN else self._plain(column)
-        return list(values[start:stop][column])
+        return [self._cleaner.value(column, value) for value in self._plain(column)[start:stop][column]]
 
     def values(self, name: str) -> Iterator[Any]:
         """Yield one column, row by row."""
@@ -83,10 +86,11 @@ class HubRows:
 
 
 class ArrowRows:
-    """Rows of a `pyarrow.Table`."""
+    """Rows of a `pyarrow.Table`, without the nulls that its types add to conversations."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
+        self._cleaner = NullCleaner(table.schema)
         self.column_names: tuple[str, ...] = tuple(table.column_names)
         if table.num_rows:
             check_plain_names(self.column_names, "the table")
@@ -95,12 +99,14 @@ class ArrowRows:
         return self._table.num_rows
 
     def row(self, index: int) -> Mapping[str, Any]:
-        return self._table.slice(index, 1).to_pylist()[0]
+        row: Mapping[str, Any] = self._cleaner.row(self._table.slice(index, 1).to_pylist()[0])
+        return row
 
     def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
         if column not in self.column_names:
             return [None] * (stop - start)
-        return self._table.column(column).slice(start, stop - start).to_pylist()
+        values = self._table.column(column).slice(start, stop - start).to_pylist()
+        return [self._cleaner.value(column, value) for value in values]
 
     def values(self, name: str) -> Iterator[Any]:
         """Yield one column, row by row."""

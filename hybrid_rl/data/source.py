@@ -18,16 +18,18 @@ import numpy.typing as npt
 
 from hybrid_rl.data.formats import Format
 from hybrid_rl.data.gym import gym_rows, is_gym
+from hybrid_rl.data.nulls import NullCleaner
 from hybrid_rl.data.prompts import (
+    MEDIA_COLUMNS,
     PROMPT_COLUMN,
     PromptEncoder,
     PromptKind,
     PromptRow,
     check_column_names,
-    is_shown_elsewhere,
-    shorten,
+    check_media,
 )
 from hybrid_rl.data.reading import Reader, ReadRows
+from hybrid_rl.data.rendering import TEMPLATE_COLUMNS
 from hybrid_rl.data.rows import (
     CHUNK_ROWS,
     ArrowRows,
@@ -39,7 +41,7 @@ from hybrid_rl.data.rows import (
     read_path,
     row_columns,
 )
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import DataError, shorten
 
 # Otherwise an endless stream of overlong prompts would be skipped for ever.
 _MAX_DROPS_IN_A_ROW = 10_000
@@ -67,24 +69,27 @@ class SizedSource:
         self._rows, self.num_rows = rows, len(rows)
         self._empty = encoder.empty_prompt
         self.column_names: tuple[str, ...] = rows.column_names
-        for name in (name for name in encoder.media_columns if name in rows.column_names):
+        for name in (name for name in MEDIA_COLUMNS if name in rows.column_names):
             for index, value in enumerate(rows.values(name)):
-                if is_shown_elsewhere(value):
-                    raise encoder.media_error(name, index)
+                check_media({name: value}, index)
         kept: list[npt.NDArray[np.int64]] = []
         lengths: list[npt.NDArray[np.int64]] = []
         chunks: list[npt.NDArray[np.int32]] = []
         over: list[tuple[int, int]] = []  # (row, tokens)
         self._has_prompts = PROMPT_COLUMN in rows.column_names
+        for_template = [name for name in TEMPLATE_COLUMNS if name in rows.column_names]
         with _collector_paused():
             kind = encoder.kind(rows.prompts(0, 1)[0] if self._has_prompts else self._empty, 0)
             self.kind: PromptKind = kind
             for start in range(0, len(rows), CHUNK_ROWS):
-                prompts = rows.prompts(start, min(start + CHUNK_ROWS, len(rows)))
+                stop = min(start + CHUNK_ROWS, len(rows))
+                prompts = rows.prompts(start, stop)
                 if not self._has_prompts:
                     prompts = [self._empty] * len(prompts)
-                indices = np.arange(start, start + len(prompts))
-                ids = encoder.encode(prompts, range(start, start + len(prompts)), kind)
+                indices = np.arange(start, stop)
+                values = zip(*(rows.prompts(start, stop, name) for name in for_template), strict=True)
+                columns = [dict(zip(for_template, row, strict=True)) for row in values] if for_template else None
+                ids = encoder.encode(prompts, range(start, stop), kind, columns)
                 num_tokens = _lengths(ids)
                 longer = np.flatnonzero(num_tokens > (encoder.max_prompt_length or math.inf))
                 if longer.size:
@@ -220,10 +225,7 @@ class StreamSource:
         return limited
 
     def _ids_of(self, row: Any, index: int) -> list[int]:
-        for name in self._encoder.media_columns:
-            if is_shown_elsewhere(row.get(name)):
-                raise self._encoder.media_error(name, index)
-        return self._encoder.encode([self._prompt_of(row)], [index], self._kind)[0]
+        return self._encoder.encode([self._prompt_of(row)], [index], self._kind, [row])[0]
 
     def _prompt_of(self, row: Mapping[str, Any]) -> Any:
         return row[PROMPT_COLUMN] if self._has_prompts else self._encoder.empty_prompt
@@ -281,10 +283,16 @@ def rows_of(dataset: Any) -> Rows:
     if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
         # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
         return HubRows(dataset)
+    if is_instance(dataset, "datasets", "Dataset"):
+        return SequenceRows(dataset, NullCleaner(None))
     if is_instance(dataset, "pandas", "DataFrame"):
         dataset = frame_table(dataset)
     if is_instance(dataset, "pyarrow", "Table"):
-        return ArrowRows(dataset)
+        if "arrow.json" not in str(dataset.schema):
+            return ArrowRows(dataset)
+        import datasets  # which reads its type Json
+
+        return HubRows(datasets.Dataset(dataset))
     if isinstance(dataset, bytes) or not _is_indexed(dataset):
         raise DataError(
             f"the dataset {shorten(dataset)} is of type {type(dataset).__name__}; pass a list of dicts, a "
@@ -304,11 +312,16 @@ def _sized(rows: Rows, encoder: PromptEncoder, where: str, form: Format | None =
 
 
 def _opener(dataset: Any) -> Callable[[int], Iterable[Any]]:
+    cleaner = None
+    if is_instance(dataset, "datasets", "IterableDataset"):
+        # (Whether a function that was mapped over the rows added types is unknown: then there are no features.)
+        cleaner = NullCleaner(None if dataset.features is None else dataset.features.arrow_schema)
+
     def open_rows(epoch: int) -> Iterable[Any]:
         if hasattr(dataset, "__iter__"):
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
-            return dataset
+            return dataset if cleaner is None else map(cleaner.row, dataset)
         rows = dataset()
         if not hasattr(rows, "__iter__"):
             raise DataError(f"the dataset function returned {shorten(rows)}; it must return an iterator of dicts")

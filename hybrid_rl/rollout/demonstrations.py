@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.data.prompts import PromptRow, shorten
+from hybrid_rl.data.prompts import PromptRow, check_message
+from hybrid_rl.data.rendering import PROBE, Ending, MessageRenderer, check_calls_shown, row_settings
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.engines.base import FinishedSample, SamplingParams
-from hybrid_rl.errors import DataError, ModelError
+from hybrid_rl.errors import DataError, ModelError, shorten
 from hybrid_rl.metrics import Timings
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.scored import RolloutReport, sample_columns
@@ -39,7 +40,8 @@ class DemonstrationEncoder:
 
     def __init__(self, tokenizer: Any, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._template_kwargs = dict(chat_template_kwargs or {})
+        self._renderer = MessageRenderer(tokenizer, chat_template_kwargs)
+        self._next_tokens: dict[str, int | None] = {}  # after an answer, by the role of the message that follows
 
     def encode(self, rows: Sequence[PromptRow], params: SamplingParams) -> list[list[int]]:
         """Return the token ids of each row's completion, whatever its length. The last one is one of the stop tokens
@@ -75,8 +77,8 @@ class DemonstrationEncoder:
             raise DataError(
                 f"row {row.index}: the prompt ends with a message of the assistant; move it to the completion"
             )
-        head = self._render(prompt, row, add_generation_prompt=True)
-        whole = self._render([*prompt, _message(_completion(row), row)], row, add_generation_prompt=False)
+        head = self._render(prompt, row, "answer")
+        whole = self._render([*prompt, _message(_completion(row), row)], row, "closed")
         if not whole.startswith(head):
             place = next((i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), len(whole))
             raise DataError(
@@ -87,15 +89,12 @@ class DemonstrationEncoder:
             )
         return head, whole
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], row: PromptRow, *, add_generation_prompt: bool) -> str:
-        # As prompts are: keys that only other rows have are there with None.
-        cleaned = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    def _render(self, messages: Sequence[Mapping[str, Any]], row: PromptRow, ending: Ending) -> str:
+        settings = row_settings(row.columns, row.index)
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    cleaned, tokenize=False, add_generation_prompt=add_generation_prompt, **self._template_kwargs
-                )
-            )
+            text = self._renderer.render(messages, ending, settings)
+            check_calls_shown(messages, text)
+            return text
         except Exception as error:  # templates raise anything
             raise DataError(
                 f"row {row.index}: the messages {shorten(messages)} are refused by the chat template "
@@ -135,8 +134,11 @@ class DemonstrationEncoder:
         return own
 
     def _ended(self, ids: list[int], row: PromptRow, params: SamplingParams) -> list[int]:
-        """Return the completion up to its first stop token, or with an end-of-sequence token if it has none."""
+        """Return the completion up to its first stop token. If it has none: with the one that the template writes
+        next, else with an end-of-sequence token."""
         place = next((i for i, token in enumerate(ids) if token in params.stop_token_ids), None)
+        if place is None and (next_token := self._next_token(row)) in params.stop_token_ids:
+            return [*ids, next_token]
         if place is None:
             if self._tokenizer.eos_token_id is None:
                 raise ModelError(
@@ -151,6 +153,22 @@ class DemonstrationEncoder:
                 "would end there: remove the token from the text, or from stop_token_ids"
             )
         return ids[: place + 1]
+
+    def _next_token(self, row: PromptRow) -> int | None:
+        """The first token of the message after an answer, where a template closes no turn (GLM): that of a tool after
+        calls, else of a user. None if it cannot be told."""
+        if isinstance(row.prompt, str):
+            return None
+        role = "tool" if _message(_completion(row), row).get("tool_calls") else "user"
+        if role not in self._next_tokens:
+            mark = "endofanswer"
+            messages = [PROBE, {"role": "assistant", "content": mark}, {"role": role, "content": "next"}]
+            try:
+                rest = self._renderer.render(messages, "closed").partition(mark)[2]
+            except Exception:  # a template may take results of tools after a call only
+                rest = ""
+            self._next_tokens[role] = next(iter(self._tokens([rest], special=False)[0]), None)
+        return self._next_tokens[role]
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -254,7 +272,7 @@ def _message(completion: Any, row: PromptRow) -> Mapping[str, Any]:
             f"row {row.index}: the completion {shorten(completion)} must be a text or a list of one message of the "
             'assistant: [{"role": "assistant", "content": "..."}]; earlier turns belong into the prompt'
         )
-    has_calls = "tool_calls" in message and message["tool_calls"]
-    if "content" not in message or not isinstance(message["content"], str) and not has_calls:
+    if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
         raise DataError(f"row {row.index}: the completion {shorten(completion)} needs a text as its content")
+    check_message(message, f"row {row.index}, completion")
     return message

@@ -54,6 +54,7 @@ def generation_of(
         _check_row(run.agents, row, place)
     encoder = run.data.encoder
     shown = [_shown(encoder, row, place) for place, row in enumerate(given_rows)]
+    ids_of_rows = encoder.encode(shown, columns=given_rows)
     return [
         PromptRow(
             place,
@@ -62,7 +63,7 @@ def generation_of(
             {name: value for name, value in row.items() if name != PROMPT_COLUMN},
             PROMPT_COLUMN in row,
         )
-        for place, (row, prompt, ids) in enumerate(zip(given_rows, shown, encoder.encode(shown), strict=True))
+        for place, (row, prompt, ids) in enumerate(zip(given_rows, shown, ids_of_rows, strict=True))
     ], params
 
 

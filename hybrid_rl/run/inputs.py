@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.gym import is_gym
 from hybrid_rl.data.mixture import is_named, load_sources
-from hybrid_rl.data.prompts import AUDIO_COLUMNS, IMAGE_COLUMNS, PromptEncoder, PromptRoom, PromptRow
+from hybrid_rl.data.prompts import PromptEncoder, PromptRoom, PromptRow
+from hybrid_rl.data.rendering import KWARGS_COLUMN, TOOLS_COLUMN
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.models.load import Medium
 from hybrid_rl.rewards import reasoning_gym_reward
 from hybrid_rl.run.agents import check_rows, widest
 from hybrid_rl.run.evaluation import load_sets
 
 Source = SizedSource | StreamSource
-MEDIA_COLUMNS: dict[Medium, tuple[str, ...]] = {"images": IMAGE_COLUMNS, "audio": AUDIO_COLUMNS}
 OBSERVATION_LENGTH = 1024  # tokens that an agent's prompt may get on top of the dataset's, without max_prompt_length
 PROBE_LENGTH = 64  # tokens of the probe prompt: enough to exercise positions and cache, cheap at every eighth handoff
 
@@ -113,13 +112,11 @@ def load_data(
     config: TrainerConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_positions: int | None,
-    media: Collection[Medium] = (),
     agents: AgentSetup | None = None,
 ) -> Data:
     """Validate and tokenise the datasets (arguments, or data.train_path and data.eval_path).
 
     max_positions: the longest sequence that the model allows, None if unknown.
-    media: the kinds of input that the model takes besides text.
     agents: what makes trajectories; environments and agents may do without prompts, and one environment without a
     dataset."""
     room = prompt_room(config, max_positions)
@@ -130,7 +127,7 @@ def load_data(
         overlong_prompts=config.data.overlong_prompts,
         chat_template_kwargs={**config.data.chat_template_kwargs, **({"tools": schemas} if schemas else {})},
         room=room,
-        media_columns=[name for medium in media for name in MEDIA_COLUMNS[medium]],
+        unused_columns=_unused_columns(agents),
         needs_prompts=not grows,
         prompt_column=config.data.prompt_column,
         system_prompt=config.data.system_prompt,
@@ -183,6 +180,17 @@ def with_template(tokenizer: Any, config: TrainerConfig) -> Any:
     except Exception:  # what it demands of messages is checked with those of the data
         pass
     return changed
+
+
+def _unused_columns(agents: AgentSetup | None) -> dict[str, str]:
+    """Return the columns for chat templates that trajectories of agents have no use for, each with the reason. Agents
+    of the user's own get all columns, and may show the tools in them."""
+    if agents is None:
+        return {}
+    return {
+        TOOLS_COLUMN: "tools= and environment_factory= say what the policy can call" if agents.has_tools else "",
+        KWARGS_COLUMN: "trajectories of tools and agents get data.chat_template_kwargs alone",
+    }
 
 
 def _empty_rows(agents: AgentSetup, config: TrainerConfig) -> list[dict[str, Any]]:

@@ -62,14 +62,22 @@ def test_template_keywords_reach_the_template(chat_tokenizer: Any, ids_of: IdsOf
     assert other.encode([[user("12")]]) == [ids_of("12")]
 
 
-def test_text_blocks_need_a_template_that_takes_them(chat_tokenizer: Any, ids_of: IdsOf) -> None:
-    blocks = [user([{"type": "text", "text": "1"}, {"type": "text", "text": "2"}])]
-    for strings_only in (chat_tokenizer.chat_template, "{% for m in messages %}{{ m['content'] }}{% endfor %}"):
-        chat_tokenizer.chat_template = strings_only
-        with pytest.raises(DataError, match=r"row 7: .* takes strings only; join the text blocks"):
-            encoder(chat_tokenizer).encode([blocks], rows=[7])
-    chat_tokenizer.chat_template = BLOCK_TEMPLATE
-    assert encoder(chat_tokenizer).encode([blocks]) == [ids_of("[u12]/")]
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,  # of the fixture, which cannot add a list to a text
+        "{% for m in messages %}{{ '[' ~ m['role'][0] ~ m['content'] ~ ']' }}{% endfor %}{{ '/' }}",  # prints the list
+        BLOCK_TEMPLATE,
+        BLOCK_TEMPLATE.replace("{% if m['content'] is string %}{{ m['content'] }}{% else %}", "").replace(
+            "{% endfor %}{% endif %}{{ ']' }}", "{% endfor %}{{ ']' }}"
+        ),  # takes blocks only
+    ],
+    ids=["adds", "prints", "both", "blocks"],
+)
+def test_contents_have_the_form_that_the_template_takes(chat_tokenizer: Any, ids_of: IdsOf, template: Any) -> None:
+    chat_tokenizer.chat_template = template or chat_tokenizer.chat_template
+    blocks = [user([{"type": "text", "text": "1", "image": None}, {"type": "text", "text": "2"}])]
+    assert encoder(chat_tokenizer).encode([blocks, [user("12")]]) == [ids_of("[u12]/")] * 2
 
 
 def test_keys_that_are_none_are_not_shown_to_the_template(chat_tokenizer: Any, ids_of: IdsOf) -> None:
