@@ -26,6 +26,7 @@ from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.views import Shown
+from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -305,14 +306,16 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         return self.vllm.tensor_parallel_size
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError if ranks cannot be divided into replicas, or the transport of the weights does not fit
-        them."""
+        """Raise ConfigError if ranks cannot be divided into replicas, the transport of the weights does not fit them,
+        or an argument of vLLM is not the user's to give."""
         if num_ranks % self.ranks_per_engine:
             ranks = "rollout_ranks" if getattr(config.controller, "rollout_ranks", 0) else "num_ranks"
             raise ConfigError(
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide {ranks}={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
+        is_eager = config.model.device == "cpu" if self.vllm.enforce_eager is None else self.vllm.enforce_eager
+        check_arguments(self.vllm.engine_args, is_eager=is_eager, num_ranks=self.ranks_per_engine)
         if self.vllm.lora_handoff == "adapter":
             check_slot(config.lora)
             if self.transport == "disk":

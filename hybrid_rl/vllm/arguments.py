@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +11,12 @@ import torch
 from vllm import EngineArgs
 
 from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.errors import ConfigError
 
 CPU_BLOCK = 32  # tokens: the smallest that vLLM's attention on CPUs takes
 WORKER = "hybrid_rl.vllm.cpu_worker.RunWorker"
-
-# Arguments that are not the user's to give: why, or what to set instead.
-RESERVED: Mapping[str, str] = {
-    "model": "it is the trainer's own",
-    "tokenizer": "the engine takes and gives token ids",
-    "skip_tokenizer_init": "the engine takes and gives token ids",
-    "dtype": "set model.dtype",
-    "seed": "it follows from seed",
-    "trust_remote_code": "set model.trust_remote_code",
-    "max_model_len": "it follows from max_prompt_length and max_completion_length",
-    "gpu_memory_utilization": "set kv_cache_memory_bytes",
-    "num_gpu_blocks_override": "set kv_cache_memory_bytes",
-    "distributed_executor_backend": "the engine lives in the trainer's processes",
-    "pipeline_parallel_size": "the engine is parallel over tensors, and over replicas",
-    "data_parallel_size": "it is num_ranks / tensor_parallel_size",
-    "load_format": "the trainer hands its weights over",
-    "model_loader_extra_config": "the trainer hands its weights over",
-    "enable_sleep_mode": "the engine sleeps if its platform can",
-    "worker_cls": "it follows from the platform",
-    "logprobs_mode": "logprobs are those of the distribution that was sampled from",
-    "disable_log_stats": "the engine counts for itself",
-    "generation_config": "samples are drawn as the keys of rollout and eval say",
-    "speculative_config": "drafted tokens are not supported",
-    "quantization": "engines compute in model.dtype; plain_weights says how CPUs hold weights",
-    **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
-        "it follows from the section lora; rollout.vllm.lora_handoff=adapter uses vLLM's own slots",
-    ),
-    "fully_sharded_loras": "the adapter is read back as it is cut without it",
-    "worker_extension_cls": "the worker is the library's own",
-}
 
 
 def engine_arguments(
@@ -65,16 +34,16 @@ def engine_arguments(
 
     Raises ConfigError for an argument in config.engine_args that vLLM does not know, or that is not the user's.
     """
+    is_eager = device.type == "cpu" if config.enforce_eager is None else config.enforce_eager
+    check_arguments(config.engine_args, is_eager=is_eager, num_ranks=config.tensor_parallel_size)
     names = {item.name for item in dataclasses.fields(EngineArgs)}
     for name in config.engine_args:
-        if name in RESERVED:
-            raise ConfigError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"rollout.vllm.{name} is not an argument of the vLLM that is installed{hint}")
     # The next pass starts while the last one's tokens are on their way; vLLM has it on GPUs only.
-    defaults: dict[str, Any] = {"use_tqdm_on_load": False, "async_scheduling": device.type == "cuda"}
+    defaults: dict[str, Any] = {"async_scheduling": device.type == "cuda"}
     if device.type == "cpu":
         # Of a conversation vLLM finds only full blocks again; by default they have 128 tokens there, 16 on a GPU.
         defaults["block_size"] = CPU_BLOCK
@@ -92,8 +61,9 @@ def engine_arguments(
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "enforce_eager": device.type == "cpu" if config.enforce_eager is None else config.enforce_eager,
+        "enforce_eager": is_eager,
         "load_format": "dummy",
+        "use_tqdm_on_load": False,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "generation_config": "vllm",
