@@ -30,10 +30,11 @@ from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.checks import check_modes
+from hybrid_rl.run.familiar import Familiar
 from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
 from hybrid_rl.run.guard import StepGuard
-from hybrid_rl.run.lasting import Lasting
 from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.missing import explained
@@ -50,7 +51,7 @@ from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explain
 logger = logging.getLogger("hybrid_rl")
 
 
-class Trainer(Lasting):
+class Trainer(Familiar):
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place. Of a
@@ -123,7 +124,7 @@ class Trainer(Lasting):
         self._sampler, self._restarts = make_sampler(run), Restarts(run.config.max_restarts)
         self._begun_at = self._sampler.state_dict(), steps_of(run.module)
         self._first_length = run.config.rollout.max_completion_length
-        self._signal_watch, self._last_metrics = SignalWatch(run.config, is_chat=run.is_chat), Metrics()
+        self._signal_watch, self._last_metrics = SignalWatch(run.config, Scoring.of(run)), Metrics()
         self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
         self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
         closing.callback(self._log.close)
@@ -193,6 +194,8 @@ class Trainer(Lasting):
                     self._end_saves(keeps_last=steps is None and self.global_step > begun)
                     if steps is None:
                         self._load_best()
+        if self.global_step > begun:
+            self._note_fitted()
         return self._last_metrics
 
     train = fit  # its name in TRL and transformers

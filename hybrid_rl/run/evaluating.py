@@ -16,6 +16,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.evaluation import load_sets, rows_of
+from hybrid_rl.run.missing import explained
 from hybrid_rl.run.restarts import may_restart
 from hybrid_rl.run.results import Metrics
 from hybrid_rl.run.start import make_evaluator
@@ -45,22 +46,23 @@ class Evaluating(ShownTrainer):
     _is_unevaluated = False  # the engine was lost in the evaluation of the last step, so that step is to be made again
     _owed: Mapping[str, float] | None = None  # metrics of the last step, if its evaluation was broken off by Ctrl-C
 
-    def evaluate(self, dataset: Any = None) -> Metrics:
+    @explained
+    def evaluate(self, eval_dataset: Any = None) -> Metrics:
         """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`, or
         with `eval/<set>/` if there are several sets.
 
-        dataset: other rows for this time, in any form that eval_dataset may have. eval/accuracy is the share of samples
-        that satisfy the first reward function (eval.success_functions); `evaluations` has more about its samples.
+        eval_dataset: other rows for this time, in any form that the Trainer takes. eval/accuracy is the share of
+        samples that satisfy the first reward function (eval.success_functions); `evaluations` has more about them.
         """
         self._require_idle("evaluate")
         self._require_current()
         run, step = self._run, self.global_step
-        if dataset is None and not run.data.eval:
+        if eval_dataset is None and not run.data.eval:
             raise ConfigError(
                 "there is no evaluation data: pass eval_dataset= or set data.eval_path, or give rows: evaluate(rows)"
             )
         check_modes(self.config, learns=False)
-        rows = run.eval_rows if dataset is None else rows_of(load_sets(dataset, run.data.encoder))
+        rows = run.eval_rows if eval_dataset is None else rows_of(load_sets(eval_dataset, run.data.encoder))
         start, doing = now(), f"evaluation after step {step}"
         evaluator = make_evaluator(run, self.policy, self.collector)
         with self._working("evaluate()"):

@@ -26,9 +26,10 @@ from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.successes import Grades
 from hybrid_rl.run.agents import reward_sources
 from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.changed import ANOTHER, SAMPLED, changed_config, leaves_of
 from hybrid_rl.run.checks import check_rewards
-from hybrid_rl.run.missing import attribute_advice, callback_advice
+from hybrid_rl.run.missing import ALIASES, attribute_advice, callback_advice
 from hybrid_rl.run.others import ARGUMENTS, Tenant
 from hybrid_rl.run.prepare import Run, sampling_params
 from hybrid_rl.run.signature import KeySignature
@@ -206,7 +207,7 @@ class Live(Tenant):
             object.__setattr__(self, "config", config)
             object.__setattr__(self, "collector", collector)
             if is_other or config.algorithm != run.config.algorithm:
-                self._signal_watch = SignalWatch(config, is_chat=run.is_chat)
+                self._signal_watch = SignalWatch(config, Scoring.of(after))
             self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])
 
     def _differences(self, config: TrainerConfig) -> Iterator[Change]:
@@ -345,6 +346,9 @@ class Live(Tenant):
                     + (", it exists with eval_temperature above 0" if name in SAMPLED else "")
                     + " (trainer.config shows all)"
                 )
+            own = vars(self).get(ALIASES.get(name, name))
+            if own is not None:
+                return own
             advice = "" if name.startswith("_") else attribute_advice(name, dir(self))
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}" + (f": {advice}" if advice else "")

@@ -21,17 +21,12 @@ _OPTIMIZER = "it lives on the ranks; trainer.learning_rate and the like can be s
 _HUB = "nothing is uploaded; upload the folder that trainer.save() returns"
 # Attributes and methods of transformers.Trainer and GRPOTrainer.
 ELSEWHERE = {
-    "save_model": "use trainer.save(folder), which writes what from_pretrained reads",
-    "save_state": "trainer.save() writes the optimizer's state and the position in the data too",
     **dict.fromkeys(("add_callback", "remove_callback", "pop_callback", "callback_handler"), _CALLBACKS),
-    "state": f"trainer.global_step and trainer.max_steps say where it is; {_METRICS}",
     "control": "trainer.stop() ends fit() after the step that is running",
-    "args": "trainer.config has the settings",
-    **dict.fromkeys(("model", "model_wrapped"), "trainer.module is the model"),
-    **dict.fromkeys(("processing_class", "processor"), "use trainer.tokenizer"),
+    **dict.fromkeys(("model", "model_wrapped"), "it is spread over the ranks: trainer.save(folder) writes it"),
     "predict": "use trainer.generate(prompts), or trainer.evaluate(rows) for rewards",
-    **dict.fromkeys(("log", "log_metrics", "save_metrics", "log_history"), _METRICS),
-    **dict.fromkeys(("push_to_hub", "init_hf_repo", "create_model_card"), _HUB),
+    **dict.fromkeys(("log", "log_history"), _METRICS),
+    **dict.fromkeys(("init_hf_repo", "create_model_card", "hub_model_id"), _HUB),
     **dict.fromkeys(("optimizer", "lr_scheduler", "create_optimizer", "create_scheduler"), _OPTIMIZER),
     "training_step": "trainer.step() runs a step and returns its samples and metrics",
     **dict.fromkeys(("compute_loss", "compute_metrics"), "losses and rewards are functions: see docs/algorithms.md"),
@@ -39,11 +34,16 @@ ELSEWHERE = {
     "eval_dataset": "trainer.evaluate() uses it; trainer.evaluate(rows) takes other rows",
     "ref_model": "it lives on the ranks; there is one if beta is above 0",
 }
+# Names there for what has another one here, if it is there: a model on several ranks is nowhere as a whole.
+ALIASES = {"args": "config", "processing_class": "tokenizer", "processor": "tokenizer"}
+ALIASES |= {"model": "module", "model_wrapped": "module"}
 # Arguments of methods, besides the keys that other libraries call so.
 ARGUMENTS = {
     "resume_from_checkpoint": "pass resume= to Trainer: the folder of a checkpoint, or 'auto' for the newest",
     "trial": "leave it out",
     "do_sample": "temperature=0 is greedy",
+    "metric_key_prefix": "leave it out: names of metrics begin with eval/",
+    "ignore_keys": "leave it out",
     "system_prompt": "begin the prompt, a list of messages, with one of the role system",
 }
 HOOKS = {
@@ -74,10 +74,11 @@ def explained(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
-        for name in keywords:
-            if name not in names:
+        for name, value in keywords.items():
+            if name not in names and (name not in ARGUMENTS or value is not None):
                 raise TypeError(f"{method.__name__}() has no argument {name}{_argument_advice(name, names)}")
-        return method(*arguments, **keywords)
+        theirs = {name: value for name, value in keywords.items() if name in names}
+        return method(*arguments, **theirs)  # type: ignore[arg-type]
 
     return call
 

@@ -192,10 +192,10 @@ class Tenant:
 
 def has_folder(folder: Path) -> bool:
     """Whether an open Trainer of this process writes into this run folder."""
-    return any(other.run_folder.resolve() == folder.resolve() for other in _open_here())
+    return any(other.run_folder.resolve() == folder.resolve() for other in open_here())
 
 
-def _open_here() -> list[Tenant]:
+def open_here() -> list[Tenant]:
     """List the open Trainers of this process, without copies made by a fork."""
     return [other for other in _open if other._pid == os.getpid()]
 
@@ -206,7 +206,7 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
 
     Raises ConfigError while one of them is in a training step.
     """
-    for other in _open_here():
+    for other in open_here():
         what = ""
         if folder is not None and other.run_folder.resolve() == folder.resolve():
             what = f"the run folder {folder}"
@@ -228,7 +228,7 @@ def bring_back(module: Any) -> None:
 
     Raises ConfigError while that Trainer is in a training step.
     """
-    for other in _open_here():
+    for other in open_here():
         if other.module is not module or module is None or ACTOR not in (other.config.memory.offload or ()):
             continue
         if other._work:
@@ -252,7 +252,7 @@ def _colocated(config: TrainerConfig) -> str | None:
 
 def warn_of_training(module: nn.Module | None, *, is_resumed: bool) -> None:
     """Warn if a module to be trained in place is or was trained by another Trainer. None: no such module."""
-    for other in _open_here():
+    for other in open_here():
         if module is not None and other.module is module:
             logger.warning(
                 "the Trainer of %s is open and trains the same module: each changes the weights under the other's "

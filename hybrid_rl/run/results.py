@@ -34,6 +34,11 @@ class Metrics(dict[str, float]):
             return "Metrics()"
         return f"Metrics({self.headline()}; {len(self)} in all: text() or dict(...) shows them)"
 
+    @property
+    def metrics(self) -> Metrics:
+        """Themselves: what transformers' `train()` returns has its metrics there."""
+        return self
+
     def headline(self) -> str:
         """Return the most important ones in a line."""
         found = [f"{title} {number(self[name])}" for name, title in HEADLINES.items() if name in self]

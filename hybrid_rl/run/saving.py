@@ -33,6 +33,7 @@ class Saving(Evaluating):
     _stop = Stop()  # what asks for the end of the `fit()` under way
     _base_record: dict[str, Any] | None = None  # of the base model of adapters, once it was looked for
     _saving: Path | None = None  # the checkpoint that is written in the background
+    _saved_to: Path | None = None  # the folder of the last `save()`
     _save_failure = ""  # why the last one could not be written
     _has_told_of_memory = False
 
@@ -68,6 +69,7 @@ class Saving(Evaluating):
             self._log.flush(self.policy.lost_samples())
             self._log.display.message(f"saved {target}")
             if not merged:
+                self._saved_to = target.resolve()
                 self._notify("on_save", self.global_step, target)
         return target
 
