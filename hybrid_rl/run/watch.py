@@ -14,12 +14,14 @@ from typing import Any
 from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import BrokenModelError, DivergedError
+from hybrid_rl.run.causes import Scoring
 
 logger = logging.getLogger("hybrid_rl")
 
 MAX_LOST_STEPS = 3
 NUM_MUTE_STEPS = 3
 NAME_OF_MEAN = re.compile(r"rewards/.+/mean")
+SCORING = Scoring()
 ROLES = {"policy": "", "critic": "critic/"}
 
 
@@ -96,17 +98,17 @@ class SignalWatch:
     - The gradient was 0, though there were advantages.
 
     At the end of a `fit()` too short for the first of these, it says so if none of its steps taught anything. And it
-    warns of a single step in which every trajectory of agents ran into trajectory_timeout_seconds. is_chat: whether
-    completions are lists of messages.
+    warns of a single step in which every trajectory of agents ran into trajectory_timeout_seconds. scoring: by which
+    the likely causes are found.
     """
 
-    def __init__(self, config: TrainerConfig, *, is_chat: bool = False) -> None:
+    def __init__(self, config: TrainerConfig, scoring: Scoring = SCORING) -> None:
         self._masks_truncated = config.algorithm.mask_truncated_completions
         options = {item.name: getattr(config.advantage, item.name) for item in dataclasses.fields(config.advantage)}
         self._estimator = options["estimator"]
         self._thresholds = {n: v for n, v in options.items() if n.endswith("_threshold") and v is not None}
         self._seconds = config.agents.trajectory_timeout_seconds
-        self._is_chat = is_chat
+        self._scoring = scoring
         self._num_mute = self._num_still = 0
         self._last: tuple[int, Mapping[str, float]] = 0, {}  # the last of the steps in a row that taught nothing
         self._same: dict[str, tuple[float, int]] = {}  # of each function: its only value, and for how many steps
@@ -139,7 +141,7 @@ class SignalWatch:
                 f"silent {names}",
                 f"up to step {step}, {names} gave every completion the same reward "
                 f"({', '.join(f'{self._same[name][0]:g}' for name in silent)}), from which nothing is learned. "
-                f"{self._check_functions}",
+                f"{self._scoring.advice(metrics, frozenset(silent))}",
             )
         if self._num_still >= NUM_MUTE_STEPS:
             self._tell(
@@ -175,17 +177,6 @@ class SignalWatch:
             self._told.add(what)
             logger.warning("%s", sentence)
 
-    @property
-    def _check_functions(self) -> str:
-        """What to look at if all rewards are the same."""
-        if self._is_chat:
-            return (
-                "Check the completions (samples.jsonl): are the answers in the form that the reward looks for? A "
-                "function of your own gets chat completions as lists of messages, [{'role': 'assistant', 'content': "
-                '...}], and finds nothing in them if it takes them for texts: use completion[0]["content"]'
-            )
-        return "Check the completions (samples.jsonl) and the reward functions"
-
     def _reason(self, metrics: Mapping[str, float]) -> str:
         """Name the likely cause in the last of these steps, and a remedy."""
         reward = metrics.get("reward", float("nan"))
@@ -204,8 +195,8 @@ class SignalWatch:
             )
         if metrics.get("reward_std") == 0.0:
             return (
-                f"All rewards were {reward:g}. {self._check_functions}, and use prompts that the policy solves some of "
-                "the time"
+                f"All rewards were {reward:g}. {self._scoring.advice(metrics)}. And use prompts that the policy solves "
+                "some of the time"
             )
         if metrics.get("frac_reward_zero_std") == 1.0:
             return (
