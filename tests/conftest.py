@@ -36,7 +36,7 @@ TEST_FUNCTION = re.compile(r"^def (test_\w+)", re.MULTILINE)
 
 # Tests make many objects and keep few: going through them as often as Python does by itself is a tenth of their time.
 gc.set_threshold(100_000, 20, 50)
-# Started in the background of a shell's script, by nohup and by some CI, a program ignores Ctrl-C, and so does whatever it
+# Started in the background of a shell's script, by nohup and by some CI, a program ignores Ctrl-C, and so does what it
 # starts. Tests of Ctrl-C are about programs in the foreground; those of the others say so.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)

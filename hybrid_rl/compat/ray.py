@@ -7,7 +7,9 @@ loopback interface only, and it is small. All are taken back as soon as `ray.ini
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import secrets
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +18,15 @@ import ray._private.node
 import ray._private.services
 import ray._private.utils
 import ray._private.worker
+import ray._raylet
+import ray.exceptions
 
 TRIED = "2.60.0"
+_raylet: Any = ray._raylet
+_tokens: Any = None  # early versions have none
+with contextlib.suppress(ImportError):
+    _tokens = importlib.import_module("ray._private.authentication.authentication_token_setup")
+AuthenticationError: type[Exception] = getattr(ray.exceptions, "AuthenticationError", PermissionError)
 # Each private name that this file uses, and why there is no public way.
 NAMES = {
     "ray._private.services.resolve_ip_for_localhost": (
@@ -41,6 +50,12 @@ NAMES = {
     "ray._private.services.canonicalize_bootstrap_address": (
         "which address 'auto' is: ray.init tries for minutes to reach a cluster that is gone"
     ),
+    "ray._raylet.AuthenticationTokenLoader.reset_cache": "a process keeps the first token that it has read",
+    "ray._raylet.Config.initialize": "a process keeps the RAY_AUTH_MODE that it has read, or that ray.init has set",
+    "ray._raylet.GcsClient": "whether a cluster takes our token: ray.init tries for 20 seconds, and prints each time",
+    "ray._private.authentication.authentication_token_setup.maybe_enable_token_auth_if_token_available": (
+        "sends the token if there is one, as `ray start --head` wants it; ray.init does so for 'auto' only"
+    ),
 }
 
 
@@ -48,6 +63,32 @@ def found_cluster(address: str) -> str:
     """Return the "host:port" that ray.init would take for "auto"; other addresses as they are."""
     found = ray._private.services.canonicalize_bootstrap_address(address) if address == "auto" else None
     return found or address
+
+
+def log_in(address: str) -> None:
+    """Have this process send Ray's token to the cluster at "host:port", if there is a token and RAY_AUTH_MODE does not
+    say otherwise, as `ray start --head` does. A cluster without authentication ignores it.
+
+    Raises AuthenticationError if the cluster does not take it, or wants one and there is none.
+    """
+    if _tokens is not None:
+        _forget_token()
+        _tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        _raylet.GcsClient(address=address)
+
+
+def own_token() -> dict[str, str]:
+    """Return the variable with which a cluster that is started here gets a token of its own: it must be set until the
+    cluster has started. Ray would write one into the home folder, for all clusters of the user, later ones included."""
+    _forget_token()
+    return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _forget_token() -> None:
+    """Have the environment count again: an earlier cluster of this process had its token and mode."""
+    if _tokens is not None:
+        _raylet.Config.initialize("")
+        _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager

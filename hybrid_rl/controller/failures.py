@@ -108,6 +108,16 @@ def process_ended(pid: int, host: str, reason: str) -> Failure:
     )
 
 
+def node_lost(pid: int, host: str, address: str) -> Failure:
+    """Return the failure of a rank whose node the cluster has lost."""
+    return Failure(
+        "node lost",
+        f"{host} ({address}), on which this rank was pid {pid}, is not in the Ray cluster any more: the machine or its "
+        f"job ended, its network failed, or its raylet was killed",
+        is_end=True,
+    )
+
+
 def cluster_ended(lost: str) -> Failure:
     """Return the failure of a cluster started here that lost these processes, without which nothing works."""
     return Failure(

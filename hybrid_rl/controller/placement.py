@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-from hybrid_rl.errors import NoRoomError
+from hybrid_rl.errors import ConfigError, NoRoomError
 
 LOOPBACK = "127.0.0.1"
 # Ray then assigns GPUs, but leaves CUDA_VISIBLE_DEVICES alone (ray/_private/accelerators/nvidia_gpu.py).
@@ -50,8 +49,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """The place where the process of one bundle runs. gpu: the place of its GPU among those that it sees, None for
-    none; visible: its CUDA_VISIBLE_DEVICES, None if all are."""
+    """The place where the process of one bundle runs. address: of its node; interface: of that machine which has this
+    address, empty if none has it. gpu: the place of its GPU among those that it sees, None for none; visible: its
+    CUDA_VISIBLE_DEVICES, None if all are; is_here: whether it is the driver's node."""
 
     bundle: int
     node: str
@@ -60,6 +60,8 @@ class Place:
     pid: int
     gpu: int | None = None
     visible: str | None = None
+    interface: str = LOOPBACK
+    is_here: bool = False
 
 
 def bundle_of(options: RayOptions) -> dict[str, float]:
@@ -92,11 +94,20 @@ def rank_order(places: Sequence[Place]) -> list[Place]:
     return sorted(places, key=key)
 
 
-def rank_environment(options: RayOptions, cores: int, ranks_on_node: int, *, loopback: bool) -> dict[str, str]:
-    """Return the environment of a rank's process, complete before it starts: libraries read it when they are loaded.
+def check_addresses(places: Sequence[Place]) -> None:
+    """Raise ConfigError if ranks cannot meet at the address by which the cluster knows their node."""
+    for place in places:
+        if len(places) > 1 and not place.interface:
+            raise ConfigError(
+                f"ranks meet at the address that their node has in the cluster, and no network interface of "
+                f"{place.host} has {place.address}; start Ray there with --node-ip-address= an address of an interface "
+                f"(`ip address` lists them) that the other nodes reach"
+            )
 
-    cores: of the node. loopback: the whole cluster is this machine, and nothing of it may listen on a network.
-    """
+
+def rank_environment(options: RayOptions, cores: int, ranks_on_node: int) -> dict[str, str]:
+    """Return the environment of a rank's process, complete before it starts: libraries read it when they are loaded.
+    cores: of the node."""
     threads = options.threads_per_rank or max(1, cores // max(1, ranks_on_node))
     env = dict.fromkeys(THREAD_VARIABLES, str(threads))
     env["TOKENIZERS_PARALLELISM"] = "false"
@@ -104,9 +115,6 @@ def rank_environment(options: RayOptions, cores: int, ranks_on_node: int, *, loo
     # all-reduce, which numbers the ranks of a replica as GPUs, all need to see their peers'. Other ranks see none: Ray
     # leaves them all.
     env |= {SEE_ALL: "1"} if options.gpus_per_rank else {"CUDA_VISIBLE_DEVICES": ""}
-    if loopback:
-        interface = "lo0" if sys.platform == "darwin" else "lo"
-        env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return env | {name: str(value) for name, value in options.env_vars.items()}
 
 

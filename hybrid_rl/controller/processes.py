@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Sequence
 
 import psutil
@@ -53,11 +52,11 @@ def end_family(processes: Sequence[psutil.Process], seconds: float) -> None:
 
 
 def _process(place: Place) -> psutil.Process | None:
-    """Find the process, if it runs on this machine and is still one of Ray's: ids are reused."""
-    if place.host != socket.gethostname():
+    """Find the process, if it runs on this machine and is still one of Ray's, by its title: ids are reused."""
+    if not place.is_here:
         return None
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(place.pid)
-        if "ray" in " ".join(process.cmdline()):
+        if "".join(process.cmdline()[:1]).startswith("ray::"):
             return process
     return None

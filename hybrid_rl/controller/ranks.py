@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -141,6 +143,31 @@ class RankContext:
         """Return one object for each part of the batch, in order, the same on every rank. All ranks must call it."""
         everywhere = self.gather(value)
         return [everywhere[rank] for rank in self.mesh.data_leaders]
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface of this machine that has an address; empty if none has it. Of the
+    loopback interface every address of 127.0.0.0/8 is one."""
+    try:
+        wanted = {ipaddress.ip_address(entry[4][0]) for entry in socket.getaddrinfo(address, None)}
+    except OSError:
+        return ""
+    for name, addresses in psutil.net_if_addrs().items():
+        for known in addresses:
+            if known.family in (socket.AF_INET, socket.AF_INET6):
+                own = ipaddress.ip_address(known.address)
+                if own in wanted or any(own.is_loopback and other.is_loopback for other in wanted):
+                    return name
+    return ""
+
+
+def use_interface(address: str) -> None:
+    """Have gloo and NCCL listen on the interface with this address, unless the environment names another one. By
+    themselves they take one that the host's name leads to, which may be the loopback (gloo), or the first one (NCCL),
+    and other hosts do not reach these."""
+    name = interface_of(address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without = any that begins so
 
 
 def open_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:

@@ -6,19 +6,19 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import psutil
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybrid_rl.compat import ray as ray_names
 from hybrid_rl.controller import placement, session
-from hybrid_rl.controller.failures import cluster_ended, failure_of, process_ended
+from hybrid_rl.controller.failures import cluster_ended, failure_of, node_lost, process_ended
 from hybrid_rl.controller.placement import LOOPBACK, Node, Place, RayOptions
 from hybrid_rl.controller.processes import describe_process, end_family, end_processes, family, is_running
 from hybrid_rl.controller.server import Health, Outcome, RankServer
@@ -29,6 +29,11 @@ from hybrid_rl.process.environment import environment_kept
 # CPU ranks may share cores: whoever asks for four ranks on two cores gets them.
 LOCAL_CPU_SLOTS = 1024
 CLOSE_SECONDS = 10.0
+NOT_LET_IN = (
+    "it has token authentication, and does not take the token of this process (RAY_AUTH_TOKEN, the file of "
+    "RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token). Set RAY_AUTH_TOKEN_PATH to a file with what `ray get-auth-token` "
+    "prints where the cluster was started, and do not set RAY_AUTH_MODE to anything but token"
+)
 ENDED = "the workers of this batch have ended: load() a batch before close()"
 VITAL = ("gcs_server", "raylet")
 # A cluster started here has no spare workers (80 MB each), and children of a killed rank end with its process group.
@@ -70,11 +75,19 @@ class RayCluster:
         """Return another hold on the same cluster."""
         return RayCluster()
 
-    def nodes(self) -> list[Node]:
-        """List the machines that are up."""
+    def nodes(self, *, lost: bool = False) -> list[Node]:
+        """List the machines that are up. lost: those too that were once."""
         return [
-            Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
+            Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+            for node in ray.nodes()
+            if node["Alive"] or lost
         ]
+
+    def has_lost(self, node: str) -> bool:
+        """Whether the node with this id is not up any more."""
+        with contextlib.suppress(RayError):  # as without the process that knows of all nodes
+            return all(other.id != node for other in self.nodes())
+        return False
 
     def put(self, value: Any) -> Any:
         """Leave an object in the object store; it is freed when the last copy of the handle is gone."""
@@ -142,14 +155,17 @@ class _Connection:
                 connection._start(object_store_memory_bytes)
             else:
                 found = ray_names.found_cluster(found)
-                session.check_reachable(found)  # Ray itself would try for minutes
-                with ray_names.quiet():
+                is_checked = session.check_reachable(found)  # Ray itself would try for minutes
+                with environment_kept(), ray_names.quiet():
+                    if is_checked:
+                        ray_names.log_in(found)
                     ray.init(address=found, log_to_driver=False, configure_logging=False)
         except BaseException as error:
             connection.close()
             if not isinstance(error, Exception):  # a signal
                 raise
-            told = f"{type(error).__name__}: {error}"
+            is_kept_out = isinstance(error, ray_names.AuthenticationError)
+            told = NOT_LET_IN if is_kept_out else f"{type(error).__name__}: {error}"
             if found is None:
                 raise NoRoomError(
                     f"Ray could not be started on this machine: {told}. A busy machine may take too long for it; "
@@ -163,7 +179,7 @@ class _Connection:
         folder = self.resources.enter_context(session.temporary_folder("hrl-ray-"))
 
         def start() -> None:
-            with session.private_token(), environment_kept(SMALL), ray_names.quiet():
+            with environment_kept(SMALL | ray_names.own_token()), ray_names.quiet():
                 ray_names.start_cluster(
                     LOOPBACK,
                     str(folder / "r"),  # Ray lets every user read it; the folder above lets no other user in
@@ -240,24 +256,30 @@ class RayActors:
                 f"other jobs use it; {ray.available_resources()} is free"
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
-        counts, by_id = Counter(node_of.values()), {node.id: node for node in nodes}
+        # Listed again: nodes may have come and gone in the wait.
+        counts, by_id = Counter(node_of.values()), {node.id: node for node in self._cluster.nodes(lost=True)}
         actor = cast(Any, ray.remote)(concurrency_groups={"control": 1}, max_restarts=0)(RankServer)
         started = []
         for index in range(num_ranks):
             node = by_id[node_of[index]]
             cores = own_cores() if self._cluster.is_local else int(node.resources.get("CPU", 1))
-            env = placement.rank_environment(options, cores, counts[node.id], loopback=self._cluster.is_local)
+            env = placement.rank_environment(options, cores, counts[node.id])
             started.append(
                 actor.options(
                     num_cpus=bundle["CPU"],
                     num_gpus=bundle.get("GPU", 0),
                     runtime_env={"env_vars": env},
                     scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
-                ).remote(ray.put, ray.get, self.is_handle, ray.get_gpu_ids)
+                ).remote(ray.put, ray.get, self.is_handle, ray.get_gpu_ids, node.address)
             )
         self._actors = started
         found = _get_all([actor.identity.remote() for actor in started], options.start_seconds, f"{role} processes")
-        places = [Place(i, node_of[i], by_id[node_of[i]].address, *identity) for i, identity in enumerate(found)]
+        here = ray.get_runtime_context().get_node_id()
+        places = [
+            replace(Place(i, node_of[i], by_id[node_of[i]].address, *identity), is_here=node_of[i] == here)
+            for i, identity in enumerate(found)
+        ]
+        placement.check_addresses(places)
         self._places = placement.rank_order(places)
         self._actors = [started[place.bundle] for place in self._places]
 
@@ -294,6 +316,8 @@ class RayActors:
         try:
             outcome: Outcome = ray.get(reference)
         except (RayActorError, OutOfMemoryError) as error:
+            if self._cluster.has_lost(place.node):
+                return Outcome(failure=node_lost(place.pid, place.host, place.address))
             return Outcome(failure=process_ended(place.pid, place.host, str(error)))
         except Exception as error:  # noqa: BLE001 - an outcome that cannot be read is this rank's failure
             return Outcome(failure=failure_of(error))
@@ -351,7 +375,9 @@ def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:
     """Return the values of all references. Raises WorkerError if they have not all come after so many seconds."""
     try:
         return ray.get(list(references), timeout=seconds)
-    except (GetTimeoutError, RayActorError) as error:
+    except RayActorError as error:
+        raise WorkerError(f"{what} ended while they started: {error}") from error
+    except GetTimeoutError as error:
         raise WorkerError(
             f"{what} did not start within {seconds:g} s: {error}; on slow machines raise "
             f"controller.start_timeout_seconds"

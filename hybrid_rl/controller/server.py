@@ -21,17 +21,20 @@ from hybrid_rl.batch import Batch, BatchRef, store
 from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.failures import Failure, failure_of
 from hybrid_rl.controller.mesh import RankMesh
+from hybrid_rl.controller.placement import LOOPBACK
 from hybrid_rl.controller.rank_log import RankLog
 from hybrid_rl.controller.ranks import (
     VISIBLE,
     RankContext,
     enter_device,
     gpu_place,
+    interface_of,
     join_ranks,
     leave_ranks,
     object_gather,
     open_store,
     take_device,
+    use_interface,
 )
 from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.process import progress
@@ -93,13 +96,14 @@ class Health:
 @dataclass
 class RankServer:
     """Runs in the process of a rank. `start`, `call` and `close` come one at a time; `health` and `interrupt` at any
-    time, from another thread. put, get, is_handle: of the object store. gpu_ids: the GPUs that this process was
-    given."""
+    time, from another thread. put, get, is_handle: of the object store. gpu_ids: the GPUs that this process was given.
+    address: of its node in the cluster, at which ranks meet."""
 
     put: Callable[[Any], Any]
     get: Callable[[Any], Any]
     is_handle: Callable[[Any], bool]
     gpu_ids: Callable[[], Sequence[str | int]] = tuple
+    address: str = LOOPBACK
     _worker: Any = None
     _log: RankLog | None = None
     _store: dist.TCPStore | None = None
@@ -108,10 +112,11 @@ class RankServer:
     _interrupted_id: int | None = None
     _thread: int = 0
 
-    def identity(self) -> tuple[str, int, int | None, str | None]:
-        """(host name, process id, place of its GPU among the visible ones, CUDA_VISIBLE_DEVICES) of this process."""
+    def identity(self) -> tuple[str, int, int | None, str | None, str]:
+        """(host name, process id, place of its GPU among the visible ones, CUDA_VISIBLE_DEVICES, network interface with
+        the node's address) of this process."""
         place = gpu_place([*map(str, self.gpu_ids())], os.environ)
-        return socket.gethostname(), os.getpid(), place, os.environ.get(VISIBLE)
+        return socket.gethostname(), os.getpid(), place, os.environ.get(VISIBLE), interface_of(self.address)
 
     def open_store(self, host: str, timeout: timedelta) -> tuple[str, int]:
         """Open the meeting point of all ranks, and return its address."""
@@ -128,6 +133,7 @@ class RankServer:
                 meeting = self._store or dist.TCPStore(
                     *seat.store, is_master=False, wait_for_workers=False, timeout=seat.collective_timeout
                 )
+                use_interface(self.address)
                 join_ranks(meeting, seat.rank, seat.mesh.num_ranks, device, seat.collective_timeout)
             gather = object_gather(seat.mesh.num_ranks, seat.collective_timeout)
             logger.info(

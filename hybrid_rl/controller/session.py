@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import tempfile
 import threading
 import weakref
@@ -49,22 +48,6 @@ def shared_memory() -> Path | None:
     """Return the folder of this machine whose files are memory; None if it has none that can be written to."""
     path = Path("/dev/shm")
     return path if os.access(path, os.W_OK | os.X_OK) else None
-
-
-@contextlib.contextmanager
-def private_token() -> Iterator[None]:
-    """Keep Ray's token readable by this user only, whether Ray writes it inside the block or wrote it before: whoever
-    reads it may run code on this user's clusters."""
-    token = Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError):
-        token.parent.mkdir(mode=0o700)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            found = token.lstat()
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and found.st_mode & 0o077:
-                token.chmod(0o600)
 
 
 def _remove_if_left(folder: Path) -> None:
@@ -144,8 +127,10 @@ def _end_in(pid: int, end: Callable[..., Any], *args: Any) -> None:
         end(*args)
 
 
-def check_reachable(address: str) -> None:
-    """Raise OSError if nothing listens at "host:port"; other forms of address are not checked."""
+def check_reachable(address: str) -> bool:
+    """Raise OSError if nothing listens at "host:port". Returns whether that was checked: other forms are not."""
     host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in address:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    if not (host and port.isdigit() and "/" not in address):
+        return False
+    socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    return True

@@ -13,8 +13,8 @@ import torch
 
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.controller import RankMesh
-from hybrid_rl.controller.placement import RayOptions
-from hybrid_rl.controller.ray_backend import RayActors
+from hybrid_rl.controller.placement import Node, RayOptions
+from hybrid_rl.controller.ray_backend import RayActors, RayCluster
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import ConfigError
 from tests.distributed import workers
@@ -68,6 +68,19 @@ def test_threads_and_variables_of_the_user_win(make_group: Callable[..., OpenGro
 def test_ranks_are_spawned_not_forked(group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "MARK", "of the driver")
     assert [about["mark"] for about in group.about()] == ["none", "none"]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_node_that_came_during_the_wait_for_room(make_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the wait there was only another one."""
+    nodes, asked = RayCluster.nodes, []
+
+    def changing(self: RayCluster, **options: Any) -> list[Node]:
+        asked.append(options)
+        return [Node("gone", "10.0.0.1", {"CPU": 9.0})] if len(asked) == 1 else nodes(self, **options)
+
+    monkeypatch.setattr(RayCluster, "nodes", changing)
+    assert make_group(1).gather("x") == [[(0, "x")]] and len(asked) > 1
 
 
 def test_only_loopback_is_listened_on(group: OpenGroup) -> None:

@@ -65,13 +65,17 @@ TELL = "tell(pids=descendants(), folder=folder)\n"
 
 def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
     """The process goes on: it connects again. (With a rank: test_a_cluster_that_loses_a_process.) Signals with which
-    schedulers tell a whole job of its end do nothing to the cluster and its rank."""
+    schedulers tell a whole job of its end do nothing to the cluster and its rank. A home folder that cannot be written
+    is no obstacle: each cluster has a token of its own, which the other one does not take."""
     told = finish(
         start_script(
             f"""
-            group = None
+            os.environ["HOME"] = "/proc"
+            group, token = None, None
             for _ in range(2):
                 cluster = RayCluster()
+                of_gcs = next(p for p in psutil.Process().children() if "gcs_server" in p.name()).environ()
+                before, token = token, of_gcs["RAY_AUTH_TOKEN"]
                 if group is None:
                     group = make(cluster)
                     for pid in descendants():
@@ -80,18 +84,19 @@ def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
                     assert group.patient(0.1, False) == group.patient(0.1, False)
                 pids = descendants()
                 {WHERE}
-                paths = (Path(folder).parent, Path.home() / ".ray" / "auth_token")
-                modes = [path.stat().st_mode & 0o777 for path in paths]
+                mode = Path(folder).parent.stat().st_mode & 0o777
                 group.close(); group.close(); cluster.close(); cluster.close()
                 folder = str(Path(folder).parent)
-                tell(pids=pids, folder=folder, left=descendants(), connected=ray.is_initialized(), modes=modes)
+                tell(pids=pids, folder=folder, left=descendants(), connected=ray.is_initialized(), mode=mode,
+                     is_new=len(token) == 64 != before, kept=[n for n in os.environ if n.startswith("RAY_AUTH")])
             """
         )
     )
     assert len(told) == 2
     for one, fewest in zip(told, (5, 4), strict=True):
         assert len(one["pids"]) >= fewest and one["left"] == [] and not one["connected"]
-        assert one["modes"] == [0o700, 0o600]  # Ray's own folder, below, is open to everybody
+        assert one["mode"] == 0o700  # Ray's own folder, below, is open to everybody
+        assert one["is_new"] and one["kept"] == []
         assert_nothing_left(one["pids"], one["folder"])
 
 
@@ -198,18 +203,31 @@ def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
 
 # -------------------------------------------------------------------------------------------- a cluster of two nodes
 
-HEAD = """
+HAS_TOKEN = 'os.environ["RAY_AUTH_TOKEN"] = "0123456789abcdef" * 4\n'
+USES_TOKEN = HAS_TOKEN + 'os.environ["RAY_AUTH_MODE"] = "token"\nray._raylet.Config.initialize("")\n'
+HEAD = (
+    USES_TOKEN
+    + """
 import tempfile
 from ray.cluster_utils import Cluster
 with tempfile.TemporaryDirectory(prefix="r") as folder:
     os.environ["RAY_TMPDIR"] = folder
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    cluster.add_node(num_cpus=2)
+    second = cluster.add_node(num_cpus=2)
     tell(address=cluster.address)
-    sys.stdin.read()
+    if sys.stdin.readline().strip() == "lose a node":
+        cluster.remove_node(second)
+        sys.stdin.read()
     cluster.shutdown()
 """
-JOINS = """
+)
+JOINS = f"""
+os.environ["RAY_AUTH_TOKEN"] = "f" * 64
+try:
+    RayCluster(%r)
+except Exception as error:
+    tell(kind=type(error).__name__, error=str(error))
+{HAS_TOKEN}
 cluster = RayCluster(%r)
 group = make(cluster, 3, placement="pack")
 nodes = [place.node for place in group._backend._ranks._places]
@@ -217,7 +235,20 @@ tell(sum=group.all_reduce(), nodes=nodes, threads=[about["env"]["OMP_NUM_THREADS
 group.close()
 cluster.close()
 """
-OF_THE_USER = """
+LOSES = f"""
+{HAS_TOKEN}
+cluster = RayCluster(%r)
+group = make(cluster, 2, placement="spread")
+tell(ready=True)
+try:
+    group.patient(3600.0, True)
+except Exception as error:
+    tell(kind=type(error).__name__, error=str(error))
+group.close()
+cluster.close()
+"""
+OF_THE_USER = f"""
+{USES_TOKEN}
 ray.init(address=%r)
 cluster = RayCluster()
 group = make(cluster, 2)
@@ -245,7 +276,13 @@ def joined(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         assert head.stdout is not None
         line = next(line for line in head.stdout if line.startswith("TELLS "))
         address = json.loads(line.removeprefix("TELLS "))["address"]
-        told = {name: finish(start(code % address)) for name, code in {"joins": JOINS, "user": OF_THE_USER}.items()}
+        told = {"joins": finish(start(JOINS % (address, address))), "user": finish(start(OF_THE_USER % address))}
+        loses = start(LOSES % address)
+        assert loses.stdout is not None and head.stdin is not None
+        next(line for line in loses.stdout if line.startswith("TELLS "))
+        head.stdin.write("lose a node\n")
+        head.stdin.flush()
+        told["loses"] = finish(loses)
         assert head.poll() is None
         finish(head)
         return told
@@ -253,10 +290,18 @@ def joined(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def test_a_cluster_that_runs_already(joined: dict[str, list[dict[str, Any]]]) -> None:
     """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
-    (told,) = joined["joins"]
+    refused, told = joined["joins"]
+    assert refused["kind"] == "ConfigError"
+    assert "it has token authentication, and does not take the token of this process" in refused["error"]
     assert told["sum"] == [6.0] * 3
     assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
     assert sorted(told["threads"]) == ["1", "1", "2"]
+
+
+def test_a_node_that_is_lost(joined: dict[str, list[dict[str, Any]]]) -> None:
+    (told,) = joined["loses"]
+    assert told["kind"] == "WorkerError" and "failed in patient(): node lost: " in told["error"]
+    assert "is not in the Ray cluster any more" in told["error"] and "it was killed (by hand" not in told["error"]
 
 
 def test_a_cluster_of_the_user_stays(joined: dict[str, list[dict[str, Any]]]) -> None:

@@ -36,7 +36,7 @@ def enter_rank(monkeypatch: pytest.MonkeyPatch, gpu_id: str, visible: str | None
     monkeypatch.delenv(VISIBLE, raising=False)
     if visible is not None:
         monkeypatch.setenv(VISIBLE, visible)
-    for name, value in rank_environment(RayOptions(gpus_per_rank=1), 8, 1, loopback=True).items():
+    for name, value in rank_environment(RayOptions(gpus_per_rank=1), 8, 1).items():
         monkeypatch.setenv(name, value)
     # What Ray does at the start of an actor.
     NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids([gpu_id])

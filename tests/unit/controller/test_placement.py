@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from hybrid_rl.controller.placement import Node, Place, RayOptions, check_room, rank_environment, rank_order
+from hybrid_rl.controller.placement import (
+    Node,
+    Place,
+    RayOptions,
+    check_addresses,
+    check_room,
+    rank_environment,
+    rank_order,
+)
 from hybrid_rl.errors import ConfigError
 
 NODES = [Node("a", "10.0.0.9", {"CPU": 8.0, "GPU": 4.0}), Node("b", "10.0.0.10", {"CPU": 3.0, "GPU": 8.0})]
@@ -39,12 +47,22 @@ def test_neighbours_are_near_each_other_in_any_order_of_arrival() -> None:
 
 
 def test_threads_share_the_cores() -> None:
-    assert rank_environment(RayOptions(), 8, 3, loopback=False)["OMP_NUM_THREADS"] == "2"
-    assert rank_environment(RayOptions(), 2, 4, loopback=False)["MKL_NUM_THREADS"] == "1"
-    assert rank_environment(RayOptions(threads_per_rank=5), 2, 4, loopback=False)["OMP_NUM_THREADS"] == "5"
+    assert rank_environment(RayOptions(), 8, 3)["OMP_NUM_THREADS"] == "2"
+    assert rank_environment(RayOptions(), 2, 4)["MKL_NUM_THREADS"] == "1"
+    assert rank_environment(RayOptions(threads_per_rank=5), 2, 4)["OMP_NUM_THREADS"] == "5"
 
 
 def test_variables() -> None:
-    env = rank_environment(RayOptions(env_vars={"TOKENIZERS_PARALLELISM": "true", "MINE": "1"}), 1, 1, loopback=True)
-    assert env["TOKENIZERS_PARALLELISM"] == "true" and env["MINE"] == "1" and env["GLOO_SOCKET_IFNAME"].startswith("lo")
-    assert "GLOO_SOCKET_IFNAME" not in rank_environment(RayOptions(), 1, 1, loopback=False)
+    env = rank_environment(RayOptions(env_vars={"TOKENIZERS_PARALLELISM": "true", "MINE": "1"}), 1, 1)
+    assert env["TOKENIZERS_PARALLELISM"] == "true" and env["MINE"] == "1"
+
+
+def test_ranks_meet_where_the_cluster_knows_their_nodes() -> None:
+    """A single one meets nobody."""
+    known, unknown = (Place(0, "n", "10.0.0.9", "box", 7, interface=name) for name in ("eth0", ""))
+    check_addresses([known, known])
+    check_addresses([unknown])
+    with pytest.raises(
+        ConfigError, match=r"no network interface of box has 10\.0\.0\.9; start Ray there with --node-ip"
+    ):
+        check_addresses([known, unknown])

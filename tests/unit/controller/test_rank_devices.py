@@ -174,6 +174,6 @@ def test_the_only_rank_computes_on_its_device_inside_calls(calls: list[Any]) -> 
 
 
 def test_gpu_ranks_see_all_gpus_and_others_none() -> None:
-    with_gpu = rank_environment(RayOptions(gpus_per_rank=1), 8, 1, loopback=True)
+    with_gpu = rank_environment(RayOptions(gpus_per_rank=1), 8, 1)
     assert with_gpu["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1" and VISIBLE not in with_gpu
-    assert rank_environment(RayOptions(), 8, 1, loopback=True)[VISIBLE] == ""
+    assert rank_environment(RayOptions(), 8, 1)[VISIBLE] == ""

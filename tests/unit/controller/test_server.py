@@ -33,7 +33,7 @@ class Waiting:
     ("file", "is_in_collective"),
     [
         (TORCH / "distributed" / "distributed_c10d.py", True),
-        (Path("/home/me/torch/distributed/train.py"), False),  # a user's own folder
+        (Path("/srv/torch/distributed/train.py"), False),  # a user's own folder
         (TORCH / "distributed_here" / "train.py", False),
     ],
 )

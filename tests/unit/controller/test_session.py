@@ -77,25 +77,6 @@ def test_a_long_path_is_avoided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert session.MAX_PARENT_LENGTH + len(longest) == 107
 
 
-def test_a_token_is_for_its_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The one that is written inside, and one that was there."""
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    token = tmp_path / ".ray" / "auth_token"
-    for _ in range(2):
-        with session.private_token():
-            assert token.parent.stat().st_mode & 0o777 == 0o700
-            token.write_text("secret")
-            token.chmod(0o644)
-        assert token.stat().st_mode & 0o777 == 0o600
-    token.unlink()
-    token.symlink_to(tmp_path / "of-somebody")
-    (tmp_path / "of-somebody").write_text("1")
-    (tmp_path / "of-somebody").chmod(0o644)
-    with session.private_token():
-        pass
-    assert (tmp_path / "of-somebody").stat().st_mode & 0o777 == 0o644
-
-
 def test_the_thread_lives_as_long_as_the_block() -> None:
     seen: list[threading.Thread] = []
 

@@ -198,6 +198,6 @@ def test_its_backward_pass_is_that_of_pytorch() -> None:
 
 def test_a_folder_with_the_librarys_name_is_not_the_library(cuda: PretendedCuda) -> None:
     """A clone is called so, and what stands in it is counted as what it is."""
-    code = compile("there.cpu()", "/home/me/hybrid_rl/train.py", "exec")
+    code = compile("there.cpu()", "/srv/hybrid_rl/train.py", "exec")
     exec(code, {"there": torch.zeros(4, device="cuda")})
     assert cuda.reads == {"outside of the library": 1}
