@@ -92,7 +92,7 @@ class GeneratingWorker(WorkerBase):
         else:
             self._rollout = agent_rollout(setup, self._client, self._rewards, context.gather, **judging)
         entries = self._rewards.entries
-        self._reward_models = RewardModels(entries.models, entries.names, setup.tokenizer, config, context)
+        self._reward_models = RewardModels(entries.models, entries.names, config, context)
         self._reward_models.check_prompts(setup.first_prompt)
         if entries.models:
             self.hold(memory.models(REWARD_MODELS, self._reward_models.models))

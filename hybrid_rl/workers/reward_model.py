@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.data.packing import pack_by_tokens
+from hybrid_rl.data.rendering import MessageRenderer
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models import CausalLM, check_tokenizer
+from hybrid_rl.models import CausalLM, check_tokenizer, load_tokenizer
 from hybrid_rl.models.heads.classifier import (
     VERIFY_SEQUENCES,
     check_classifier,
@@ -24,7 +26,7 @@ from hybrid_rl.models.heads.classifier import (
     sequence_scores,
     verify_scores,
 )
-from hybrid_rl.models.load import DTYPES, load_tokenizer
+from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.process import progress
@@ -44,25 +46,24 @@ class RewardModel:
     """One reward model on this rank: whole with one rank, sharded with more.
 
     entry: its model is a folder or hub name, a module of this process or a recipe; its tokenizer is loaded with it
-    if none is given. policy_tokenizer: if both have the same vocabulary (and, for chat prompts, the same template),
-    token ids are scored as they are. Otherwise prompt and completion are tokenised again from text: messages by the
-    reward model's own chat template, text as one text without special tokens, as TRL does.
+    if none is given. Prompt and completion are tokenised again from text, even where policy and reward model have one
+    tokenizer: messages by the reward model's own chat template, to the end of the conversation as in its training; text
+    as one text without special tokens. TRL does the same (grpo_trainer.py, `_calculate_rewards`).
 
     Collective if there are several ranks. Raises ModelError for a model that cannot be used.
     """
 
-    def __init__(
-        self, entry: RewardModelEntry, policy_tokenizer: Any, config: TrainerConfig, context: RankContext
-    ) -> None:
+    def __init__(self, entry: RewardModelEntry, config: TrainerConfig, context: RankContext) -> None:
         self.name = entry.name
         self._tokens_per_micro_batch, self._context = config.optimizer.tokens_per_micro_batch, context
         self.model = build_reward_model(entry, config, context)
         self._tokenizer = _tokenizer_of(entry, config)
+        # Not the policy's template, which may be among them.
+        given = config.data.chat_template_kwargs or {}
+        kwargs = {name: value for name, value in given.items() if name != "chat_template"}
+        self._renderer = MessageRenderer(self._tokenizer, kwargs)
         check_tokenizer(self._tokenizer, self.model.module)
         self._verify()
-        self._has_same_ids = policy_tokenizer.get_vocab() == self._tokenizer.get_vocab()
-        templates = (getattr(tokenizer, "chat_template", None) for tokenizer in (policy_tokenizer, self._tokenizer))
-        self._has_same_template = len(set(map(str, templates))) == 1
 
     @torch.no_grad()
     def _verify(self) -> None:
@@ -87,7 +88,7 @@ class RewardModel:
 
         Collective: ranks with fewer micro-batches run FILLER meanwhile.
         """
-        sequences = [self._sequence(batch, row) for row in range(batch.num_samples)]
+        sequences = _with_shared_starts([self._ids(batch, row) for row in range(batch.num_samples)], batch)
         limit = self.model.length_limit
         rows = [row for row, size in enumerate(row_tokens(sequences)) if limit is None or size - 1 <= limit.num_tokens]
         sizes = [row_tokens(sequences)[row] for row in rows]
@@ -104,27 +105,26 @@ class RewardModel:
             progress.advance(len(chosen))
         return found
 
-    def _sequence(self, batch: Batch, row: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the tokens of a sample: prompt and completion, or all of them as the first."""
+    def _ids(self, batch: Batch, row: int) -> list[int]:
+        """Return the tokens of a sample, prompt and completion."""
         prompt, completion = batch["prompt"][row], batch["completion"][row]
-        is_text = isinstance(prompt, str)
-        if self._has_same_ids and (is_text or self._has_same_template):
-            return batch["prompt_ids"][row].tolist(), batch["completion_ids"][row].tolist()
-        if is_text:
+        ids: list[int]
+        if isinstance(prompt, str):
             ids = self._tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
         else:
             told = batch["conversation"][row].get("messages") if "conversation" in batch else None
             ids = self._chat(prompt, completion, told)
         if not ids:
-            raise ModelError(f"reward model {self.name!r}: its tokenizer makes no token of {prompt + completion!r}")
-        return ids, []
+            raise ModelError(
+                f"reward model {self.name!r}: its tokenizer makes no token of {prompt!r:.100} {completion!r:.100}"
+            )
+        return ids
 
     def _chat(
         self, prompt: Sequence[Mapping[str, Any]], completion: str, told: Sequence[Mapping[str, Any]] | None
     ) -> list[int]:
         """Return the tokens of a conversation. told: what followed the prompt, None = the completion only."""
-        whole = [*prompt, *(told or ())]
-        messages = [{key: value for key, value in message.items() if value is not None} for message in whole]
+        messages = [*prompt, *(told or ())]
         if told:
             return self._templated(messages)
         if messages[-1]["role"] == "assistant":  # the completion continues it
@@ -133,8 +133,20 @@ class RewardModel:
             messages.append({"role": "assistant", "content": completion})
         return self._templated(messages)
 
-    def _templated(self, messages: list[dict[str, Any]]) -> list[int]:
-        return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
+    def _templated(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        text = self._renderer.render(messages, "closed")
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _with_shared_starts(ids: Sequence[list[int]], batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """Return each sample's tokens in two parts, of which samples of one prompt have the first in common: the model
+    computes that once."""
+    prompts = [tuple(prompt.tolist()) for prompt in batch["prompt_ids"]]
+    members: dict[tuple[int, ...], list[list[int]]] = {}
+    for prompt, of_sample in zip(prompts, ids, strict=True):
+        members.setdefault(prompt, []).append(of_sample)
+    lengths = {prompt: len(os.path.commonprefix(those)) for prompt, those in members.items()}
+    return [(one[: lengths[prompt]], one[lengths[prompt] :]) for prompt, one in zip(prompts, ids, strict=True)]
 
 
 class RewardModels:
@@ -144,14 +156,11 @@ class RewardModels:
         self,
         entries: Mapping[int, RewardModelEntry],
         names: Sequence[str],
-        policy_tokenizer: Any,
         config: TrainerConfig,
         context: RankContext,
     ) -> None:
         self._names = names
-        self._models = {
-            place: RewardModel(entry, policy_tokenizer, config, context) for place, entry in entries.items()
-        }
+        self._models = {place: RewardModel(entry, config, context) for place, entry in entries.items()}
 
     def check_prompts(self, prompt: Any) -> None:
         """Raise ModelError if a model cannot score prompts of this kind: messages without a chat template."""

@@ -33,11 +33,11 @@ def sharded_scores(rank, num_ranks, path):
         device=torch.device("cpu"),
         gather=object_gather(num_ranks, timedelta(seconds=60)),
     )
-    model = RewardModel(RewardModelEntry("rm", path), build_tokenizer(), settings(), context)
+    model = RewardModel(RewardModelEntry("rm", path), settings(), context)
     assert isinstance(model.model, ShardedCausalLM)
     local = sum(p.to_local().numel() for p in model.model.module.parameters())
     module = classifier("llama", vocab_size=len(VOCABULARY))  # a live one, equal on both ranks
-    live = RewardModel(RewardModelEntry("rm", module, build_tokenizer()), build_tokenizer(), settings(), context)
+    live = RewardModel(RewardModelEntry("rm", module, build_tokenizer()), settings(), context)
     batch = sample_batch()
     torch.testing.assert_close(live.scores(batch), model.scores(batch))
     assert sum(p.to_local().numel() for p in live.model.module.parameters()) == local
@@ -50,7 +50,7 @@ def test_two_ranks(tmp_path):
     module = classifier("llama", vocab_size=len(VOCABULARY))
     module.save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
-    whole = RewardModel(RewardModelEntry("rm", module, build_tokenizer()), build_tokenizer(), settings(), RankContext())
+    whole = RewardModel(RewardModelEntry("rm", module, build_tokenizer()), settings(), RankContext())
     expected = whole.scores(sample_batch())
     (first, first_part, first_size), (second, second_part, second_size) = run_ranks(sharded_scores, 2, str(tmp_path))
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)

@@ -76,9 +76,9 @@ def padded_scores(module, sequences, side="right"):
         return module(input_ids=torch.tensor(rows), attention_mask=mask).logits[:, 0]
 
 
-def own(module, tokenizer=None, policy_tokenizer=None, **keys):
+def own(module, tokenizer=None, **keys):
     entry = RewardModelEntry("rm", module, tokenizer or build_tokenizer())
-    return RewardModel(entry, policy_tokenizer or build_tokenizer(), settings(**keys), RankContext())
+    return RewardModel(entry, settings(**keys), RankContext())
 
 
 # ------------------------------------------------------------------------------------------------------ the forward
@@ -136,16 +136,43 @@ def test_a_model_whose_packed_scores_differ_is_refused():
 # -------------------------------------------------------------------------------------------------------- the role
 
 
-def test_tokens_of_the_same_vocabulary_are_scored_as_they_are():
-    module = classifier(vocab_size=len(VOCABULARY))
-    batch = sample_batch()
-    sequences = [[*p.tolist(), *c.tolist()] for p, c in zip(batch["prompt_ids"], batch["completion_ids"], strict=True)]
+@pytest.mark.parametrize("num_more", [0, 1])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_score_does_not_depend_on_the_policys_tokenizer(is_chat, num_more):
+    """An unused token more, and the policy's tokenizer is another: the score is read at the same place, the end of the
+    conversation as the template writes it, where TRL reads it. Text ends with its last word: no token ends it."""
+    module = classifier(vocab_size=len(VOCABULARY) + 1)
+    tokenizer = build_tokenizer(chat=is_chat)
+    tokenizer.add_tokens(["never used"][:num_more])
+    if is_chat:
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '<eos>' + '=' }}{% endfor %}"
+    ends = [EOS_ID, *ids_of("=")] if is_chat else []
+    prompts = [[{"role": "user", "content": prompt}] if is_chat else prompt for prompt in PROMPTS]
+    sequences = [[*ids_of(p), *ends, *ids_of(c), *ends] for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     expected = padded_scores(copy.deepcopy(module), sequences)
-    found = own(module).scores(batch)
-    assert found.dtype == torch.float64
+    model = own(module, tokenizer)
+    for eos in (True, False):  # sampled or not: of a completion that was cut off the end is the template's too
+        found = model.scores(sample_batch(prompts, eos=eos))
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_what_samples_of_a_prompt_have_in_common_is_computed_once(monkeypatch):
+    model = own(classifier(vocab_size=len(VOCABULARY)))
+    rows, forward = [], model.model.row_values
+    monkeypatch.setattr(model.model, "row_values", lambda row: rows.append(row.token_ids.tolist()) or forward(row))
+    model.scores(sample_batch(("1+2=", "1+2="), ("34", "35")))
+    assert rows == [[*ids_of("1+2=3"), *ids_of("4"), 0, *ids_of("5"), 0]]
+
+
+def test_the_template_gets_the_keywords_of_the_run():
+    module, tokenizer = classifier(vocab_size=len(VOCABULARY)), build_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ mark }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    kwargs = {"mark": "9", "chat_template": "the policy's own"}
+    prompts = [[{"role": "user", "content": "7"}]]
+    found = own(module, tokenizer, chat_template_kwargs=kwargs).scores(sample_batch(prompts, ("3",)))
+    expected = padded_scores(copy.deepcopy(module), [ids_of("973")])
     torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
-    # The end-of-sequence token is part of what is scored.
-    assert not torch.allclose(found, own(module).scores(sample_batch(eos=False)))
 
 
 def test_micro_batches_keep_to_the_token_cap_and_change_nothing(monkeypatch):
@@ -193,10 +220,8 @@ def test_messages_go_through_the_reward_models_own_template():
         ],
     )
     batch = sample_batch(prompts, ("3", "9"))
-    found = own(module, mine, build_tokenizer(chat=True)).scores(batch)
+    found = own(module, mine).scores(batch)
     torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
-    same = own(module, build_tokenizer(chat=True), build_tokenizer(chat=True)).scores(batch)
-    assert not torch.allclose(found, same)  # the policy's own tokens
 
 
 def test_of_an_agent_all_messages_go_through_the_template():
@@ -209,30 +234,27 @@ def test_of_an_agent_all_messages_go_through_the_template():
     asked = [*ids_of("u=1+2="), EOS_ID]
     sequences = [[*asked, *ids_of("a=3"), EOS_ID, *ids_of("t=4"), EOS_ID], [*asked, *ids_of("a=5"), EOS_ID]]
     expected = padded_scores(copy.deepcopy(module), sequences)
-    found = own(module, mine, build_tokenizer(chat=True)).scores(batch)
+    found = own(module, mine).scores(batch)
     torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_samples_that_are_too_long_fail_and_the_others_are_scored():
-    module = classifier(vocab_size=len(VOCABULARY), max_position_embeddings=12)
+    module = classifier(vocab_size=len(VOCABULARY), max_position_embeddings=11)
     models = RewardModels(
         {2: RewardModelEntry("rm", module, build_tokenizer())},
         ["f", "g", "rm"],
-        build_tokenizer(),
         settings(),
         RankContext(),
     )
     late = models.late_scores(sample_batch())
     assert [score is None for score in late.values[2]] == [False, True, False, False]
     assert [(f.function, f.key.trajectory, f.reason) for f in late.failures] == [("rm", 101, "long")]
-    assert "12 positions" in late.failures[0].detail
+    assert "11 positions" in late.failures[0].detail
 
 
 def test_the_last_turn_of_a_trajectory_is_scored():
     module = classifier(vocab_size=len(VOCABULARY))
-    models = RewardModels(
-        {0: RewardModelEntry("rm", module, build_tokenizer())}, ["rm"], build_tokenizer(), settings(), RankContext()
-    )
+    models = RewardModels({0: RewardModelEntry("rm", module, build_tokenizer())}, ["rm"], settings(), RankContext())
     batch = sample_batch()
     every = models.late_scores(batch).values[0]
     turns = batch.without("trajectory", "turn").with_columns(
@@ -243,10 +265,10 @@ def test_the_last_turn_of_a_trajectory_is_scored():
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_a_sample_may_fill_all_positions(family):
-    batch, limit = sample_batch(), 9
+    batch, limit = sample_batch(), 8
     name = "n_positions" if family == "gpt2" else "max_position_embeddings"
     module = classifier(family, vocab_size=len(VOCABULARY), **{name: limit})
-    sequences = [[*p.tolist(), *c.tolist()] for p, c in zip(batch["prompt_ids"], batch["completion_ids"], strict=True)]
+    sequences = [ids_of(prompt + completion) for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)]
     longest = max(map(len, sequences))
     chosen = [row for row, ids in enumerate(sequences) if len(ids) <= limit]
     assert longest > limit and any(len(sequences[row]) == limit for row in chosen)
@@ -268,7 +290,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
     module.save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     entry = RewardModelEntry("rm", str(tmp_path))
-    model = RewardModel(entry, build_tokenizer(), settings(dtype="float32"), RankContext())
+    model = RewardModel(entry, settings(dtype="float32"), RankContext())
     assert not any(parameter.requires_grad for parameter in model.model.module.parameters())
     torch.testing.assert_close(model.scores(sample_batch()), own(module).scores(sample_batch()))
 
@@ -288,13 +310,13 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match=f"{len(VOCABULARY)} tokens but the model embeds 7"):
         own(classifier(vocab_size=7))
     with pytest.raises(ModelError, match="pass its tokenizer in reward_processing_classes"):
-        RewardModel(RewardModelEntry("rm", classifier()), build_tokenizer(), settings(), RankContext())
+        RewardModel(RewardModelEntry("rm", classifier()), settings(), RankContext())
 
 
 def test_messages_without_a_template_are_refused_before_the_run():
     module = classifier(vocab_size=len(VOCABULARY))
     entry = RewardModelEntry("rm", module, build_tokenizer())
-    models = RewardModels({0: entry}, ["rm"], build_tokenizer(), settings(), RankContext())
+    models = RewardModels({0: entry}, ["rm"], settings(), RankContext())
     models.check_prompts("text")
     with pytest.raises(ModelError, match="no chat template"):
         models.check_prompts([{"role": "user", "content": "1"}])
