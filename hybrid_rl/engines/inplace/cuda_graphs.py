@@ -3,8 +3,11 @@
 A graph holds the layers, the head and the draw of a token per sequence. It also holds addresses: of every weight, of
 the cache, and of the tensors that it reads its pass from. So before the first pass of a rollout the addresses are
 compared with those of the capture; if one of them has moved, all graphs are dropped, which the log says, and captured
-again. On one rank a handoff moves nothing, and a cache that sleeps and wakes keeps its addresses; weights that were
-gathered for a rollout may have other addresses in each.
+again. A handoff moves nothing; a cache that sleeps and wakes keeps its addresses, and so do weights that are gathered
+for a rollout.
+
+A pass in which the host waits for the device cannot be captured, and a capture that fails cannot be gone on from. So a
+pass is watched first, and a model with such layers decodes without graphs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hybrid_rl.engines.inplace.capturing import HostReads, capturable
 from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.engines.inplace.paged_attention import TritonDecode
 from hybrid_rl.engines.inplace.upload import ALIGNMENT, staging
@@ -131,8 +135,9 @@ class DecodeGraphs:
         self._graphs = {}
         self._memory = None
 
-    def prepare(self, num_blocks: int) -> None:
-        """Have graphs that read what is there now, for sequences of up to so many blocks."""
+    def prepare(self, num_blocks: int) -> bool:
+        """Have graphs that read what is there now, for sequences of up to so many blocks. False, with a warning, if
+        passes of this model cannot be captured."""
         memory = self._memory
         if memory is not None:
             moved = [name for name, address in self._addresses().items() if memory.addresses.get(name) != address]
@@ -141,7 +146,9 @@ class DecodeGraphs:
             elif num_blocks > memory.num_blocks:
                 self.drop(f"a sequence may take {num_blocks} blocks, and they were made for {memory.num_blocks}")
         if not self._graphs:
-            self._capture_all(num_blocks)
+            with capturable(self._model):
+                return self._capture_all(num_blocks)
+        return True
 
     def run(self, step: DecodePass) -> tuple[Tensor, Tensor]:
         """Hidden states [B, H] of one new token per sequence, and int32 [B, 2]: the next token of each and the bits of
@@ -165,12 +172,22 @@ class DecodeGraphs:
             found |= {f"keys of layer {layer}": keys.data_ptr(), f"values of layer {layer}": values.data_ptr()}
         return found
 
-    def _capture_all(self, num_blocks: int) -> None:
+    def _capture_all(self, num_blocks: int) -> bool:
         device = self._model.device
         most = self._sizes[-1]
         tables = torch.zeros(PassTables(most, num_blocks).num_bytes, dtype=torch.uint8, device=device)
         chosen = torch.zeros(most, 2, dtype=torch.int32, device=device)
         self._memory = _Memory(tables, chosen, num_blocks, self._addresses())
+        with HostReads(device) as reads:
+            self._pass(PassTables(most, num_blocks).views(tables), chosen)
+        if reads.first is not None:
+            self._memory = None
+            _logger.warning(
+                "decode passes of %s are not captured as CUDA graphs, and take longer: in them the host waits for the "
+                "device (%s). rollout.inplace.cuda_graphs=false says so without this warning",
+                *(type(self._model.module).__name__, reads.first),
+            )
+            return False
         pool = None
         graphs = {}
         try:
@@ -185,6 +202,7 @@ class DecodeGraphs:
             ) from error
         self._graphs = graphs
         self.num_captures += len(graphs)
+        return True
 
     def _capture(self, size: int, memory: _Memory, pool: Any) -> _Graph:
         device = self._model.device

@@ -44,11 +44,12 @@ class InPlaceEngine(EmbeddedEngine):
         decode: Callable[[Rows[int]], str] | None = None,
         memory_share: float = 1.0,
     ) -> None:
-        super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
         with torch.inference_mode():
             recorder = ShapeRecorder()
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
             model.hidden_states(zero, zero, recorder)
+        # Not before a first pass, in which some rotary embeddings replace a buffer.
+        super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
         num_blocks = _num_blocks(config, recorder, max_length, model.device, memory_share)
         region = cache_region(recorder.layers, num_blocks * config.block_size, model.device)
         self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device, region)

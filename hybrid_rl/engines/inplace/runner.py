@@ -83,10 +83,11 @@ class Runner:
         layers need for the others."""
         self._copy_continued(chunks)
         replayed: list[Sequence] = []
+        if self._graphs is not None and not self._is_prepared:
+            if not self._graphs.prepare(self._slots.blocks.shape[1]):
+                self._graphs = None
+            self._is_prepared = True
         if self._graphs is not None:
-            if not self._is_prepared:
-                self._graphs.prepare(self._slots.blocks.shape[1])
-                self._is_prepared = True
             replayed = [chunk.sequence for chunk in chunks if chunk.continues]
             chunks = [chunk for chunk in chunks if not chunk.continues]
         chosen = [self._replay(replayed)] if replayed else []

@@ -194,6 +194,13 @@ REFUSED_OVER_VLLM: dict[str, str] = {
     "youtu": "heads of such a size are not computed on CPUs",
 }
 
+# Whose decode passes are not captured as CUDA graphs, and the line of transformers at which the host would wait.
+NOT_CAPTURED: dict[str, str] = {
+    "gemma3n": "_to_copy at modeling_gemma3n.py",
+    "jetmoe": "_local_scalar_dense at modeling_jetmoe.py",
+    "phimoe": "_to_copy at modeling_phimoe.py",
+}
+
 # Vision-language models, which are trained on text.
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOWER |= {"image_size": 16, "patch_size": 4}

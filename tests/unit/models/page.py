@@ -12,6 +12,7 @@ from tests.unit.models.families import (
     MIXTURES,
     MORE_DENSE,
     MORE_MIXTURES,
+    NOT_CAPTURED,
     REFUSED,
     REFUSED_OVER_VLLM,
     SUPPORTED,
@@ -34,6 +35,8 @@ def block() -> str:
     lines.append("| over vLLM | all dense ones and mixtures of experts but those that are refused below |")
     lines += ["", "| limits | |", "|---|---|"]
     lines += [f"| {family.title} | {family.note} |" for family in FAMILIES.values() if family.note]
+    without_graphs = _titles(FAMILIES[name].title for name in NOT_CAPTURED)
+    lines.append(f"| {without_graphs} | in place without CUDA graphs: a warning says so |")
     lines += ["", "| refused over vLLM | because |", "|---|---|"]
     lines += [f"| {titles} | {reason} |" for reason, titles in _refused_over_vllm().items()]
     lines += ["", "| refused in place | because of |", "|---|---|"]
