@@ -3,8 +3,9 @@
 from hybrid_rl.models.attention.interface import AttentionContext, AttentionOptions
 from hybrid_rl.models.attention.padded import PaddedAttention, masked_attention
 from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.load import check_tokenizer, load_model, load_tokenizer, stop_token_ids
+from hybrid_rl.models.load import load_model
 from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
+from hybrid_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_token_ids
 
 __all__ = [
     "AttentionContext",

@@ -1,23 +1,19 @@
-"""A model and its tokenizer, loaded, with an error that names each way to fail."""
+"""A model, loaded, with an error that names each way to fail."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 
 from hybrid_rl.compat.noise import bars_hidden
@@ -25,38 +21,7 @@ from hybrid_rl.compat.transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR
 from hybrid_rl.errors import ModelError
 from hybrid_rl.memory.offload import own_memory
 
-Medium = Literal["images", "audio"]
-# Entries of a config that only models have which take something besides text.
-MEDIA: dict[Medium, tuple[str, ...]] = {
-    "images": ("vision_config", "vq_config", "image_token_id", "image_token_index"),
-    "audio": ("audio_config", "speech_config", "audio_token_id", "audio_token_index"),
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model name or folder. Raises ModelError if there is none."""
-    refuse_missing_folder(path)
-    if Path(path).is_dir() and not has_tokenizer(Path(path)):
-        inside = [folder for folder in Path(path).glob("checkpoint-*") if folder.name.partition("-")[2].isdecimal()]
-        if inside and not (Path(path) / "config.json").exists():
-            newest = max(inside, key=lambda folder: int(folder.name.partition("-")[2]))
-            raise ModelError(f"{path!r} is the folder of a run, not of a model; name a checkpoint in it: {newest}")
-        raise ModelError(
-            f"model folder {path!r} has no tokenizer (no tokenizer*.json); save one there or pass tokenizer="
-        )
-    # AutoTokenizer goes by the model's type and would put, say, Qwen's own rules in the place of a tokenizer that was
-    # saved as a plain tokenizer.json: other token ids, silently.
-    is_plain = _saved_class(path) in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    with loading("the tokenizer of", path):
-        if is_plain:
-            return PreTrainedTokenizerFast.from_pretrained(path)
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer."""
-    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -71,13 +36,6 @@ def auto_class(config: PreTrainedConfig) -> Any:
             "model, or put config.json back if it was edited"
         )
     return AutoModelForImageTextToText if sees and not is_causal else AutoModelForCausalLM
-
-
-def media_of(config: PreTrainedConfig) -> tuple[Medium, ...]:
-    """Return what a model of this config takes besides text. The config of its text part alone is a model of text."""
-    return tuple(
-        medium for medium, names in MEDIA.items() if any(getattr(config, name, None) is not None for name in names)
-    )
 
 
 def load_model(
@@ -107,44 +65,6 @@ def load_model(
             )
     own_memory(model)
     return model
-
-
-def check_tokenizer(tokenizer: Any, module: PreTrainedModel) -> None:
-    """Raise ModelError for a tokenizer that does not fit the model."""
-    if tokenizer is None:
-        raise ModelError("if the model is a module, also pass tokenizer=")
-    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
-        raise ModelError(f"tokenizer={type(tokenizer).__name__} is not a tokenizer; pass one, or its name or folder")
-    rows = vocabulary_size(module)
-    if len(tokenizer) > rows:
-        raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model embeds {rows}; leave tokenizer= out to use the "
-            "one in the model's folder, or resize the embeddings (module.resize_token_embeddings)"
-        )
-
-
-def stop_token_ids(module: PreTrainedModel, tokenizer: Any, extra: list[int]) -> tuple[int, ...]:
-    """Return the ids that end a completion: those of the tokenizer, of the model's generation config, and `extra`."""
-    found: set[int] = set(extra)
-    config = getattr(module, "generation_config", None)
-    for source in (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)):
-        found.update(source if isinstance(source, (list, tuple)) else [] if source is None else [source])
-    rows = vocabulary_size(module)
-    outside = sorted(token for token in found if not 0 <= token < rows)
-    if outside:
-        raise ModelError(f"stop tokens {outside} are outside the model's vocabulary of {rows}")
-    if not found:
-        raise ModelError("neither tokenizer nor model names an end-of-sequence token; set stop_token_ids")
-    return tuple(sorted(found))
-
-
-def _saved_class(path: str) -> str | None:
-    """Return the class that a folder's tokenizer was saved from, None if it does not say."""
-    try:
-        settings = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return settings.get("tokenizer_class") if isinstance(settings, dict) else None
 
 
 def vocabulary_size(module: PreTrainedModel) -> int:

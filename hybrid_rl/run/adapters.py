@@ -15,7 +15,6 @@ from hybrid_rl.checkpoint.base_model import base_of
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.errors import CheckpointError, ConfigError
-from hybrid_rl.models.load import has_tokenizer
 from hybrid_rl.models.lora.folder import (
     CONFIG_FILE,
     AdapterSource,
@@ -30,6 +29,7 @@ from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty, wra
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.models.tokenizer import has_tokenizer
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -18,6 +18,7 @@ from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.folder import AdapterSource
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.tokenizer import check_rules
 from hybrid_rl.run.adapters import adapter_of, tokenizer_place, with_adapter
 from hybrid_rl.run.checks import load_settings
 from hybrid_rl.run.inputs import with_template
@@ -65,6 +66,8 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
     may also be a name or folder."""
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=config.model.trust_remote_code)
+    else:
+        check_rules(tokenizer)
     if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")

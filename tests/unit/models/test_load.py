@@ -1,18 +1,14 @@
 """Models loaded from a complete folder, and the error for every incomplete one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Emu3Config, Gemma3nConfig, GPT2Config, LlamaConfig, Mistral4Config, Qwen2AudioConfig
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models import CausalLM, check_tokenizer, load_model, load_tokenizer, stop_token_ids
-from hybrid_rl.models.load import media_of
+from hybrid_rl.models import CausalLM, load_model, load_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.loading import load_weights
-from tests.unit.models.families import EOS, VISION, VOCABULARY, build, build_vision
+from tests.unit.models.families import VISION, build, build_vision
 
 
 @pytest.fixture
@@ -53,17 +49,6 @@ def test_a_hub_name_that_cannot_be_reached_is_a_model_error():
         load_model("nobody/nothing", dtype="float32")
     with pytest.raises(ModelError, match="cannot load the tokenizer of 'nobody/nothing'" + places):
         load_tokenizer("nobody/nothing")
-
-
-def test_a_folder_without_tokenizer_is_named(folder):
-    with pytest.raises(ModelError, match=r"no tokenizer \(no tokenizer\*\.json\)"):
-        load_tokenizer(str(folder))
-
-
-def test_a_damaged_tokenizer_is_a_model_error(folder):
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot load the tokenizer"):
-        load_tokenizer(str(folder))
 
 
 def test_a_missing_tensor_is_named_and_not_left_random(folder):
@@ -114,66 +99,3 @@ def test_a_folder_of_a_vision_language_model_is_loaded_for_text(tmp_path, name):
         assert type(loaded) is type(module)
         torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, expected)
         assert CausalLM(loaded).verify() < 2e-6
-
-
-def test_what_a_model_could_be_shown():
-    """The text part of a model that sees is a model of text, and so is every other."""
-    for name in VISION:
-        config = build_vision(name).config
-        assert media_of(config) == ("images",) and media_of(config.get_text_config()) == ()
-    for config in (LlamaConfig(), Mistral4Config(), GPT2Config()):
-        assert media_of(config) == ()
-    assert media_of(Gemma3nConfig()) == ("images", "audio") and media_of(Gemma3nConfig().get_text_config()) == ()
-    assert media_of(Emu3Config()) == ("images",) and media_of(Qwen2AudioConfig()) == ("audio",)
-
-
-class FakeTokenizer:
-    def __init__(self, size=VOCABULARY, eos_token_id=EOS):
-        self.size, self.eos_token_id = size, eos_token_id
-
-    def __len__(self):
-        return self.size
-
-    def __call__(self, text):
-        return text
-
-    def decode(self, ids):
-        return ids
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "message"),
-    [
-        (None, "also pass tokenizer="),
-        ("gpt2", "tokenizer=str is not a tokenizer"),
-        (FakeTokenizer(VOCABULARY + 1), "98 tokens but the model embeds 97"),
-    ],
-)
-def test_a_tokenizer_that_cannot_go_with_the_model_is_refused(module, tokenizer, message):
-    check_tokenizer(FakeTokenizer(), module)
-    with pytest.raises(ModelError, match=message):
-        check_tokenizer(tokenizer, module)
-
-
-@pytest.mark.parametrize(
-    ("tokenizer_eos", "model_eos", "extra", "expected"),
-    [
-        (5, None, [], (5,)),
-        (None, [9, 2], [], (2, 9)),
-        (5, [5, 7], [3, 5], (3, 5, 7)),
-        (None, None, [0], (0,)),
-    ],
-)
-def test_stop_tokens_are_those_of_all_sources_once(module, tokenizer_eos, model_eos, extra, expected):
-    module.generation_config = SimpleNamespace(eos_token_id=model_eos)
-    assert stop_token_ids(module, FakeTokenizer(eos_token_id=tokenizer_eos), extra) == expected
-
-
-@pytest.mark.parametrize(
-    ("tokenizer_eos", "extra", "message"),
-    [(None, [], "set stop_token_ids"), (5, [97], r"\[97\] are outside"), (5, [-1], r"\[-1\] are outside")],
-)
-def test_unusable_stop_tokens_are_refused(module, tokenizer_eos, extra, message):
-    module.generation_config = None
-    with pytest.raises(ModelError, match=message):
-        stop_token_ids(module, FakeTokenizer(eos_token_id=tokenizer_eos), extra)
