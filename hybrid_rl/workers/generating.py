@@ -32,6 +32,7 @@ from hybrid_rl.sharding.build import build_model
 from hybrid_rl.workers.agents import agent_rollout
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.handoff_probe import HandoffProbe
+from hybrid_rl.workers.replicas import check_replicas
 from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.rollout_side import RolloutSide
@@ -61,6 +62,7 @@ class GeneratingWorker(WorkerBase):
 
     def __init__(self, setup: WorkerSetup, context: RankContext) -> None:
         super().__init__(context, setup.expected)
+        check_replicas(setup.config.rollout, context)
         self._config, self._tokenizer = setup.config, setup.tokenizer
         self._num_unproved = FIRST_PROBES  # handoffs still to be probed whatever the schedule says
 
