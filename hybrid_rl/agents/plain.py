@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from hybrid_rl.agents.trajectory import Conversation
+from hybrid_rl.data.text import text_ids
 from hybrid_rl.errors import DataError
 
 
@@ -38,7 +39,9 @@ class PlainText:
 
     def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
         """Return the tokens of a text. goes_on: without those that the tokenizer puts before a text."""
-        return list(self._tokenizer(text, add_special_tokens=not goes_on)["input_ids"])
+        if goes_on:
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text_ids(self._tokenizer, [text])[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""

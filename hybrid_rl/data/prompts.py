@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from hybrid_rl.data.rendering import (
@@ -19,6 +20,7 @@ from hybrid_rl.data.rendering import (
     row_settings,
     tool_names,
 )
+from hybrid_rl.data.text import IDS_ONLY, text_ids
 from hybrid_rl.errors import ConfigError, DataError, shorten
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -36,8 +38,6 @@ RESERVED_COLUMNS = (
 # The names that TRL gives to columns whose contents (images, sound) the model is shown besides the text.
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 NOT_SHOWN = "Images, audio and video cannot be used yet"
-# Outputs of the tokenizer that are not used here; they take longer to make than the ids.
-_IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False}
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ def _content_text(message: Mapping[str, Any]) -> str:
 class PromptEncoder:
     """Turns prompts into the token ids that the model sees.
 
-    Text goes through `tokenizer(text)` with the special tokens that the tokenizer adds by default. Messages go through
+    Text goes through `tokenizer(text)` with the special tokens that the tokenizer adds by default; one that begins with
+    the BOS token gets no second one. Messages go through
     `apply_chat_template` with a generation prompt; if the last message is the assistant's, they are continued instead.
     """
 
@@ -406,10 +407,7 @@ class PromptEncoder:
             )
 
     def _encode_text(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
-        def tokenize(batch: Sequence[Any]) -> list[list[int]]:
-            return self.tokenizer(list(batch), **_IDS_ONLY)["input_ids"]
-
-        return _batch_or_blame(tokenize, prompts, rows, "cannot be tokenised")
+        return _batch_or_blame(partial(text_ids, self.tokenizer), prompts, rows, "cannot be tokenised")
 
     def _encode_messages(
         self, prompts: Sequence[Any], rows: Sequence[int], settings: Sequence[Mapping[str, Any]]
@@ -423,7 +421,7 @@ class PromptEncoder:
 
         def tokenize(batch: Sequence[Any]) -> list[list[int]]:
             # The template has written all special tokens.
-            ids: list[list[int]] = self.tokenizer(list(batch), add_special_tokens=False, **_IDS_ONLY)["input_ids"]
+            ids: list[list[int]] = self.tokenizer(list(batch), add_special_tokens=False, **IDS_ONLY)["input_ids"]
             return ids
 
         return _batch_or_blame(tokenize, texts, rows, "cannot be tokenised")

@@ -16,6 +16,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow, check_message
 from hybrid_rl.data.rendering import PROBE, Ending, MessageRenderer, check_calls_shown, row_settings
 from hybrid_rl.data.source import SizedSource, StreamSource
+from hybrid_rl.data.text import text_ids
 from hybrid_rl.engines.base import FinishedSample, SamplingParams
 from hybrid_rl.errors import DataError, ModelError, shorten
 from hybrid_rl.metrics import Timings
@@ -111,7 +112,9 @@ class DemonstrationEncoder:
             )
 
     def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        found = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
+        if special:
+            return text_ids(self._tokenizer, texts)
+        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
         return [list(ids) for ids in found["input_ids"]]
 
     def _behind(self, head: list[int], whole: list[int], head_text: str, whole_text: str, row: PromptRow) -> list[int]:

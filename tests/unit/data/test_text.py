@@ -1,0 +1,44 @@
+"""Texts as ids, with the tokens that the tokenizer puts around them, each once."""
+
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from hybrid_rl.agents.plain import PlainText
+from hybrid_rl.data.prompts import PromptEncoder, PromptRow
+from hybrid_rl.data.text import text_ids
+from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
+
+BOS, EOS = 3, 1  # "[" begins texts
+
+
+@pytest.fixture
+def begins(tokenizer: Any) -> Any:
+    """A tokenizer that puts its BOS token before each text, as those of Llama 3, Gemma and Mistral do."""
+    tokenizer.bos_token = "["
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[ $A", special_tokens=[("[", BOS)])
+    return tokenizer
+
+
+def test_a_text_that_was_rendered_gets_no_second_bos(begins: Any) -> None:
+    """Plain, rendered, and one that begins with two of its own."""
+    assert text_ids(begins, ["12", "[12", "[[12", "1[2"]) == [
+        [BOS, 7, 8],
+        [BOS, 7, 8],
+        [BOS, BOS, 7, 8],
+        [BOS, 7, BOS, 8],
+    ]
+    begins.bos_token = None
+    assert text_ids(begins, ["[12"]) == [[BOS, BOS, 7, 8]]  # nothing says that it is one
+
+
+def test_prompts_demonstrations_and_agents_agree(begins: Any) -> None:
+    encoder = PromptEncoder(begins, max_prompt_length=None)
+    assert encoder.encode(["[12", "12"]) == [[BOS, 7, 8], [BOS, 7, 8]]
+    row = PromptRow(0, "[12", (BOS, 7, 8), {"completion": "34"})
+    assert DemonstrationEncoder(begins).encode([row], SamplingParams(1, stop_token_ids=(EOS,))) == [[9, 10, EOS]]
+    agent = PlainText(begins)
+    assert agent.encode("[12") == agent.encode("12") == [BOS, 7, 8]
+    assert agent.encode("[12", goes_on=True) == [BOS, 7, 8] and agent.encode("12", goes_on=True) == [7, 8]
