@@ -16,7 +16,6 @@ from hybrid_rl.data.gym import gym_rows, is_gym
 from hybrid_rl.data.mixture import is_named
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptKind, check_column_names, check_media, shorten
 from hybrid_rl.data.reading import Reader
-from hybrid_rl.data.rendering import TEMPLATE_COLUMNS
 from hybrid_rl.data.rows import SequenceRows, read_path, row_columns
 from hybrid_rl.data.source import digest, is_stream, rows_of
 from hybrid_rl.errors import DataError
@@ -154,9 +153,7 @@ def _preview(dataset: Any, encoder: PromptEncoder, name: str, num_shown: int) ->
     reader = Reader(encoder)
     reader.look_at(held.column_names, held.row(0), "row 0", form)
     check_column_names(reader.names(held.column_names), "the dataset", needs_prompt=encoder.needs_prompts)
-    used = [repr(name) for name in TEMPLATE_COLUMNS if name in held.column_names]
-    shown = f"the chat template gets {' and '.join(used)} of each row" if used else ""
-    found.note = "; ".join(filter(None, (found.note, reader.note, shown)))
+    found.note = "; ".join(filter(None, (found.note, reader.note)))
     kinds: dict[str, Counter[str]] = {column: Counter() for column in reader.names(held.column_names)}
     examples: Mapping[str, Any] = {}
     rows_left = _usable_rows(held, reader, encoder, found, kinds)

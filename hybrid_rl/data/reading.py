@@ -7,6 +7,7 @@ from typing import Any
 
 from hybrid_rl.data.formats import ANSWER_COLUMN, Format, hint, recognise
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, check_reserved_columns
+from hybrid_rl.data.rendering import TEMPLATE_COLUMNS
 from hybrid_rl.data.rows import CHUNK_ROWS, Rows
 from hybrid_rl.errors import DataError
 
@@ -21,6 +22,7 @@ class Reader:
         self._encoder = encoder
         self._column = PROMPT_COLUMN
         self._is_made = False  # whether the prompt is nothing but a system prompt
+        self._shown: list[str] = []
         self.format: Format | None = None
 
     def look_at(self, columns: Iterable[str], first: Mapping[str, Any], where: str, form: Format | None = None) -> None:
@@ -43,6 +45,8 @@ class Reader:
             )
         self._is_made = self._column not in names and self._encoder.system_prompt is not None
         check_reserved_columns([] if self.format is None else self.format.made, where)
+        unused = self._encoder.unused_columns
+        self._shown = [f"`{name}`" for name in TEMPLATE_COLUMNS if name in names and name not in unused]
 
     @property
     def source(self) -> str:
@@ -57,7 +61,9 @@ class Reader:
     @property
     def note(self) -> str:
         """How rows are read, in a line; empty if they are taken as they are."""
-        return "" if self.format is None else f"read as {self.format.name}: {self.format.said}"
+        form = "" if self.format is None else f"read as {self.format.name}: {self.format.said}"
+        shown = f"the chat template gets {' and '.join(self._shown)} of each row" if self._shown else ""
+        return "; ".join(filter(None, (form, shown)))
 
     def names(self, columns: Iterable[str]) -> tuple[str, ...]:
         """Return the names of the columns that rows have after reading."""

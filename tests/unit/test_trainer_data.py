@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hybrid_rl.errors import ConfigError
+from hybrid_rl import preview
+from hybrid_rl.data.prompts import PromptEncoder, PromptRow
+from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.run import generation
+from hybrid_rl.run.evaluation import load_sets
+from tests.chat_forms import tool
 from tests.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -92,3 +97,60 @@ def test_system_prompt_and_template_reach_the_model_and_the_checkpoint(make_trai
     path.write_text("{% for m in messages %}")
     with pytest.raises(ConfigError, match="chat_template_path=.*line 1: .*endfor"):
         make_trainer(train_dataset=None, tokenizer=tokenizer, reward_funcs=spread, **KEYS, **data)
+
+
+# Tools by name before the messages; "quick" ends a prompt if a row asks for it.
+SHOWS_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name + '=' }}{% endfor %}"
+    + CHAT_TEMPLATE
+    + "{% if quick %}{{ 'quick' }}{% endif %}"
+)
+
+
+def test_every_row_is_shown_with_its_own_tools_and_keywords(
+    make_trainer: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training, evaluation, `generate` and the preview; the run says so at its start."""
+    tokenizer = build_tokenizer(chat=True)
+    tokenizer.chat_template = SHOWS_TOOLS
+    rows = [
+        {**row, "tools": schemas, "chat_template_kwargs": own}
+        for row, schemas, own in zip(
+            sums(4, chat=True),
+            ([tool("add", a="integer")], json.dumps([tool("find", b="string")]), None, []),
+            ({}, None, {"quick": True}, "{}"),
+            strict=True,
+        )
+    ]
+    questions = [row["prompt"][0]["content"] for row in rows]
+    expected = [
+        f"{before}[u{text}]/{after}"
+        for text, before, after in zip(questions, ("add=", "find=", "", ""), ("", "", "quick", ""), strict=True)
+    ]
+    keys = {**KEYS, "prompts_per_step": 4, "shuffle": False}
+    trainer = make_trainer(train_dataset=rows, eval_dataset=rows, tokenizer=tokenizer, reward_funcs=spread, **keys)
+    note = "the chat template gets `tools` and `chat_template_kwargs` of each row"
+    assert note in " ".join(capsys.readouterr().err.split())
+    batch = trainer.step().batch
+    prompts = [tokenizer.decode(ids.tolist()) for ids in batch["prompt_ids"]]
+    assert list(dict.fromkeys(prompts)) == expected
+    with monkeypatch.context() as patched:
+        rows_of_calls: list[PromptRow] = []
+        patched.setattr(
+            generation, "PromptRow", lambda *fields: rows_of_calls.append(PromptRow(*fields)) or rows_of_calls[-1]
+        )
+        trainer.generate(rows, max_completion_length=1)
+    assert [tokenizer.decode(row.prompt_ids) for row in rows_of_calls] == expected
+    (held_out,) = load_sets(rows, PromptEncoder(tokenizer, max_prompt_length=None)).values()
+    assert [tokenizer.decode(held_out[place].prompt_ids) for place in range(4)] == expected
+    (found,) = preview(rows, tokenizer=tokenizer, num_shown=4).train
+    assert [one.text for one in found.shown] == expected and found.note == note
+
+
+def test_images_are_refused_by_the_preview_as_by_a_run(make_trainer: Any) -> None:
+    rows = [{**row, "images": ["cat.png"]} for row in sums(2)]
+    with pytest.raises(DataError, match="row 0 has something in the column 'images'. Images, audio and video cannot"):
+        make_trainer(train_dataset=rows, reward_funcs=spread, **KEYS)
+    for tokenizer in (None, build_tokenizer()):
+        found = preview(rows, tokenizer=tokenizer)
+        assert not found.would_start and "column 'images'" in str(found.train[0].refused[0])

@@ -1,5 +1,9 @@
 """Demonstrations: which tokens a policy is shown, under tokenizers that make it easy to get them wrong."""
 
+import json
+
+import datasets
+import pyarrow
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -17,6 +21,7 @@ from hybrid_rl.rollout.demonstrations import (
     check_demonstrations,
 )
 from hybrid_rl.rollout.records import sample_records
+from tests import chat_forms
 from tests.tiny import EOS_ID, build_tokenizer, ids_of
 from tests.unit.rollout.scripted import STATE
 
@@ -252,6 +257,85 @@ def test_completions_that_cannot_be_used(prompt, completion, words):
     good = (prompt, "7") if isinstance(prompt, str) else (user("1"), "7")
     with pytest.raises(DataError, match=f"row 1: {words}"):
         encoded(tokenizer, good, (prompt, completion))
+
+
+# -------------------------------------------------------------------------------------------------------------- calls
+
+
+def calling(name, arguments, content=""):
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return [{"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+def of_source(dataset, tokenizer, params):
+    source = load_source(dataset, PromptEncoder(tokenizer, max_prompt_length=None))
+    return [tokenizer.decode(ids) for ids in DemonstrationEncoder(tokenizer).encode(list(source), params)]
+
+
+def tools_tokenizer(family):
+    """The tokenizer of a family, and the parameters of a rollout that its end of a turn stops."""
+    tokenizer = chat_forms.build_tokenizer(chat_forms.FAMILIES[family], chat_forms.ENDS[family])
+    return tokenizer, SamplingParams(200, stop_token_ids=(tokenizer.eos_token_id,))
+
+
+CALLS = [("add", {"a": 1, "b": {"c": 2}}), ("find", {"city": "Brno"})]
+CALLED = [
+    '\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": 2}}}\n</tool_call><|im_end|>',
+    '\n<tool_call>\n{"name": "find", "arguments": {"city": "Brno"}}\n</tool_call><|im_end|>',
+]
+
+
+@pytest.mark.parametrize("form", ["list", "Dataset", "table", "stream", "JSON text", "None", "transformed"])
+def test_a_call_is_taught_as_the_template_writes_it(form):
+    """Not with the arguments of other rows, and not as the text of an object."""
+    write = json.dumps if form == "JSON text" else dict
+    rows = [{"prompt": user("q"), "completion": calling(n, write(a), None if form == "None" else "")} for n, a in CALLS]
+    dataset = {
+        "Dataset": datasets.Dataset.from_list,
+        "table": pyarrow.Table.from_pylist,
+        "stream": lambda rows: datasets.Dataset.from_list(rows).to_iterable_dataset(),
+        "transformed": lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch),
+    }.get(form, list)(rows)
+    assert of_source(dataset, *tools_tokenizer("hermes")) == CALLED
+
+
+def test_a_demonstration_is_rendered_with_the_tools_of_its_row():
+    """The prompt's ids have them, and the encoder refuses a prompt that it renders otherwise."""
+    tokenizer, params = tools_tokenizer("hermes")
+    rows = [
+        {"prompt": user("q"), "completion": calling(n, a), "tools": [chat_forms.tool(n, a="integer")]} for n, a in CALLS
+    ]
+    assert of_source(rows, tokenizer, params) == CALLED
+    source = load_source(rows, PromptEncoder(tokenizer, max_prompt_length=None))
+    assert ["adds." in tokenizer.decode(source[place].prompt_ids) for place in (0, 1)] == [True, False]
+
+
+def test_a_call_that_the_template_leaves_out_is_not_taught():
+    with pytest.raises(DataError, match="row 0: .* the chat template leaves out the call of 'add'"):
+        encoded(chat_tokenizer(), (user("3"), calling("add", {"a": 1})))
+
+
+@pytest.mark.parametrize(
+    ("completion", "end"),
+    [
+        (assistant("DONE"), "<|user|>"),
+        (calling("add", {"a": 1}), "<|observation|>"),
+        (calling("add", '{"a": 1}', "I add."), "<|observation|>"),
+    ],
+)
+def test_where_no_turn_is_closed_the_next_one_ends_the_answer(completion, end):
+    """As GLM writes it by itself: <|user|> after an answer, <|observation|> after a call."""
+    tokenizer, _ = tools_tokenizer("glm")
+    tokenizer.eos_token = "<|pad|>"  # in the place of <|endoftext|>
+    stops = tuple(tokenizer.convert_tokens_to_ids(["<|pad|>", "<|user|>", "<|observation|>"]))
+    text = tokenizer.decode(
+        encoded(tokenizer, (user("q"), completion), params=SamplingParams(200, stop_token_ids=stops))[0]
+    )
+    assert text.endswith(end) and text.count("<|") == 1
+    without = tokenizer.decode(
+        encoded(tokenizer, (user("q"), completion), params=SamplingParams(200, stop_token_ids=stops[:1]))[0]
+    )
+    assert without == text.removesuffix(end) + "<|pad|>"  # a rollout would not stop at any other
 
 
 # -------------------------------------------------------------------------------------------------------------- batch
