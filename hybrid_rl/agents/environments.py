@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import logging
@@ -164,10 +165,18 @@ class EnvironmentPool:
     """The environments of a rank: each is reset for one trajectory after another, and a new one is made if none is
     free.
 
-    kinds: what they may be. free: some that are there already.
+    kinds: what they may be. free: some that are there already. limit: their number at once, None = no limit; whoever
+    takes one sees to it that fewer are taken.
     """
 
-    def __init__(self, kinds: Sequence[EnvironmentKind], caller: Caller, free: Sequence[Environment] = ()) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[EnvironmentKind],
+        caller: Caller,
+        free: Sequence[Environment] = (),
+        limit: int | None = None,
+    ) -> None:
+        self._limit, self._num_making = limit, 0
         self._kinds = {kind.name: kind for kind in kinds}
         self._caller = caller
         self._free: dict[str | None, list[Environment]] = {name: [] for name in self._kinds}
@@ -209,10 +218,14 @@ class EnvironmentPool:
                 return environment
         environment = Environment(kind, self._caller)
         try:
+            await self._make_room()
             outcome = await environment.make()
         except BaseException:
             environment.end()
             raise
+        finally:
+            with self._lock:
+                self._num_making -= 1
         if outcome.error is not None:
             environment.end()
             raise EnvironmentFailedError(
@@ -221,6 +234,22 @@ class EnvironmentPool:
         with self._lock:
             self._used.add(environment)
         return environment
+
+    async def _make_room(self) -> None:
+        """Close free environments if there may be no more, and wait until those that were given up are closed."""
+        with self._lock:
+            self._num_making += 1
+            if self._limit is None:
+                return
+            free = [one for kind in self._free.values() for one in kind]
+            spare = free[: max(0, len(self._used) + len(free) + self._num_making - self._limit)]
+            for kind in self._free.values():
+                kind[:] = [one for one in kind if one not in spare]
+        for one in spare:
+            self._drop(one)
+        closing = [asyncio.wrap_future(one) for one in self._closing]
+        if closing:
+            await asyncio.wait(closing, timeout=self._caller.timeout_seconds)
 
     def give_back(self, environment: Environment) -> None:
         """Let the next trajectory have an environment; one in which a call still runs is given up instead."""

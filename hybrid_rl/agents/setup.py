@@ -100,11 +100,17 @@ def setup_tools(tools: Sequence[Any], environment_factory: Any, config: AgentCon
     Raises ConfigError for tools that cannot be described or share a name, and for environments that cannot be made or
     have no reset.
     """
+    kinds = _kinds(environment_factory)
+    if kinds and (config.max_environments or len(kinds)) < len(kinds):
+        raise ConfigError(
+            f"max_environments={config.max_environments}, but environment_factory has {len(kinds)} kinds, "
+            f"and one of each is made to look at it; set it to at least {len(kinds)}"
+        )
     caller = Caller(config.tool_timeout_seconds)
     environments: list[Environment] = []
     try:
         standalone = Functions(tools, caller, config.tool_processes).tools
-        for kind in _kinds(environment_factory):
+        for kind in kinds:
             environment = Environment(kind, caller)
             environments.append(environment)
             outcome = caller.loop.start(environment.make()).result()

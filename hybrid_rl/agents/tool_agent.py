@@ -46,7 +46,7 @@ class ToolAgent:
         self._caller = caller or Caller(config.tool_timeout_seconds)
         self._functions = Functions(tools, self._caller, config.tool_processes)
         self._is_by_name = any(kind.name is not None for kind in kinds)
-        self._pool = EnvironmentPool(kinds, self._caller, free) if kinds else None
+        self._pool = EnvironmentPool(kinds, self._caller, free, config.max_environments) if kinds else None
 
     async def __call__(self, episode: Episode) -> None:
         """Run an episode: until an answer has no tool call, or until a limit."""
@@ -56,7 +56,7 @@ class ToolAgent:
         prompt: Messages = EMPTY_PROMPT if episode.prompt is None else episode.prompt
         if self._pool is not None:
             environment, observation = await self._pool.take(*self._asked(episode))
-            trajectory.on_scored.append(partial(self._pool.give_back, environment))
+            trajectory.on_left.append(partial(self._pool.give_back, environment))
             trajectory.environment = environment.instance
             if environment.kind.has_reward:
                 trajectory.on_end.append(partial(_get_reward, environment, trajectory))

@@ -148,7 +148,8 @@ class Trajectory:
     `GivenReward`: a number, None, or the exception instead of one.
 
     Whoever runs the episode awaits each of on_end when the agent has returned, failed or was cancelled and end_reason
-    is set, before the trajectory is scored; and calls each of on_scored when its rewards are there or none will be.
+    is set, before the trajectory is scored; and calls each of on_left when nothing looks at its environment any more:
+    then already, unless reward functions do; else when its rewards are there or none will be.
     Neither raises, except AgentError, which ends the run.
     """
 
@@ -167,7 +168,7 @@ class Trajectory:
         self.metrics: dict[str, float] = {}
         self.given: dict[str, Any] = {}
         self.on_end: list[Callable[[], Awaitable[None]]] = []
-        self.on_scored: list[Callable[[], None]] = []
+        self.on_left: list[Callable[[], None]] = []
         self._num_claims = 0
 
     def sample_of(self, prompt_ids: Sequence[int]) -> Sample | None:

@@ -10,13 +10,19 @@ from hybrid_rl.options import key
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Trajectories of many turns: limits, tools and chat format. max_completion_length limits all turns together."""
+    """Trajectories of many turns: limits, tools and chat format. max_completion_length limits all turns of a
+    conversation together."""
 
     max_tool_calling_iterations: int | None = key(
         None, "rounds of tool calls in a trajectory; None = until the agent answers without one", minimum=0
     )
     max_open_trajectories: int | None = key(
         None, "trajectories that a rank has under way at once; None = twice what its engine runs at once", minimum=1
+    )
+    max_environments: int | None = key(
+        None,
+        "environments that a rank has at once; trajectories wait for one before they begin; None = any number",
+        minimum=1,
     )
     trajectory_timeout_seconds: float | None = key(
         None, "longest time from a trajectory's start to its end, waiting for tools included; None = no limit", above=0

@@ -103,6 +103,8 @@ class RewardRunner:
                     "environment a method get_reward()"
                 )
         self._passes_environments = has_environments and not num_processes
+        # Those that take any keyword may look at them, too.
+        self.reads_environments = self._passes_environments and any(one.accepts(ENVIRONMENTS) for one in self.functions)
         self.available_columns = tuple(available_columns or ())
         self._num_processes = num_processes
         self._caller = (

@@ -108,7 +108,7 @@ class AgentRollout:
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return the samples of num_generations trajectories for each of these prompts, prompt by prompt. Raises
         KeyboardInterrupt if an interrupt was requested."""
-        timings, room = Timings(), Room(self._max_open)
+        timings, room = Timings(), Room(self._max_open, self._max_environments)
         before = self._client.stats()
         self._client.take_use()
         with self._client.session():
@@ -129,6 +129,11 @@ class AgentRollout:
     def _max_open(self) -> int:
         """Trajectories that may be under way at once."""
         return self._settings.max_open
+
+    @property
+    def _max_environments(self) -> int | None:
+        """Environments that trajectories may have at once."""
+        return self._settings.config.max_environments
 
     def _episodes(
         self, tasks: Sequence[RolloutTask], call: RolloutCall, turns: EngineTurns, room: Room, **options: Any

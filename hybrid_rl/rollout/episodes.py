@@ -47,13 +47,33 @@ class EpisodeSettings:
 
 class Room:
     """Room for trajectories that are under way at once: the first that waits goes first. limit: their number.
+    max_environments: that they may have at once, from before they begin until nothing looks at them; None = any number.
 
-    most_open: the largest number since it was set.
+    most_open: the largest number since it was set. num_rented: environments that are in use; num_waiting: trajectories
+    that wait for one.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, max_environments: int | None = None) -> None:
         self._places = asyncio.Semaphore(max(1, limit))
-        self.num_open = self.most_open = 0
+        self._environments = None if max_environments is None else asyncio.Semaphore(max(1, max_environments))
+        self.num_open = self.most_open = self.num_rented = self.num_waiting = 0
+
+    async def rent(self, trajectory: Trajectory) -> None:
+        """Wait until this trajectory may have an environment, if their number is limited."""
+        if self._environments is None:
+            return
+        self.num_waiting += 1
+        try:
+            await self._environments.acquire()
+        finally:
+            self.num_waiting -= 1
+        self.num_rented += 1
+        trajectory.on_left.append(self._free)
+
+    def _free(self) -> None:
+        assert self._environments is not None
+        self.num_rented -= 1
+        self._environments.release()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -112,6 +132,7 @@ class Episodes:
             await asyncio.gather(*map(self._one, self.attempts))
 
     async def _one(self, attempt: Attempt) -> None:
+        await self.room.rent(attempt.trajectory)
         async with self.room.place():
             await self._run_agent(attempt)
 
@@ -252,6 +273,8 @@ class Episodes:
             attempt.failure = AGENT
         found = self.inputs[attempt.identity] = reward_input(attempt, self.settings.chat.decode)
         rewards = self.rewards
+        if rewards is None or attempt.failure or not rewards.reads_environments:
+            self._release([attempt])
         if rewards is None:
             return
         # One that has failed has no completion to be scored, or to be compared with others.
@@ -260,8 +283,9 @@ class Episodes:
             whole = whole_groups(self._unscored, whole, self.call.num_generations)
         failed = {one.identity for one in self.attempts if one.failure}
         self._ready += [sample for sample in whole if sample.key.trajectory not in failed]
-        is_last = len(self.inputs) == len(self.attempts)
-        if self._ready and (is_last or len(self._ready) * self.max_submissions >= len(self.attempts)):
+        # What waits for an environment may wait for those that are to be scored.
+        is_due = len(self.inputs) == len(self.attempts) or self.room.num_waiting > 0
+        if self._ready and (is_due or len(self._ready) * self.max_submissions >= len(self.attempts)):
             scored, self._ready = self._ready, []
             self._scoring.append(asyncio.ensure_future(self._score(scored, rewards)))
 
@@ -275,9 +299,9 @@ class Episodes:
 
     @staticmethod
     def _release(attempts: Iterable[Attempt]) -> None:
-        """Tell these trajectories that they are scored, or will not be."""
+        """Tell these trajectories that nothing looks at their environments any more."""
         for attempt in attempts:
-            hooks, attempt.trajectory.on_scored = attempt.trajectory.on_scored, []
+            hooks, attempt.trajectory.on_left = attempt.trajectory.on_left, []
             for hook in hooks:
                 hook()
 

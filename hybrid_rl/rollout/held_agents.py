@@ -142,6 +142,10 @@ class HeldAgentRollout(AgentRollout):
         After an error nothing is alive: what was held begins again.
         """
         if call.hold is None:
+            rewards, left = self._rewards if call.is_scored else None, self._max_environments
+            needs_group = rewards is not None and rewards.reads_environments and rewards.score_by == "group"
+            if left is not None and left < (call.num_generations if needs_group else 1):
+                self._release()  # else these would wait for environments of what waits for the next step
             return super().run(tasks, call)
         try:
             return self._run_held(tasks, call, call.hold)
@@ -175,6 +179,11 @@ class HeldAgentRollout(AgentRollout):
     @property
     def _max_open(self) -> int:
         return max(1, self._settings.max_open - self._room.num_open)
+
+    @property
+    def _max_environments(self) -> int | None:
+        limit = super()._max_environments
+        return None if limit is None else limit - self._room.num_rented
 
     def held(self, step: int) -> list[AgentGroup]:
         """Return the groups that are held after a training step."""
@@ -256,7 +265,7 @@ class HeldAgentRollout(AgentRollout):
         if self._alive_after != step:
             self._release()
         if self._alive_after is None:
-            self._room = Room(self._settings.max_open)
+            self._room = Room(self._settings.max_open, super()._max_environments)
         held = self.held(step)
         again = sum(group.call.num_generations for group in held if group.episodes is None)
         if again and not self._is_told:

@@ -79,12 +79,16 @@ def check_agents(
         check_rollout_func(given.rollout_func)
         _refuse_inert(
             config.agents,
-            ("max_open_trajectories", "max_tool_calling_iterations", *OF_TOOLS),
+            ("max_open_trajectories", "max_environments", "max_tool_calling_iterations", *OF_TOOLS),
             "on rollout_func, which begins trajectories and calls tools itself; leave it out, and limit them there",
         )
         return AgentSetup(rollout_func=given.rollout_func, turn_rewards_problem=token_rewards_problem(config))
     if given.agent is not None:
-        _refuse_inert(config.agents, OF_TOOLS, "on agent, which calls tools itself; leave it out, and limit them there")
+        _refuse_inert(
+            config.agents,
+            ("max_environments", *OF_TOOLS),
+            "on agent, which calls tools and environments itself; leave it out, and limit them there",
+        )
         HttpAgent(given.agent, temperature=config.rollout.temperature)
         return AgentSetup(agent=given.agent, turn_rewards_problem=token_rewards_problem(config))
     if config.data.chat_template_kwargs.get("tools"):
@@ -95,6 +99,8 @@ def check_agents(
             ("tool_processes",),
             "on environments, whose methods run in threads of this process; leave it out",
         )
+    if given.environment_factory is None:
+        _refuse_inert(config.agents, ("max_environments",), "without environment_factory=; leave it out")
     setup = setup_tools(tools, given.environment_factory, config.agents)
     closing.callback(setup.close)
     kwargs = config.data.chat_template_kwargs

@@ -33,7 +33,7 @@ from hybrid_rl.models.load import DTYPES, loading, refuse_missing_folder
 from hybrid_rl.models.lora.folder import is_adapter_folder
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.saving import check_saved
-from hybrid_rl.rewards import RewardModelEntry, overlong_penalty, with_model_entries
+from hybrid_rl.rewards import RewardModelEntry, RewardRunner, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers.setup import RewardSetup, demonstration_encoder
 
@@ -169,10 +169,22 @@ def check_rewards(
     setup = RewardSetup([*functions, *sources, *added], columns, len(added), len(sources), has_environments)
     with setup.runner(config) as runner:
         entries = runner.entries
+        _check_environments(runner, config)
         check_rollout_rewards(config, has_models=bool(entries.models), has_judges=bool(entries.judges))
         is_own_dense = any(entry.is_dense for entry in runner.entries.functions.values())
         _check_step_rewards(config, is_dense=runner.is_dense, is_own_dense=is_own_dense)
         return setup, runner.names
+
+
+def _check_environments(runner: RewardRunner, config: TrainerConfig) -> None:
+    """Raise ConfigError if a group is to be scored with its environments, and cannot have one each at once."""
+    limit = config.agents.max_environments
+    size = max(config.algorithm.num_generations, config.eval.num_generations_eval)
+    if limit is not None and limit < size and runner.score_by == "group" and runner.reads_environments:
+        raise ConfigError(
+            f"max_environments={limit}, but score_by=group scores {size} trajectories at once with their environments; "
+            f"set it to at least {size}, or have the reward functions take neither `environments` nor **kwargs"
+        )
 
 
 def _refuse_what_rewards_would_feed(config: TrainerConfig) -> None:

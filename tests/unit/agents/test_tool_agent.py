@@ -211,7 +211,7 @@ def test_an_instance_is_free_again_when_its_trajectory_is_scored(walk: ToolAgent
     second, _ = run(walk, "+2", "b")
     assert first.environment is not second.environment
     assert first.environment.place == 1  # as reward functions find it
-    [scored] = first.on_scored
+    [scored] = first.on_left
     scored()
     third, _ = run(walk, "b")
     assert third.environment is first.environment

@@ -286,3 +286,77 @@ def test_a_prompt_that_grew_too_long_is_an_error_of_its_trajectory(tmp_path: Pat
     for row, reason, reward in zip(batch["row"], batch["finish_reason"], batch["rewards"].tolist(), strict=True):
         ends[row["start"]].add((reason == "error", reward != reward))
     assert ends == {0: {(False, False)}, 1: {(False, False)}, 2: {(False, False)}, 3: {(True, True)}}
+
+
+class Session(Walk):
+    """A session of a server that has only so many."""
+
+    num_open = most_open = 0
+    places = 4
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        with Session.lock:
+            if Session.num_open >= Session.places:
+                raise RuntimeError(f"Server at capacity: {Session.num_open}/{Session.places} sessions active")
+            Session.num_open += 1
+            Session.most_open = max(Session.most_open, Session.num_open)
+
+    def close(self) -> None:
+        with Session.lock:
+            Session.num_open -= 1
+
+
+class OtherSession(Session):
+    """A session for other rows on the same server."""
+
+
+def slow(completions: Any) -> list[float]:
+    time.sleep(0.02)
+    return [float(len(completion)) for completion in completions]
+
+
+def looks(environments: list[Any], **_: Any) -> list[float]:
+    return [float(environment.place) for environment in environments]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("functions", "settings"),
+    [
+        ([], {}),
+        ([], {"max_open_trajectories": 2}),
+        ([slow], {"score_by": "group"}),
+        ([looks], {}),
+        ([looks], {"score_by": "group"}),
+        ([looks], {"rollout.partial": True, "oversample": 2}),
+        ([looks], {"rollout.partial": True, "oversample": 2, "score_by": "group", "max_steps": 3, "eval_steps": 1}),
+        ([looks], {"async_level": 1}),
+        ([looks], {"environment_factory": {"one": Session, "other": OtherSession}}),
+    ],
+)
+def test_no_more_environments_than_a_server_has(tmp_path: Path, functions: Any, settings: Any) -> None:
+    """Without a bound each of these asks for more sessions at once than there are."""
+    Session.num_open = Session.most_open = 0
+    kinds = ["one", "other"] if "environment_factory" in settings else [None]
+    data = [{**row, **({"environment": kinds[place % 2]} if kinds[0] else {})} for place, row in enumerate(rows(6))]
+    keys = {"environment_factory": Session, "prompts_per_step": 3, "num_generations": 4, "max_environments": 4}
+    if "eval_steps" in settings:
+        keys |= {"eval_dataset": data[:2]}
+    trainer = trainer_of(tmp_path, functions, data, **(keys | {"max_steps": 2} | settings))
+    for _, metrics in trainer.steps():
+        assert metrics["rewards/num_failed"] == 0 and metrics["agents/ended_error"] == 0
+    trainer.close()
+    assert 0 < Session.most_open <= Session.places and Session.num_open == 0
+
+
+def test_a_bound_on_environments_that_a_group_does_not_fit_in_is_refused(tmp_path: Path) -> None:
+    keys = {"environment_factory": Walk, "num_generations": 4, "score_by": "group", "max_environments": 3}
+    with pytest.raises(ConfigError, match="max_environments=3, but score_by=group scores 4 trajectories at once"):
+        trainer_of(tmp_path, looks, rows(), **keys)
+    with pytest.raises(ConfigError, match="max_environments=1, but environment_factory has 2 kinds, and one of each"):
+        trainer_of(tmp_path, environment_factory={"a": Walk, "b": Walk}, train_dataset=rows(), max_environments=1)
+    for given in ({"tools": [double]}, {"agent": lambda row, url, key: 1.0}):
+        with pytest.raises(ConfigError, match="max_environments=2 has no effect"):
+            trainer_of(tmp_path, slow, rows(), max_environments=2, **given)

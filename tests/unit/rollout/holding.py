@@ -174,6 +174,7 @@ class Lengths:
     entries: Any = SimpleNamespace(judges=(), models=(), names=names, given={})
     score_by = "group"
     is_dense = False
+    reads_environments = True
 
     def submit(self, inputs: Sequence[Any], state: TrainerState) -> Future[Any]:
         future: Future[Any] = Future()

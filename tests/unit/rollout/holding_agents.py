@@ -45,7 +45,7 @@ class Environments:
         """One to four turns with a tool between two of them."""
         prompt = int(episode.row.get("answer", 900))
         self._count(rented=1, begun=1)
-        episode.trajectory.on_scored.append(partial(self._count, rented=-1))
+        episode.trajectory.on_left.append(partial(self._count, rented=-1))
         ids = [prompt]
         try:
             for turn in range(1 + prompt % 4):

@@ -475,7 +475,7 @@ def test_ends_and_scores_are_told_to_the_trajectory():
             trajectory.given["late"] = 1.0
 
         trajectory.on_end.append(ended)
-        trajectory.on_scored.append(lambda: told.append(("scored", trajectory.end_reason)))
+        trajectory.on_left.append(lambda: told.append(("scored", trajectory.end_reason)))
         await once(episode)
         if episode.prompt == PROMPTS[0]:
             raise RuntimeError("on purpose")
