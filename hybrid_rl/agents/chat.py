@@ -23,7 +23,8 @@ from hybrid_rl.agents.parsing import (
 )
 from hybrid_rl.agents.templates import ChatTemplate
 from hybrid_rl.agents.trajectory import Conversation
-from hybrid_rl.data.rendering import CALL_ERROR, Ending, Message, calls_of, text_of
+from hybrid_rl.data.rendering import CALL_ERROR, PROBE, PROBE_ID, Ending, Message, calls_of, probe_call, text_of
+from hybrid_rl.data.text import text_ids
 from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, shorten
 
 RewrittenHistory = Literal["fork", "keep", "error"]
@@ -84,6 +85,7 @@ class Chat:
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._anchor = self._find_anchor()
         self._was_told = False
+        self._problems: dict[Any, str] = {}  # by tools and what else was asked for
 
     @property
     def reads_calls(self) -> bool:
@@ -106,10 +108,12 @@ class Chat:
 
         Raises:
             HistoryRewrittenError: the template has rewritten history, and rewritten_history is "error".
-            MessagesRefusedError: there are none, or the template refuses them.
+            MessagesRefusedError: there are none, the template refuses them, or it does not show tools or calls.
         """
         if not messages:
             raise MessagesRefusedError("a prompt has no messages; give at least one")
+        if problem := self.problem_with_tools(tools, messages):
+            raise MessagesRefusedError(problem)
         base = self._longest_known(messages, tools, known)
         new = messages[len(base.messages) :] if base else ()
         if base and not new:
@@ -143,11 +147,56 @@ class Chat:
 
     def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
         """Return the tokens of a prompt that is text (see `ChatFormat`)."""
-        return self._encode_after(text) if goes_on else list(self.tokenizer(text)["input_ids"])
+        return self._encode_after(text) if goes_on else text_ids(self.tokenizer, [text])[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def problem_with_tools(self, tools: Sequence[Message], messages: Sequence[Message] = ()) -> str:
+        """Return why the policy could not use these tools (JSON schemas): the template does not show it the tools, its
+        own calls or their results, or what the template makes of a call is not read as one. Without tools, why it does
+        not see the calls and results that are among these messages. "" if all is well."""
+        has_calls = bool(tools) or any(message.get("tool_calls") for message in messages)
+        has_results = bool(tools) or any(message.get("role") == "tool" for message in messages)
+        if not has_calls and not has_results:
+            return ""
+        key = (_plain(tools), has_calls, has_results)
+        if key not in self._problems:
+            self._problems[key] = self._find_problem(tools, has_calls, has_results)
+        return self._problems[key]
+
+    def _find_problem(self, tools: Sequence[Message], has_calls: bool, has_results: bool) -> str:
+        template = self.template
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        shown = template.render([PROBE], tools, "answer")
+        call = probe_call((*names, "probe_tool")[0])
+        result = {"role": "tool", "name": (*names, "probe_tool")[0], "tool_call_id": PROBE_ID}
+        asked = template.render([PROBE, call], tools, "closed") if has_calls else ""
+        what = ""
+        if missing := [one for one in names if one not in shown]:
+            what = f"the tool(s) {', '.join(missing)}"
+        elif has_calls and "probe_argument" not in asked:
+            what = "the policy its own tool calls"
+        elif has_results and not template.renders(
+            [PROBE, call, {**result, "content": "probe result"}], "probe result", tools=tools
+        ):
+            what = "the result of a tool"
+        if what:
+            return (
+                f"the chat template of {template.name} does not show {what}; use the tokenizer of a model that was "
+                "trained to call tools, or another template (data.chat_template_path, or chat_template_kwargs="
+                '{"chat_template": ...}) that renders `tools`, `message.tool_calls` and messages of the role `tool`'
+            )
+        start = template.up_to_answer(shown)
+        written = asked.removeprefix(start).removesuffix(self._close_of(asked))
+        if tools and self.reads_calls and list(calls_of(self.read(written, tools))) != list(calls_of(call)):
+            return (
+                f"the chat template of {template.name} renders a tool call as {written.strip()!r}, which is not read "
+                f"as a call with tool_call_format={self.call_format!r}; set tool_call_format to the format of this "
+                "model, or to 'none' to train without reading calls"
+            )
+        return ""
 
     def _seam(self, base: Conversation, new: Sequence[Message], whole: str, ending: Ending) -> _Seam:
         """Where the known answer ends in a new rendering, and what follows it."""
@@ -185,8 +234,11 @@ class Chat:
             return None
         if not whole.startswith(closed):
             return None
-        close = self.template.close if closed.endswith(self.template.close) else self._last_special(closed)
-        return close + whole[len(closed) :]
+        return self._close_of(closed) + whole[len(closed) :]
+
+    def _close_of(self, closed: str) -> str:
+        """The text that closes a rendering: what closes answers, or the special token that closes calls instead."""
+        return self.template.close if closed.endswith(self.template.close) else self._last_special(closed)
 
     def _last_special(self, text: str) -> str:
         """The last special token of a text and the space after it; "" if anything else follows that token."""

@@ -10,7 +10,6 @@ from typing import Any
 from transformers.utils import DocstringParsingException, get_json_schema
 
 from hybrid_rl.agents.chat import Chat
-from hybrid_rl.data.rendering import PROBE, PROBE_ID, calls_of, probe_call
 from hybrid_rl.errors import ConfigError
 
 # What transformers says of an argument that it finds no text for.
@@ -57,32 +56,8 @@ def check_tools_shown(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> None:
 
     Otherwise the run would go on while the policy never learns what it could call.
     """
-    if not tools:
-        return
-    template, name = chat.template, chat.template.name
-    names = [str(tool.get("function", tool).get("name")) for tool in tools]
-    remedy = (
-        'use the tokenizer of a model that was trained to call tools, or pass chat_template_kwargs={"chat_template": '
-        "...} with a template that renders `tools`, `message.tool_calls` and messages of the role `tool`"
-    )
-    shown = template.render([PROBE], tools, "answer")
-    if missing := [one for one in names if one not in shown]:
-        raise ConfigError(f"the chat template of {name} does not show the tool(s) {', '.join(missing)}; {remedy}")
-    call = probe_call(names[0])
-    result = {"role": "tool", "name": names[0], "tool_call_id": PROBE_ID, "content": "probe result"}
-    asked = template.render([PROBE, call], tools, "closed")
-    if "probe_argument" not in asked:
-        raise ConfigError(f"the chat template of {name} does not show the policy its own tool calls; {remedy}")
-    if "probe result" not in template.render([PROBE, call, result], tools, "answer"):
-        raise ConfigError(f"the chat template of {name} does not show the result of a tool; {remedy}")
-    start = template.up_to_answer(template.render([PROBE], tools, "answer"))
-    written = asked.removeprefix(start).removesuffix(template.close)
-    if chat.reads_calls and list(calls_of(chat.read(written, tools))) != list(calls_of(call)):
-        raise ConfigError(
-            f"the chat template of {name} renders a tool call as {written.strip()!r}, which is not read as a call with "
-            f"tool_call_format={chat.call_format!r}; set tool_call_format to the format of this model, or to 'none' to "
-            "train without reading calls"
-        )
+    if problem := chat.problem_with_tools(tools):
+        raise ConfigError(problem)
 
 
 def _missing(function: Callable[..., Any]) -> list[str]:

@@ -330,11 +330,36 @@ def test_templates_that_take_contents_and_arguments_in_other_forms() -> None:
     )
     chat = Chat(build_tokenizer(blocks, "<|im_end|>"))
     answer = {"role": "assistant", "content": None, "tool_calls": [call_of("add", a=1)]}
-    shown = text_of(chat, chat.prompt_ids([*ASK, answer, result("3")], TOOLS, []))
+    shown = text_of(chat, chat.prompt_ids([*ASK, answer, result("3")], [], []))
     assert shown == (
         '<|im_start|>userWhat is 1+2?<|im_end|><|im_start|>assistantadd{"a": 1}<|im_end|>'
         "<|im_start|>tool3<|im_end|><|im_start|>assistant"
     )
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "what"),
+    [
+        (ASK, TOOLS, r"the tool\(s\) add, echo"),
+        (
+            [*ASK, {"role": "assistant", "content": "", "tool_calls": [call_of("add", a=1)]}, *ASK],
+            [],
+            "its own tool calls",
+        ),
+        ([*ASK, result("3")], [], "the result of a tool"),
+    ],
+)
+def test_what_the_template_does_not_show_is_refused(messages: Any, tools: Any, what: str) -> None:
+    """SmolLM2's template shows contents only: tools, calls and results would be gone without a word."""
+    plain = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    chat = Chat(build_tokenizer(plain, "<|im_end|>"))
+    for _ in range(2):  # it is looked for once, and remembered
+        with pytest.raises(MessagesRefusedError, match=f"does not show .*{what}; use the tokenizer of a model"):
+            chat.prompt_ids(messages, tools, [])
+    assert text_of(chat, chat.prompt_ids(ASK, [], [])).startswith("<|im_start|>userWhat")
 
 
 def test_a_template_that_adds_no_header_after_tools() -> None:
