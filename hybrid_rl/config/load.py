@@ -98,7 +98,11 @@ def load_config(
         with problems.about(path):
             values[path] = _convert(path, leaves[path].type, value, leaves[path].metadata)
     line = {key: value for key, value in line.items() if key in answered or key not in problems}
-    problems.check(f"\nWhat is clear, in one line:\n  {pasted(line)}" if answered and line else "")
+    lacks_reward = "data.train_files" in answered and "reward" not in line
+    reward = (
+        "\nverl chooses rewards by data_source: add reward=FILE.py:FUNCTION, in Python reward_funcs=" * lacks_reward
+    )
+    problems.check(f"{reward}\nWhat is clear, in one line:\n  {pasted(line)}" if answered and line else "")
     if notice := args.notice([name for layer in (layers[1], *layers[3:]) for name in layer]):
         logger.warning(notice)
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)

@@ -31,7 +31,7 @@ SCRIPT: dict[str, tuple[Any, dict[str, Any] | None]] = {
     f"{MODEL}.use_remove_padding": (True, None),
     f"{ACTOR}.ppo_mini_batch_size": (256, {"prompts_per_mini_batch": 256}),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": (40, {"tokens_per_micro_batch": 16384}),
-    f"{ACTOR}.use_kl_loss": (True, {"kl": "loss"}),
+    f"{ACTOR}.use_kl_loss": (True, {"kl": "loss", "use_bias_correction_kl": False}),
     f"{ACTOR}.kl_loss_coef": (0.001, {"beta": 0.001}),
     f"{ACTOR}.kl_loss_type": ("low_var_kl", {"kl_estimator": "k3"}),
     f"{ACTOR}.entropy_coeff": (0, {"entropy_coef": 0}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
 
 Kind = Literal["same", "other name", "not needed", "missing"]
 
@@ -51,3 +53,26 @@ def records(
         yield from (Habit(library, name, "not needed", note=note) for name in names.split())
     for names, note in (missing or {}).items():
         yield from (Habit(library, name, "missing", note=note) for name in names.split())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of a setting. settings: keys here, with values; empty: there is nothing to set. note: why, or what
+    else to know."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What to do, as an error says it."""
+        todo = " ".join(said(key, value) for key, value in self.settings.items())
+        return f"{f'set {todo}' if todo else 'leave it out'}" + (f": {self.note}" if self.note else "")
+
+
+def said(key: str, value: Any) -> str:
+    """Return `key=value` as the command line takes it, without a shell's quotes."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"{key}={value}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return f"{key}={text.removesuffix('...' + chr(10)).strip()}"

@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
-from hybrid_rl.config.habits.records import Habit
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What becomes of a setting. settings: keys here, with values; empty: there is nothing to set. note: why, or what
-    else to know."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-
-    @property
-    def advice(self) -> str:
-        """What to do, as an error says it."""
-        todo = " ".join(said(key, value) for key, value in self.settings.items())
-        return f"{f'set {todo}' if todo else 'leave it out'}" + (f": {self.note}" if self.note else "")
+from hybrid_rl.config.habits import corrections
+from hybrid_rl.config.habits.records import Answer, Habit, said
 
 
 def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, Any]) -> Answer | None:
@@ -50,14 +33,6 @@ def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, An
         return Answer(note="None asks for nothing")
     is_carried = key in _CARRIED and isinstance(value, str | int | float)
     return Answer({key: value}, habit.note or more.strip("()")) if is_carried or habit.kind == "same" else None
-
-
-def said(key: str, value: Any) -> str:
-    """Return `key=value` as the command line takes it, without a shell's quotes."""
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return f"{key}={value}"
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
-    return f"{key}={text.removesuffix('...' + chr(10)).strip()}"
 
 
 def pasted(settings: Mapping[str, Any]) -> str:
@@ -136,18 +111,20 @@ _ADVANTAGES = MappingProxyType(
 )
 _LOSSES = MappingProxyType({"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "sequence_sum"})
 _BOTH = "verl would put KL into the loss and into the reward; choose kl=loss or kl=reward, and beta"
+_CLAMPED = "verl stops it at 10, so tokens with ln(reference / policy) above 2.61 have no gradient there"
 _VERLS_BETA = 0.001
 _VERLS_ALPHA = 16
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-def _kl(other: str, where: str, coefficient: str) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
+def _kl(other: str, where: str, coefficient: str, **more: Any) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
     def rule(value: Any, asked: Mapping[str, Any]) -> Answer | None:
         if not value:
             return Answer(note=f"{value} asks for nothing")
         if _asked(asked, other):
             return Answer(note=_BOTH)
-        return Answer({"kl": where, "beta": _asked(asked, coefficient, _VERLS_BETA)}, f"verl's {coefficient} counts")
+        settings = {"kl": where, "beta": _asked(asked, coefficient, _VERLS_BETA), **more}
+        return Answer(settings, f"verl's {coefficient} counts")
 
     return rule
 
@@ -165,6 +142,18 @@ def _with(switch: str, here: str, rule: Callable[[Any], Answer | None]) -> Calla
 
 def _choice(key: str, words: Mapping[str, str]) -> Callable[..., Answer | None]:
     return lambda value, _asked=None: Answer({key: words[value]}) if value in words else None
+
+
+def _estimator_in_loss(value: Any) -> Answer | None:
+    """With a plus verl has the gradient of k2, whatever the value is."""
+    base = _ESTIMATORS.get(str(value).removesuffix("+"))
+    if base is None:
+        return None
+    if str(value).endswith("+"):
+        return Answer({"kl_estimator": "k2"}, f"{value} has the gradient of k2")
+    if base == "k1":
+        return Answer(note="in the loss the gradient of k1 is zero in expectation; set kl_estimator=k2 or k3")
+    return Answer({"kl_estimator": base}, _CLAMPED if base == "k3" else "")
 
 
 def _positive(key: str) -> Callable[[Any, Mapping[str, Any]], Answer | None]:
@@ -314,11 +303,11 @@ _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "r
 _LOSS_SWITCH, _REWARD_SWITCH = ("use_kl_loss", "kl=loss and beta"), ("use_kl_in_reward", "kl=reward and beta")
 _RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = MappingProxyType(
     {
-        f"{_ACTOR}.use_kl_loss": _kl("use_kl_in_reward", "loss", "kl_loss_coef"),
+        f"{_ACTOR}.use_kl_loss": _kl("use_kl_in_reward", "loss", "kl_loss_coef", use_bias_correction_kl=False),
         "algorithm.use_kl_in_reward": _kl("use_kl_loss", "reward", "kl_coef"),
         f"{_ACTOR}.kl_loss_coef": _with(*_LOSS_SWITCH, lambda value: Answer({"beta": value})),
         "algorithm.kl_ctrl.kl_coef": _with(*_REWARD_SWITCH, lambda value: Answer({"beta": value})),
-        f"{_ACTOR}.kl_loss_type": _with(*_LOSS_SWITCH, _choice("kl_estimator", _ESTIMATORS)),
+        f"{_ACTOR}.kl_loss_type": _with(*_LOSS_SWITCH, _estimator_in_loss),
         "algorithm.kl_penalty": _with(*_REWARD_SWITCH, _choice("kl_estimator", _ESTIMATORS)),
         "algorithm.adv_estimator": _choice("advantage", _ADVANTAGES),
         f"{_ACTOR}.loss_agg_mode": _choice("loss_type", _LOSSES),
@@ -347,6 +336,7 @@ _RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = Mappin
         "trainer.nnodes": _ranks,
         "trainer.n_gpus_per_node": _ranks,
         "trainer.resume_mode": _resume,
+        **corrections.RULES,
         "custom_reward_function.path": _reward,
         "custom_reward_function.name": _reward,
         **{path: _offload(one.replace("_", "'s ")) for path, one in _RESIDENTS.items()},

@@ -37,11 +37,21 @@ VERL = tuple(
             "algorithm.kl_ctrl.kl_coef": "beta",
             "algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl": "kl_target",
             "algorithm.kl_ctrl.horizon": "kl_horizon",
-            "algorithm.rollout_correction.rollout_is": ("correction=tis", "with correction_level and correction_cap"),
-            "algorithm.rollout_correction.rollout_is_threshold": "correction_cap (of correction=tis)",
-            "algorithm.rollout_correction.rollout_rs": "correction=kl_rejection, or mis",
+            "algorithm.rollout_correction.rollout_is": (
+                "correction=tis",
+                "with correction_level and correction_cap; with bounds such as 0.5_5.0 it is icepop (token) or mis",
+            ),
+            "algorithm.rollout_correction.rollout_is_threshold": (
+                "correction_cap (of correction=tis)",
+                "of bounds such as 0.5_5.0: correction_low and correction_high of icepop or mis",
+            ),
+            "algorithm.rollout_correction.rollout_rs": (
+                "correction=kl_rejection",
+                "the mean of k1 or k3 is correction_estimator=k1 or k3; tokens and sums are bounded by mis",
+            ),
             "algorithm.rollout_correction.rollout_rs_threshold": (
-                "correction_threshold (of correction=kl_rejection) or correction_high (of mis)"
+                "correction_threshold (of correction=kl_rejection)",
+                "in nats per token: of k3 the same number, of k1, a bound u of the ratio in verl, ln(u)",
             ),
             "algorithm.rollout_correction.bypass_mode": "old_logprobs=rollout",
             "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches": "max_refills",
@@ -95,9 +105,12 @@ VERL = tuple(
             f"{_ACTOR}.tau_neg": "sapo_temperature_neg (of policy_loss=sapo)",
             f"{_ACTOR}.loss_agg_mode": ("loss_type", "token-mean is dapo, seq-mean-token-mean is grpo"),
             f"{_ACTOR}.entropy_coeff": "entropy_coef",
-            f"{_ACTOR}.use_kl_loss": "kl=loss and beta",
+            f"{_ACTOR}.use_kl_loss": ("kl=loss and beta", "with use_bias_correction_kl=false: verl has no such weight"),
             f"{_ACTOR}.kl_loss_coef": "beta",
-            f"{_ACTOR}.kl_loss_type": ("kl_estimator", "k1, k2 (verl's mse), k3 (low_var_kl), abs or exact (full)"),
+            f"{_ACTOR}.kl_loss_type": (
+                "kl_estimator",
+                "k2 (verl's mse, and all with a plus), k3 (low_var_kl, which verl stops at 10), abs or exact (full)",
+            ),
             f"{_ACTOR}.use_torch_compile {_REF}.use_torch_compile": ("torch_compile", "of the blocks of the model"),
             f"{_ACTOR}.fsdp_config.param_offload {_ACTOR}.fsdp_config.optimizer_offload": _OFFLOAD,
             f"{_REF}.fsdp_config.param_offload critic.model.fsdp_config.param_offload": _OFFLOAD,
