@@ -156,9 +156,10 @@ def _explained(what: str, folder: Path) -> Iterator[None]:
 
 def failure(folder: Path, error: object, what: str = "checkpoint") -> str:
     """Say that a checkpoint could not be written, and what helps. error: the exception, or what a rank says of it."""
-    is_of_disk = isinstance(error, OSError) or _OF_DISK.search(str(error)) is not None
-    advice = "Free space or choose another folder" if is_of_disk else "Correct what it names, and call trainer.save()"
-    return f"cannot write {what} {folder}: {error}; earlier checkpoints are untouched. {advice}"
+    failed = f"cannot write {what} {folder}: {error}"
+    if isinstance(error, OSError) or _OF_DISK.search(str(error)):
+        return f"{failed}; earlier checkpoints are untouched. Free space or choose another folder"
+    return f"{failed}; earlier checkpoints are untouched. Correct what it names, and call trainer.save()"
 
 
 def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[str, Any] | None) -> str:
