@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
 
 # Of hybrid_rl.rewards: those that need nothing but the columns of the data.
-PLAIN_REWARDS = ("exact_match", "reasoning_gym_reward")
+PLAIN_REWARDS = ("exact_match", "gsm8k_reward", "reasoning_gym_reward")
 MADE_REWARDS = ("math_reward", "format_reward", "tag_count_reward")
 
 
@@ -27,8 +27,8 @@ def train(settings: Settings = None) -> None:
     """Train a model of yours, on your data, with your reward.
 
     Besides the keys of the configuration there are two words: config=FILE.yaml is read first, and reward= is a function
-    FILE.py:FUNCTION, or a ready-made one: exact_match, math_reward, format_reward, tag_count_reward. Several are
-    added up: reward=math_reward reward=mine.py:brevity.
+    FILE.py:FUNCTION, or a ready-made one: exact_match, math_reward, gsm8k_reward (verl's, strict), format_reward,
+    tag_count_reward. Several are added up: reward=math_reward reward=mine.py:brevity.
 
     Examples:
       hybrid-rl train model.path=Qwen/Qwen2.5-0.5B-Instruct \\

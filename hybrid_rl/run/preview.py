@@ -18,6 +18,7 @@ SEVERAL = ("dict", "list", "tuple", "set", "ndarray")  # no single answer
 # What is ready-made, and the columns that it reads.
 READY_MADE = (
     RewardNeeds("exact_match", (("answer",),), is_known=True, refused=SEVERAL),
+    RewardNeeds("gsm8k_reward", (("answer",),), is_known=True, refused=SEVERAL),
     RewardNeeds("math_reward", (("answer",), ("solution",)), is_known=True, refused=SEVERAL),
     RewardNeeds("reasoning_gym_reward", (("entry",),), is_known=True),
 )
