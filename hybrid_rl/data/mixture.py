@@ -72,6 +72,10 @@ class MixedSource(SizedSource):
         name = list(self.parts)[place]
         return self.of(name, self.parts[name][position - (int(self._ends[place - 1]) if place else 0)])
 
+    def prompt_keys(self) -> Iterator[bytes]:
+        """Yield for each prompt what is equal for equal token ids, dataset by dataset."""
+        return chain.from_iterable(source.prompt_keys() for source in self.parts.values())
+
     def of(self, name: str, row: PromptRow) -> PromptRow:
         """Return a row of one dataset as a row of all."""
         others = dict.fromkeys(column for column in self.column_names if column != PROMPT_COLUMN)

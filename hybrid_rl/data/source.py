@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,11 @@ class SizedSource:
         row = self._rows.row(index)
         prompt = row[PROMPT_COLUMN] if self._has_prompts else self._empty
         return PromptRow(index, prompt, tuple(ids.tolist()), _other_columns(row), self._has_prompts)
+
+    def prompt_keys(self) -> Iterator[bytes]:
+        """Yield for each prompt what is equal for equal token ids; nothing if rows have no prompts."""
+        bounds = self._offsets.tolist() if self._has_prompts else []
+        return (self._ids[start:stop].tobytes() for start, stop in pairwise(bounds))
 
     def position(self, index: int) -> int:
         """Return the position of the prompt of a row, given the row's index in the dataset."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
+from weakref import WeakSet
 
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
 from hybrid_rl.agents.setup import AgentSetup
@@ -14,7 +16,10 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.run.prepare import Run, check_stop_strings
 
+logger = logging.getLogger("hybrid_rl")
+
 WHOLE = frozenset({"num_generations", "max_tokens", "top_k", "seed"})
+_hinted: WeakSet[PromptEncoder] = WeakSet()
 COUNTS = ("num_generations", "max_completion_length")
 
 
@@ -53,6 +58,7 @@ def generation_of(
     for place, row in enumerate(given_rows):
         _check_row(run.agents, row, place)
     encoder = run.data.encoder
+    _hint_at_messages(run, given_rows)
     shown = [_shown(encoder, row, place) for place, row in enumerate(given_rows)]
     ids_of_rows = encoder.encode(shown, columns=given_rows)
     return [
@@ -78,6 +84,22 @@ def _shown(encoder: PromptEncoder, row: Mapping[str, Any], place: int) -> Any:
     ):
         return prompt
     return encoder.dressed(prompt, place)
+
+
+def _hint_at_messages(run: Run, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say once that a text is completed as it is, if the run's own prompts are messages and it is not one of those that
+    a chat template has rendered."""
+    encoder, tokens = run.data.encoder, run.choice.tokenizer.all_special_tokens
+    texts = [prompt for row in rows if isinstance(prompt := row.get(PROMPT_COLUMN), str)]
+    if encoder in _hinted or encoder.apply_chat_template is not None or not (encoder.has_template and run.is_chat):
+        return
+    if bare := [text for text in texts if not any(token in text for token in tokens)]:
+        _hinted.add(encoder)
+        logger.warning(
+            "generate: the prompt %s is completed as the text that it is, but this run trains on chat messages; to ask "
+            'the policy as in training give [{"role": "user", "content": ...}]',
+            shorten(bare[0]),
+        )
 
 
 def _check_row(agents: AgentSetup | None, row: Mapping[str, Any], place: int) -> None:

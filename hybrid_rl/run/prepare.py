@@ -52,6 +52,7 @@ from hybrid_rl.run.adapters import (
 )
 from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
+from hybrid_rl.run.cautions import caution
 from hybrid_rl.run.checks import (
     check_attention,
     check_critic,
@@ -357,6 +358,7 @@ def prepare(
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
     training, evaluating = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
+    caution(data, choice.tokenizer, skeleton, stop_ids, resolved.rollout.stop_token_ids)
     if resume is not None:
         resume = check_resumed(resume, is_auto=resolved.resume == "auto")
         # It may be an earlier one.
