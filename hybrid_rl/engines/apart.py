@@ -14,7 +14,7 @@ def import_apart(name: str) -> ModuleType:
     """Import a module in a separate thread. Modules of vLLM keep errors of imports that they can do without, and an
     error keeps the frames below it: were a Trainer among them, it would never be collected, nor its engine closed."""
     if name in sys.modules:
-        return sys.modules[name]
+        return importlib.import_module(name)  # which waits for another thread that is importing it
 
     def run() -> ModuleType:
         enter_device()
