@@ -46,13 +46,14 @@ def print_keys(
     """
     put_off("torch")
     from hybrid_rl.config.listing import all_keys
+    from hybrid_rl.config.unknown import LIKENESS
 
     keys = all_keys()
     found = [key for key in keys if key.section == word] or [key for key in keys if _has(key, word)]
     if not word:
         found = keys
     if not found:
-        near = difflib.get_close_matches(word, [key.path.rpartition(".")[2] for key in keys], n=1)
+        near = difflib.get_close_matches(word, [key.path.rpartition(".")[2] for key in keys], 1, LIKENESS)
         advice = f"did you mean {near[0]}?" if near else "`hybrid-rl keys` lists all"
         print(f"no key contains {word!r}; {advice}", file=sys.stderr)
         raise typer.Exit(1)

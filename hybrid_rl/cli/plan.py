@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid_rl.cli.settings import complete_setting
+from hybrid_rl.cli.settings import complete_setting, take
 from hybrid_rl.cli.tables import show, wide_console
 
 
@@ -37,8 +37,8 @@ def show_plan(
 ) -> None:
     """Memory, phases and handoff of a run, and shares of its step time, before it is started.
 
-    Only the model's config.json is read. No GPU, weights or tokenizer are needed. The exit status is 1 if the run would
-    not fit.
+    Only the model's config.json is read. No GPU, weights or tokenizer are needed. The words of a `hybrid-rl train`
+    command will do; its reward= is not looked at. The exit status is 1 if the run would not fit.
 
     Examples:
       hybrid-rl plan grpo model.path=Qwen/Qwen2.5-7B rollout.engine=vllm \\
@@ -50,7 +50,8 @@ def show_plan(
     from hybrid_rl.run.planning import plan_words
     from hybrid_rl.run.request import Machine
 
-    plan = plan_words(run or [], Machine(gpus, gpu_memory, gpu, host_memory, gpus_per_host), layouts=layouts)
+    _, words = take("reward", run or [])
+    plan = plan_words(words, Machine(gpus, gpu_memory, gpu, host_memory, gpus_per_host), layouts=layouts)
     if as_json:
         print(plan.to_json())
     else:

@@ -23,6 +23,7 @@ CONDITIONS = {
     "entropy": "with entropy_target",
     "eval": "with eval_temperature above 0",
     "lora": "with lora.r",
+    "buffer": "with partial or async_level",
 }
 # Of sections whose class is a choice: the doc of one member would say too little.
 TITLES = {

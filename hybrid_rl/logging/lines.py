@@ -134,9 +134,17 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+# Calls to the ranks whose names say less to a reader of the console than what they do.
+CALLS = {
+    "update weights": "weights to the engine",
+    "update weights again": "weights to the engine",
+    "keep base": "look for the base model",
+}
+
+
 def work_line(progress: Progress) -> str:
     """Describe what is done now: "evaluation: rollout 24/64 samples, 512 tokens/s"; "" if nothing is."""
-    words = ": ".join(progress.names)
+    words = ": ".join(CALLS.get(name, name) for name in progress.names)
     if progress.unit:
         of_all = f"/{progress.total:,}" if progress.total else ""
         words = f"{words} {progress.done:,}{of_all} {progress.unit}".lstrip()

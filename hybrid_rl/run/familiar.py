@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from hybrid_rl.checkpoint.reading import STATE_FILE
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.files import write_text
+from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.run.lasting import Lasting
 from hybrid_rl.run.others import open_here
 
@@ -76,11 +77,10 @@ class Familiar(Lasting):
     @property
     def state(self) -> State:
         """Where the run is: steps, epoch, the best step, and log_history."""
-        path, best = self.run_folder / "metrics.jsonl", self._best
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        best = self._best
         checkpoint = str(self.run_folder / f"checkpoint-{best.step}") if best.step is not None else None
-        epoch = float(self._sampler.epoch)
-        return State(self.global_step, self.max_steps, epoch, best.value, checkpoint, [*map(json.loads, lines)])
+        epoch, records = float(self._sampler.epoch), read_jsonl(self.run_folder / "metrics.jsonl")
+        return State(self.global_step, self.max_steps, epoch, best.value, checkpoint, records)
 
     def is_world_process_zero(self) -> bool:
         """Return True: a script is one process, the driver."""

@@ -228,7 +228,7 @@ def test_plan_prints_tables_and_tells_by_its_status_whether_the_run_fits(
 ) -> None:
     asked = plans(monkeypatch, made_plan())
     options = ["--gpus", "4", "--gpu-memory=40GB", "--host-memory", "1TB", "--layouts", "folder"]
-    assert main(["plan", "grpo", *options, "seed=1"]) == 0
+    assert main(["plan", "grpo", *options, "seed=1", "reward=mine.py:score"]) == 0  # as of a train command
     out, err = capsys.readouterr()
     assert out.splitlines()[3].startswith("fits: peak 32.0 GB of 40.0 GB") and "^ peak" in out and err == ""
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
@@ -285,6 +285,7 @@ def test_what_cannot_be_compared(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 def test_a_key_with_a_letter_wrong_is_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no key contains 'learnin_rate'; did you mean learning_rate?" in told(capsys, "keys", "learnin_rate")
+    assert told(capsys, "keys", "save_model") == "no key contains 'save_model'; `hybrid-rl keys` lists all"
     assert told(capsys, "keys", "qqqqqq") == "no key contains 'qqqqqq'; `hybrid-rl keys` lists all"
 
 

@@ -149,6 +149,7 @@ def test_the_live_line_always_has_steps_and_times(width: int, is_plain: bool) ->
 
 def test_what_is_done_now() -> None:
     assert work_line(Progress()) == ""
+    assert work_line(Progress(("update weights",))) == "weights to the engine"
     assert work_line(Progress(("update",), 3, 8, "optimizer steps", True)) == "update 3/8 optimizer steps"
     rollout = Progress(("evaluation", "rollout"), 24, 1064, "samples", False, 1536.0, 3.0)
     assert work_line(rollout) == "evaluation: rollout 24/1,064 samples, 512 tokens/s"
