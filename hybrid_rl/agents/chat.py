@@ -185,8 +185,8 @@ class Chat:
         if what:
             return (
                 f"the chat template of {template.name} does not show {what}; use the tokenizer of a model that was "
-                "trained to call tools, or another template (data.chat_template_path, or chat_template_kwargs="
-                '{"chat_template": ...}) that renders `tools`, `message.tool_calls` and messages of the role `tool`'
+                "trained to call tools, or another template (data.chat_template_path) that renders `tools`, "
+                "`message.tool_calls` and messages of the role `tool`"
             )
         start = template.up_to_answer(shown)
         written = asked.removeprefix(start).removesuffix(self._close_of(asked))
@@ -274,7 +274,7 @@ class Chat:
         if self.rewritten_history == "error":
             raise HistoryRewrittenError(
                 f'rewritten_history="error": {told}. Use a template that leaves earlier turns as they are '
-                '(chat_template_kwargs={"chat_template": ...}), or set rewritten_history to "fork" (train on each '
+                '(data.chat_template_path), or set rewritten_history to "fork" (train on each '
                 'rendering as a sample of its own) or "keep" (go on with the tokens as they were)'
             )
         if not self._was_told:

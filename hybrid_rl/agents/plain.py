@@ -28,7 +28,7 @@ class PlainText:
         """Raise DataError: without a chat template, messages are no tokens."""
         raise DataError(
             "the policy was asked with chat messages, but its tokenizer has no chat template; ask with token ids, or "
-            "set tokenizer.chat_template"
+            "set data.chat_template_path"
         )
 
     def parse(

@@ -29,7 +29,7 @@ class ChatTemplate:
         if not self.text:
             raise ModelError(
                 f"the tokenizer {self.name} has no chat template, which agents need to show messages to the policy; "
-                "use the tokenizer of an instruct model, or set tokenizer.chat_template"
+                "use the tokenizer of an instruct model, or set data.chat_template_path"
             )
         # Special tokens that carry nothing of an answer: they open and close turns.
         self.specials = tuple(token for token in tokenizer.all_special_tokens if token.strip() not in MARKERS)
@@ -44,8 +44,7 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything
             raise MessagesRefusedError(
                 f"the chat template of {self.name} refuses the messages {shorten(list(messages), 200)} "
-                f"({type(error).__name__}: {error}); correct them, or use another template "
-                '(chat_template_kwargs={"chat_template": ...})'
+                f"({type(error).__name__}: {error}); correct them, or use another template (data.chat_template_path)"
             ) from error
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

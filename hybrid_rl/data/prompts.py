@@ -415,7 +415,7 @@ class PromptEncoder:
         if not self.has_template:
             raise DataError(
                 f"row {rows[0]}: the prompt is a list of messages, but the tokenizer has no chat template; use the "
-                "tokenizer of an instruct model, set tokenizer.chat_template, or give prompts as text"
+                "tokenizer of an instruct model, set data.chat_template_path, or give prompts as text"
             )
         texts = [self._render(*one) for one in zip(prompts, rows, settings, strict=True)]
 

@@ -20,7 +20,9 @@ _UNBIASED = (
     "otherwise, which biases training: leave it out"
 )
 _CONSTRAINED = f"constrained decoding is refused: {_UNBIASED}; describe the form in the prompt and reward it"
-_TEMPLATE = "the chat template is the run's: set chat_template or chat_template_kwargs in its configuration"
+_TEMPLATE = (
+    "the chat template is the run's: set data.chat_template_path or data.chat_template_kwargs in its configuration"
+)
 # Parameters that may be there only with a value that changes nothing (None always may), and what to do otherwise.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "length_penalty", "best_of"), ((1,), _UNBIASED)),

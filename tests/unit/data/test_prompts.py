@@ -115,7 +115,7 @@ def test_mixed_text_and_messages(chat_tokenizer: Any) -> None:
 
 
 def test_messages_without_a_chat_template(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="row 0: .* the tokenizer has no chat template"):
+    with pytest.raises(DataError, match="row 0: .* the tokenizer has no chat template.*set data.chat_template_path"):
         encoder(tokenizer).encode([[user("1")]])
 
 
