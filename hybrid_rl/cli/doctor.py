@@ -129,6 +129,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     from hybrid_rl import native
     from hybrid_rl.process.cores import own_cores
     from hybrid_rl.sandbox import sandbox_strength
+    from hybrid_rl.workers.host import limits
     from hybrid_rl.workers.preflight import versions
 
     memory = psutil.virtual_memory()
@@ -148,6 +149,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     shared = Path("/dev/shm")
     if shared.is_dir():
         found["shared memory, where ranks keep batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
+    found["limits"] = limits()
     found["sandbox of programs"] = str(sandbox_strength())
     return found
 

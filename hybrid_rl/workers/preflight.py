@@ -29,6 +29,7 @@ import torch.distributed as dist
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.native import is_available
+from hybrid_rl.workers.host import host_doubts
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -50,7 +51,7 @@ class RankProbe:
     """Software, device and speed of a rank.
 
     device: kind and name. device_id: which one on its host, empty for CPUs. versions: of all that its numbers depend
-    on. seconds: the best of a few runs of each test.
+    on. seconds: the best of a few runs of each test. doubts: what its host has too little of.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class RankProbe:
     num_threads: int
     versions: dict[str, str]
     seconds: dict[str, float] = field(default_factory=dict)
+    doubts: tuple[str, ...] = ()
 
     @property
     def device_type(self) -> str:
@@ -80,7 +82,9 @@ def probe_rank(context: RankContext) -> RankProbe:
     seconds = _measure_seconds(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the size of a cache will depend on the free memory of the device
-    return RankProbe(context.rank, socket.gethostname(), name, device_id, torch.get_num_threads(), versions(), seconds)
+    software = torch.get_num_threads(), versions()
+    doubts = host_doubts(context.num_ranks)
+    return RankProbe(context.rank, socket.gethostname(), name, device_id, *software, seconds, doubts)
 
 
 @functools.cache
@@ -149,7 +153,7 @@ class ProbedRanks(Protocol):
 
 
 def preflight(group: ProbedRanks) -> None:
-    """Compare the ranks of a group. Raises HybridRLError with everything that does not fit; warns of slow CPUs."""
+    """Compare the ranks of a group. Raises HybridRLError with all that does not fit; warns of what is doubtful."""
     problems, doubts = check(probe_ranks(group))
     if problems:
         raise HybridRLError("\n - ".join(["the ranks do not fit together:", *problems]))
@@ -174,7 +178,7 @@ def _best(before: RankProbe, now: RankProbe) -> RankProbe:
 
 def check(probes: Sequence[RankProbe]) -> tuple[list[str], list[str]]:
     """Compare ranks. Returns what does not fit between them, and what is doubtful, a sentence each: slow CPUs slow all
-    ranks, but the run may continue."""
+    ranks, and a host may have little of something, but the run may continue."""
     problems = []
     for name in dict.fromkeys(name for probe in probes for name in probe.versions):
         for odd, other, rest in _minorities([probe.versions.get(name, "missing") for probe in probes]):
@@ -194,7 +198,10 @@ def check(probes: Sequence[RankProbe]) -> tuple[list[str], list[str]]:
                 f"with as many GPUs as there are"
             )
     slow = slow_ranks(probes)
-    return (problems, slow) if all(probe.device_type == "cpu" for probe in probes) else (problems + slow, [])
+    doubts = list(dict.fromkeys(f"{probe.host}: {doubt}" for probe in probes for doubt in probe.doubts))
+    if all(probe.device_type == "cpu" for probe in probes):
+        return problems, slow + doubts
+    return problems + slow, doubts
 
 
 def slow_ranks(probes: Sequence[RankProbe]) -> list[str]:
