@@ -382,25 +382,42 @@ def save_held(folder: Path, rank: int, groups: Sequence[Group]) -> None:
 
 
 def load_held(
-    folder: Path, rank: int, num_ranks: int, read_group: Callable[[Mapping[str, Any]], AnyGroup]
+    folder: Path, rank: int, num_ranks: int, read_group: Callable[[Mapping[str, Any]], AnyGroup], *, has_agents: bool
 ) -> list[AnyGroup]:
     """Read this rank's share of the groups that were held when a checkpoint was written: its own ones, or if there were
     more or fewer ranks, all groups dealt out in order. read_group: makes a group of what its `to_json` gave.
+    has_agents: whether this run's samples are trajectories of agents. Raises ConfigError for groups of the other kind.
     Raises CheckpointError for a file that is damaged, with the place and key of what is, or holds a group twice."""
     of_ranks, known = [], set[int]()
     for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
         try:
-            groups = read(list[Any], json.loads(path.read_text(encoding="utf-8")), "the file")
+            written = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
+        _check_kind(written, has_agents=has_agents)
+        try:
+            groups = read(list[Any], written, "the file")
             of_ranks.append([_read_group(read_group, one, place) for place, one in enumerate(groups)])
             for group in of_ranks[-1]:
                 if group.group in known:
                     raise CheckpointError(f"group {group.group} is there twice, here or in a file before")
                 known.add(group.group)
-        except (OSError, ValueError, OverflowError, CheckpointError) as error:
+        except (ValueError, OverflowError, CheckpointError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
     if len(of_ranks) == num_ranks:
         return of_ranks[rank]
     return sorted((group for groups in of_ranks for group in groups), key=lambda group: group.group)[rank::num_ranks]
+
+
+def _check_kind(groups: Any, *, has_agents: bool) -> None:
+    """Raise ConfigError for groups of agents in a run without any, and for others in a run with agents."""
+    others = {"params", "seeds"} if has_agents else {"place", "call"}  # keys of the other kind
+    if isinstance(groups, list) and any(isinstance(one, dict) and others <= one.keys() for one in groups):
+        made, now = ("without", "with") if has_agents else ("with", "without")
+        raise ConfigError(
+            f"the checkpoint holds groups begun {made} tools=, environment_factory=, rollout_func= or agent=; "
+            f"this run is one {now} them: pass the same arguments as then, or start a new run from these weights"
+        )
 
 
 def _read_group(read_group: Callable[[Mapping[str, Any]], AnyGroup], found: Any, place: int) -> AnyGroup:

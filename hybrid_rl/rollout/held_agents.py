@@ -196,7 +196,7 @@ class HeldAgentRollout(AgentRollout):
 
     def load(self, step: int, folder: Path, rank: int, num_ranks: int) -> None:
         """Hold after a training step what the checkpoint in this folder holds (`load_held`)."""
-        self.hold(step, load_held(folder, rank, num_ranks, AgentGroup.of_json))
+        self.hold(step, load_held(folder, rank, num_ranks, AgentGroup.of_json, has_agents=True))
 
     def close(self) -> None:
         """Cancel what is held, then close the agent and the event loops; idempotent."""

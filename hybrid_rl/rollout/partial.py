@@ -120,7 +120,7 @@ class PartialRollout(ScoredRollout):
 
     def load(self, step: int, folder: Path, rank: int, num_ranks: int) -> None:
         """Hold after a training step what the checkpoint in this folder holds (`load_held`)."""
-        self.hold(step, load_held(folder, rank, num_ranks, OpenGroup.of_json))
+        self.hold(step, load_held(folder, rank, num_ranks, OpenGroup.of_json, has_agents=False))
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> OpenGroup:
         requests = {request.id: request for request in self._requests(task, call)}

@@ -140,16 +140,19 @@ def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):
     kept.take(FinishedSample(7, [6], [-0.3], [1], "abort"))
     save_held(tmp_path, 0, [group(11), kept])
     save_held(tmp_path, 1, [group(10)])
-    found = load_held(tmp_path, 0, 2, OpenGroup.of_json)[1]
+    found = load_held(tmp_path, 0, 2, OpenGroup.of_json, has_agents=False)[1]
     assert vars(found) == vars(kept)
     assert [request.begun for request in found.remaining()] == [Beginning((6,), (-0.3,), (1,))]
     # As many ranks read what they wrote, in its order; others deal all groups out.
-    shares = [[load_held(tmp_path, rank, ranks, OpenGroup.of_json) for rank in range(ranks)] for ranks in (2, 3, 1)]
+    shares = [
+        [load_held(tmp_path, rank, ranks, OpenGroup.of_json, has_agents=False) for rank in range(ranks)]
+        for ranks in (2, 3, 1)
+    ]
     ids = [[[one.group for one in share] for share in of_ranks] for of_ranks in shares]
     assert ids == [[[11, 9], [10]], [[9], [10], [11]], [[9, 10, 11]]]
     (tmp_path / "held-0002.json").write_text((tmp_path / "held-0001.json").read_text())
     with pytest.raises(CheckpointError, match=r"held-0002.json is damaged: group 10 is there twice"):
-        load_held(tmp_path, 0, 1, OpenGroup.of_json)
+        load_held(tmp_path, 0, 1, OpenGroup.of_json, has_agents=False)
 
 
 GONE = object()
@@ -213,7 +216,7 @@ def test_a_file_that_was_edited_is_refused_by_its_name_and_key(path, value, says
     found = json.loads(file.read_text())
     file.write_text(json.dumps(edited(found, path, value) if path else value))
     with pytest.raises(CheckpointError) as raised:
-        load_held(tmp_path, 0, 1, OpenGroup.of_json)
+        load_held(tmp_path, 0, 1, OpenGroup.of_json, has_agents=False)
     assert says in str(raised.value) and str(file) in str(raised.value)
 
 
@@ -232,10 +235,22 @@ def test_so_is_a_file_of_trajectories(path, value, says, tmp_path):
     call = RolloutCall(2, SamplingParams(8, stop_strings=("a",)), 3, TrainerState(2, 5, 0.5), "train/2", 40)
     kept = AgentGroup(RolloutTask(1, ROW), call)
     save_held(tmp_path, 0, [kept])
-    found = load_held(tmp_path, 0, 1, AgentGroup.of_json)
+    found = load_held(tmp_path, 0, 1, AgentGroup.of_json, has_agents=True)
     assert vars(found[0]) == vars(kept)
     file = tmp_path / "held-0000.json"
     file.write_text(json.dumps([edited(kept.to_json(), path, value)]))
     with pytest.raises(CheckpointError) as raised:
-        load_held(tmp_path, 0, 1, AgentGroup.of_json)
+        load_held(tmp_path, 0, 1, AgentGroup.of_json, has_agents=True)
     assert says in str(raised.value) and str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("has_agents", [True, False])
+def test_groups_of_a_run_with_other_arguments_are_refused_by_these(has_agents, tmp_path):
+    """A file of the other kind is not damaged: every checkpoint of the run would say the same."""
+    of_agents = {"place": 0, "row": {}, "call": {}}
+    of_others = {"row": {}, "group": 0, "params": {}, "seeds": {}}
+    (tmp_path / "held-0000.json").write_text(json.dumps([of_others if has_agents else of_agents]))
+    made, now = ("without", "with") if has_agents else ("with", "without")
+    group = AgentGroup if has_agents else OpenGroup
+    with pytest.raises(ConfigError, match=f"begun {made} tools=, .*; this run is one {now} them: pass the same"):
+        load_held(tmp_path, 0, 1, group.of_json, has_agents=has_agents)
