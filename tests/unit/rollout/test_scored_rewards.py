@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch, SampleKey
-from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, group_reward
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import FinishedSample, SamplingParams
+from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, format_reward, group_reward
 from hybrid_rl.rewards.results import THE_AGENT
 from hybrid_rl.rollout.late import LateScores, merge_late
 from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
@@ -161,6 +162,30 @@ def test_a_sample_that_nothing_applies_to_is_counted_when_the_last_score_is_ther
     assert [(failure.function, failure.key.trajectory, failure.reason) for failure in failures] == [
         ("all functions", FIRST_ID, "none"), ("all functions", FIRST_ID + 2, "none")
     ]  # fmt: skip
+
+
+def test_functions_get_what_the_prompt_has_opened():
+    """The template ends the prompt within a thought: what is sampled is half of the form."""
+    seen = []
+
+    def look(completions, completion_openings, **_):
+        seen.extend(zip(completions, completion_openings, strict=True))
+        return format_reward()(completions, completion_openings)
+
+    def decode(ids):
+        return "".join({7: "assistant\n", 8: "<think>\n", 1: "a</think>", 2: "<answer>b</answer>"}[id] for id in ids)
+
+    class Client(ScriptedClient):
+        def stream(self, requests, version):
+            yield [FinishedSample(request.id, [1, 2], [0.0] * 2, [version] * 2, "stop") for request in requests]
+
+    rows = [PromptRow(0, "p", (7, 8), {}), PromptRow(1, "p", (8, 7), {})]
+    with RewardRunner(look) as rewards:
+        tasks = [RolloutTask(place, row) for place, row in enumerate(rows)]
+        batch, _ = ScoredRollout(Client(), rewards, decode, seed=11).run(tasks, CALL)
+    said = "a</think><answer>b</answer>"
+    assert sorted(seen) == [(said, "")] * 2 + [(said, "<think>\n")] * 2
+    assert batch["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_trajectory_without_a_completion_has_no_late_score():
