@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from hybrid_rl.compat.torch import TorchDispatchMode, tree_leaves
 from hybrid_rl.compat.transformers import experts_of, rereading_rotaries
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.decoding import decoded_experts, groups_on_device
@@ -82,13 +81,13 @@ class HostReads(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         if self.first is None and self._waits(func, args, kwargs):
-            self.first = f"{func._schema.name} at {_line()}"
+            self.first = f"{func.name()} at {_line()}"
         return func(*args, **kwargs)
 
     def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
-        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         kinds = {tensor.device.type for tensor in tensors}
-        name, here = func._schema.name.rpartition("::")[2], self._device.type
+        name, here = func.name().rpartition("::")[2].partition(".")[0], self._device.type
         if name in ("copy_", "_to_copy"):
             if kwargs.get("device") is not None:
                 kinds.add(torch.device(kwargs["device"]).type)
