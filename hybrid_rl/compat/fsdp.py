@@ -38,6 +38,7 @@ NAMES = {
     f"{_ROOM}._fsdp_param_group.FSDPParamGroup._to_sharded": "2.11 cannot forget a pass",
     f"{_ROOM}._fsdp_param_group.FSDPParamGroup._wait_all_gather_streams_on_event": "2.11 cannot forget a pass",
     f"{_ROOM}._fsdp_param.FSDPParam._unsharded_param": "the gradient that was not reduced yet",
+    f"{_ROOM}._fsdp_param.FSDPParam.all_gather_outputs": "the memory that a parameter is gathered into",
     f"{_ROOM}._fsdp_param.FSDPParam._sharded_param_data": "the memory of a shard, which other processes are to map",
     "torch.distributed.tensor.DTensor._local_tensor": "the shard that the optimizer steps, in the same memory",
 }
@@ -171,6 +172,29 @@ def forget_gradients(module: nn.Module) -> None:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
+
+
+def gathered_memory(parameter: Any) -> Tensor:
+    """Return the flat memory that an FSDPParam was last gathered into, padding included; empty while it is sharded."""
+    (memory,) = parameter.all_gather_outputs
+    flat: Tensor = memory
+    return flat
+
+
+class Destination:
+    """Memory for FSDP to gather a parameter into. memory: flat, of the shape and dtype of `gathered_memory`."""
+
+    def __init__(self, parameter: Any, memory: Tensor) -> None:
+        own: Tensor = parameter._unsharded_param
+        self._parameter = parameter
+        self._other = [memory], nn.Parameter(memory.as_strided(own.size(), own.stride()), own.requires_grad)
+
+    def exchange(self) -> None:
+        """Let the parameter be gathered into this memory, or if it was so already, into its own again. FSDP frees what
+        it has when it shards again, which must be its own by then."""
+        parameter, other = self._parameter, self._other
+        self._other = parameter.all_gather_outputs, parameter._unsharded_param
+        parameter.all_gather_outputs, parameter._unsharded_param = other
 
 
 def padded_shard(parameter: Any) -> Tensor:

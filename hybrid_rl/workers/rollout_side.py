@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_rl.config.schema import ColocatedRolloutConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
@@ -19,6 +19,7 @@ from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.engines.no_engine import NoEngine
 from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError, EngineStateError
+from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics import now
@@ -129,6 +130,13 @@ class EmbeddedSide(RolloutSide):
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
         self._model = model
+        rollout, device = setup.config.rollout, model.device
+        has_graphs = isinstance(rollout, InPlaceRolloutConfig) and rollout.inplace.cuda_graphs
+        if isinstance(model, ShardedCausalLM) and has_graphs and device.type == "cuda":
+            # Graphs hold the addresses of the weights.
+            model.twin.keep_addresses(
+                lambda num_bytes: CudaRegion(ENGINE_WEIGHTS, capacity_bytes=num_bytes, device=device)
+            )
         with generating_model(model) as whole:
             self.client = EngineClient(make_engine(engine_setup(setup, whole, context)))
         cache = kv_cache_resident(self.client)

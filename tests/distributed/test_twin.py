@@ -11,11 +11,13 @@ from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingPa
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import MemoryStateError
+from hybrid_rl.memory.region import Region
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.optimizer import Optimizer
 from tests.distributed.ranks import run_ranks
+from tests.unit.engines.inplace.graph_stand_in import force_device_path
 from tests.unit.models.families import VOCABULARY, build
 
 pytestmark = pytest.mark.slow
@@ -121,3 +123,81 @@ def test_engine_on_the_twin_gives_the_samples_of_a_plain_engine_over_updates(fam
         assert seen["gathered"] == [True] * 3
         assert seen["free"] == [0] * 3  # the full weights are gone, not only unreferenced
         assert max(map(abs, seen["gaps"])) < 1e-5
+
+
+def phases_on_ranks(rank: int, num_ranks: int, keeps: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Three phases with graphs, on the stand-in of them, and an optimizer step after each; odd sizes are padded."""
+    module = build("qwen2")
+    options = ShardOptions(1, num_ranks, dtype)
+    model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
+    optimizer, twin = optimizer_of(module), model.twin
+    regions: list[Region] = []
+
+    def new_region(num_bytes: int) -> Region:
+        regions.append(Region("weights", capacity_bytes=num_bytes))
+        return regions[0]
+
+    with twin.bound():
+        pass  # what the check at the start does, in memory of FSDP's own
+    if keeps:
+        twin.keep_addresses(new_region)
+    seen: dict[str, Any] = {"addresses": [], "captures": [], "samples": [], "occupied": [], "objects": []}
+    with pytest.MonkeyPatch.context() as patch:
+        force_device_path(patch)
+        twin.bind()
+        engine = engine_of(CausalLM(twin.module))
+        twin.release()
+        held = []
+        for version in range(1, 4):
+            full = [p.full_tensor().to(dtype) for p in module.parameters()]
+            twin.bind()
+            mine = list(twin.module.parameters())
+            assert all(torch.equal(*pair) for pair in zip(mine, full, strict=True))
+            seen["samples"].append(rollout(engine, twin.module, version, 3))
+            seen["addresses"].append([p.data_ptr() for p in mine])
+            seen["objects"].append([id(p) for p in mine])
+            seen["captures"].append(engine._runner._graphs.num_captures)  # type: ignore[union-attr]
+            seen["occupied"] += [region.occupied_bytes for region in regions]
+            twin.release()
+            seen["occupied"] += [region.occupied_bytes for region in regions]
+            held.append([torch.empty_like(p) for p in full])  # others take what was free
+            with accumulating(model, is_last=True):
+                loss_of(model, 10 * version + rank).backward()
+            optimizer.step()
+        assert storage_bytes(module) == 0
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gathered_weights_keep_their_addresses_so_that_graphs_are_kept(dtype: torch.dtype) -> None:
+    """The same samples as from memory of FSDP's own, over which the graphs are captured in each phase."""
+    kept, moved = (run_ranks(phases_on_ranks, 2, keeps, dtype) for keeps in (True, False))
+    for seen, usual in zip(kept, moved, strict=True):
+        assert seen["addresses"][0] == seen["addresses"][1] == seen["addresses"][2]
+        assert seen["objects"][0] == seen["objects"][1] == seen["objects"][2]
+        assert len(set(seen["captures"])) == 1 and seen["captures"][0] > 0
+        assert usual["captures"][-1] > seen["captures"][0]
+        assert seen["samples"] == usual["samples"]
+        (bound,) = set(seen["occupied"][::2])
+        assert bound > 0 and seen["occupied"][1::2] == [0] * 3
+
+
+def refused_on_rank(rank: int, num_ranks: int) -> None:
+    module = build("qwen2")
+    options = ShardOptions(1, num_ranks, torch.float32)
+    twin = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options)).twin
+
+    def none(num_bytes: int) -> Region:
+        raise MemoryStateError("no room")
+
+    with twin.bound(), pytest.raises(MemoryStateError, match="release them before choosing their memory"):
+        twin.keep_addresses(none)
+    twin.keep_addresses(none)
+    for _ in range(2):  # and never gathered elsewhere in its place
+        with pytest.raises(MemoryStateError, match="no room"):
+            twin.bind()
+        assert not twin.is_bound and storage_bytes(module) == 0
+
+
+def test_memory_that_cannot_be_had_leaves_the_twin_as_it_was() -> None:
+    run_ranks(refused_on_rank, 1)
