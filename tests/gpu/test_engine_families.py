@@ -75,13 +75,13 @@ def test_a_sleeping_cache_gives_its_memory_back_to_the_device() -> None:
     rig.run([request(0)])
     held = rig.engine.stats().kv_cache_bytes
     assert held > 0.99 * size
-    allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     for tags in ({KV_CACHE}, TAGS):
-        rig.engine.sleep(tags)
         gc.collect()
         torch.cuda.empty_cache()
-        assert allocated - torch.cuda.memory_allocated() >= held
-        # Pages come and go in pieces of 2 MiB; other programs on the device may take some.
-        assert torch.cuda.mem_get_info()[0] - free > 0.9 * held
+        # Of the whole device: PyTorch does not count what lies in a region. Other programs may take some.
+        awake = torch.cuda.mem_get_info()[0]
+        rig.engine.sleep(tags)
+        torch.cuda.empty_cache()
+        assert torch.cuda.mem_get_info()[0] - awake > 0.9 * held
         rig.engine.wake(TAGS)
-        assert torch.cuda.memory_allocated() >= allocated - (1 << 20)
+        assert abs(torch.cuda.mem_get_info()[0] - awake) < 0.1 * held

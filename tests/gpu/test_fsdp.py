@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.controller.ranks import join_ranks
+from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.inplace.engine import InPlaceEngine
+from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import CausalLM
 from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.training.scoring import batch_logprobs
 from tests.distributed.test_fsdp import EXACT, grpo_backward
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, cuda_only
 from tests.reference import grpo_case
+from tests.unit.engines.engines import Rig, same_samples
 from tests.unit.training.grpo_step import case_batch
 
 ROWS = [list(range(9)), [9], [10, 11, 12, 13, 14, 15]]
@@ -63,3 +69,56 @@ def test_one_rank_computes_in_bfloat16_on_fp32_shards() -> None:
         twin = batch_logprobs(CausalLM(model.twin.module), case_batch(), ROWS)
     mine = batch_logprobs(model, case_batch(), ROWS)
     torch.testing.assert_close(mine.values, twin.values, rtol=0, atol=0.05)  # bfloat16 has 8 bits
+
+
+@cuda_only
+def test_gathered_weights_keep_their_addresses_and_graphs_are_captured_once() -> None:
+    """Three phases, with a backward pass after each that takes and frees memory; the samples are those of an engine
+    whose graphs are captured whenever FSDP has gathered elsewhere."""
+    device = torch.device(DEVICE, 0)
+    kept = generated(lambda num_bytes: CudaRegion("weights", capacity_bytes=num_bytes, device=device))
+    moved = generated(None)
+    same_samples(kept.samples, moved.samples)
+    assert kept.captures[0] > 0 and len(set(kept.captures)) == 1
+    assert kept.addresses[0] == kept.addresses[1] == kept.addresses[2]
+    assert kept.occupied == [0] * 3
+
+
+REQUESTS = [
+    RolloutRequest(i, tuple(range(2 + i, 6 + 2 * i)), SamplingParams(6 + i % 3, temperature=0.5 * (i % 3), seed=i))
+    for i in range(7)
+]
+
+
+@dataclass
+class Phases:
+    """What three phases of generation gave. occupied: bytes of gathered weights between them, as the driver counts."""
+
+    samples: list[FinishedSample] = field(default_factory=list)
+    captures: list[int] = field(default_factory=list)
+    addresses: list[list[int]] = field(default_factory=list)
+    occupied: list[int] = field(default_factory=list)
+
+
+def generated(new_region: Callable[[int], CudaRegion] | None) -> Phases:
+    """Generate in three phases, the gathered weights in a region or where FSDP puts them."""
+    model, seen, regions = sharded(torch.bfloat16), Phases(), []
+    if new_region is not None:
+        model.twin.keep_addresses(lambda num_bytes: regions.append(new_region(num_bytes)) or regions[0])
+    with model.twin.bound():
+        engine = InPlaceEngine(model.plain_twin(), InPlaceConfig(kv_cache_memory_bytes=1 << 24), max_length=48)
+    rig = Rig(engine, model.twin.module)
+    for version in (1, 2, 3):
+        with model.twin.bound():
+            seen.samples += rig.ready(version).run(REQUESTS, version)
+            seen.addresses.append([p.data_ptr() for p in model.twin.module.parameters()])
+            seen.captures.append(engine._runner._graphs.num_captures)
+            engine.sleep(TAGS)
+        seen.occupied += [region.occupied_bytes for region in regions]
+        grpo_backward(model, ROWS)
+        with torch.no_grad():
+            for parameter in model.module.parameters():
+                parameter.grad = None
+                parameter.mul_(1.125)  # the same in either run to the bit, as sums of gradients need not be
+    engine.close()
+    return seen
