@@ -43,13 +43,13 @@ logger = logging.getLogger("hybrid_rl")
 def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
     """Raise ConfigError if the device, the dtype or the machine cannot run the requested attention.
 
-    The architecture is checked later, with the model. Logs that rollout.engine=hf uses the model's own forward."""
+    The architecture is checked later, with the model. Logs that the model's own forward is used."""
     settings = config.model
-    if not config.rollout.is_packed:
+    if not config.is_packed:
+        what = "training runs" if config.rollout.is_packed else "rollout and training run"
+        cause = "model.attention=unpacked" if config.rollout.is_packed else f"rollout.engine={config.rollout.engine}"
         logger.warning(
-            "rollout.engine=%s: rollout and training run through the model's own forward, every sample with its prompt "
-            "and nothing packed",
-            config.rollout.engine,
+            "%s: %s through the model's own forward, every sample with its prompt and nothing packed", cause, what
         )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
@@ -74,10 +74,18 @@ def check_modes(config: TrainerConfig, *, learns: bool = True) -> None:
 
 def check_module(module: PreTrainedModel) -> None:
     """Raise ModelError for a module whose parameters cannot be trained, or cannot be saved in the form of its class."""
-    if getattr(module.config, "quantization_config", None) is not None:
+    quantised = getattr(module.config, "quantization_config", None)
+    if getattr(quantised, "dequantize", False):
+        raise ModelError(
+            "the module's weights are plain numbers, as they were dequantised when it was loaded, but its config still "
+            "says that they are quantised, and so would every checkpoint; clear that first: module.hf_quantizer = "
+            "None; module.is_quantized = False; del module.config.quantization_config"
+        )
+    if quantised is not None:
         raise ModelError(
             "the module's weights are quantised: neither they nor adapters on them (QLoRA) can be trained, because the "
-            "engine would compute with other weights than the trainer; load it in bfloat16, and set lora.r for adapters"
+            "engine would compute with other weights than the trainer; load it in bfloat16 (from a GGUF file with "
+            "GgufConfig(dequantize=True)), and set lora.r for adapters"
         )
     made = [name for name, parameter in module.named_parameters() if parameter.is_inference()]
     if made:

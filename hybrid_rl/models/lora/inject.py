@@ -157,6 +157,8 @@ def _refuse_layers(module: PreTrainedModel) -> None:
     from peft.tuners.lora.layer import Linear, ParamWrapper
 
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    whole = " or, as this model has one tensor for embedding and head, train all weights (without lora)"
+    whole = whole if _are_tied(module) else ", or train it whole with lora.modules_to_save"
     names = {id(child): name for name, child in module.named_modules()}
     for _, _, wrapper in wrappers(module):
         name = names[id(wrapper)]
@@ -168,14 +170,13 @@ def _refuse_layers(module: PreTrainedModel) -> None:
                 )
         elif wrapper is head:
             raise ConfigError(
-                f"lora.target_modules names {name}, the head: adapters are not supported there. Leave it out, or train "
-                f"it whole with lora.modules_to_save"
+                f"lora.target_modules names {name}, the head: adapters are not supported there. Leave it out{whole}"
             )
         elif not isinstance(wrapper, (Linear, ParamWrapper)):
             kind = type(wrapper.get_base_layer()).__name__
             raise ConfigError(
                 f"lora.target_modules names {name}, which is a {kind}: only linear layers can have adapters. Leave it "
-                f"out, or train it whole with lora.modules_to_save"
+                f"out{whole if wrapper is embedding else ', or train it whole with lora.modules_to_save'}"
             )
 
 

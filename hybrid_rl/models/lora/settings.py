@@ -26,7 +26,8 @@ REFUSED = {
     "init_lora_weights": "adapters begin with A uniform and B zero, so that the first policy is the base; leave it out",
     "layers_to_transform": "give the layers as a regular expression, target_modules=r'.*\\.[0-7]\\.self_attn\\.q_proj'",
     "layer_replication": "it makes another model of the base; pass that model",
-    "trainable_token_indices": "train the embeddings whole: modules_to_save=['embed_tokens']",
+    "trainable_token_indices": "train the embeddings whole, modules_to_save=['embed_tokens'], or all weights if the "
+    "head is the embedding",
 }
 # Ways to begin that leave the base as it is: of a trained adapter they say nothing.
 HARMLESS_STARTS = (False, "gaussian", "orthogonal", "eva")

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, ModelError
 from tests.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, sums
 
 
@@ -20,6 +20,21 @@ def test_a_published_generation_config_is_no_reason_to_lose_a_run(make_trainer, 
     trainer.fit()
     saved = AutoModelForCausalLM.from_pretrained(trainer.run_folder / "checkpoint-1")
     assert (saved.generation_config.temperature, saved.generation_config.top_p) == (0.9, 0.6)
+
+
+def test_a_module_that_was_dequantised_trains_once_its_config_says_so(make_trainer) -> None:
+    """As transformers loads a GGUF file whose types no kernel multiplies: weights in float32, marked as quantised."""
+    module = build_model()
+    module.config.quantization_config = GgufConfig("model.gguf", dequantize=True)
+    module.is_quantized = True
+    with pytest.raises(ModelError, match="weights are plain numbers.*clear that first: ") as refusal:
+        make_trainer(module)
+    exec(str(refusal.value).partition("clear that first: ")[2], {"module": module})
+    trainer = make_trainer(module, max_steps=1)
+    trainer.fit()
+    saved = trainer.save()
+    assert "quantization_config" not in json.loads((saved / "config.json").read_text())
+    assert AutoModelForCausalLM.from_pretrained(saved).dtype == module.dtype
 
 
 def test_a_setting_that_no_checkpoint_can_hold_is_refused(make_trainer) -> None:

@@ -89,7 +89,16 @@ def test_inside_plain_a_module_is_what_it_was(form: str) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a layer that is not there": ("qwen2", {"target_modules": ["c_attn"]}, "lora: Target modules .*c_attn.* not found"),
     "the head": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}, "names lm_head, the head: adapters are not"),
-    "an embedding": ("llama", {"target_modules": ["embed_tokens"]}, "names model.embed_tokens, which is a Embedding"),
+    "an embedding": (
+        "llama",
+        {"target_modules": ["embed_tokens"]},
+        "names model.embed_tokens, which is a Embedding.*or train it whole with lora.modules_to_save",
+    ),
+    "an embedding that is the head": (
+        "gemma2",
+        {"target_modules": ["embed_tokens"]},
+        "names model.embed_tokens, which is a Gemma2.*Leave it out or, as this model .* train all weights",
+    ),
     "one of two that are tied": ("gemma2", {"modules_to_save": ["lm_head"]}, "names lm_head, but this model's head is"),
     "the other": ("gemma2", {"modules_to_save": ["embed_tokens"]}, "names model.embed_tokens, but this model's head"),
     "DoRA of experts": (
