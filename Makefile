@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | soak | browser | pins | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | hosts | soak | browser | pins | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -95,7 +95,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e soak browser pins \
+.PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e hosts soak browser pins \
     check-tests pins-part vllm gpu docs lint wheel-vllm image-check style types install clean
 
 help: ## show this list
@@ -114,7 +114,7 @@ test-ranks:
 	@$(BIN)/python -m pytest -ra -m "not sweep" tests/distributed
 
 test-engines:
-	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed pins browser)
+	@$(BIN)/python -m pytest -ra -m "not e2e_full and not sweep" tests $(addprefix --ignore=tests/,architecture unit distributed pins browser hosts)
 
 kernels: $(STAMP) ## compile the kernels for sm_80 and sm_90, and run them in an interpreter and as C++: no GPU needed
 	@$(BIN)/python -m pytest -q -ra $(PARALLEL) -m "slow and not sweep" $(SIMULATED)
@@ -149,6 +149,9 @@ durations: $(STAMP) ## measure the unit tests on an idle machine and write tests
 
 e2e: $(STAMP) vllm ## end-to-end tests: every recipe to its end for two seeds, and the whole engine: some twenty minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
+
+hosts: $(STAMP) vllm ## two hosts as namespaces of this machine (as root): ranks on both, and the Slurm script
+	@$(BIN)/python -m pytest -ra tests/hosts
 
 soak: $(STAMP) vllm ## 500 steps under random faults, beside as many without (ARGS="--steps 100 --engine vllm")
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
