@@ -14,6 +14,7 @@ import pytest
 
 from tests.distributed.conftest import DEADLINE_SECONDS, SETUP_WORKER, Start, forked_drivers, is_running, wait_until
 from tests.distributed.forks import Forks
+from tests.shared_memory import entries, left
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +45,9 @@ def agents_among(pids: list[int]) -> list[int]:
 def shared_memory() -> Any:
     """No test leaves anything in shared memory. Ray has none of the semaphores and segments of multiprocessing: those
     are of other programs."""
-    before = set(os.listdir("/dev/shm"))
+    before = entries()
     yield
-    left = set(os.listdir("/dev/shm")) - before
-    assert not [name for name in left if not name.startswith(("sem.", "psm_"))]
+    assert not [name for name in left(before) if not name.startswith(("sem.", "psm_"))]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from hybrid_rl.logging.report import read_jsonl
 from tests.distributed.conftest import wait_until
 from tests.e2e.whole_engine import CASES, DRIVER_DIES_AFTER, KEYS, PHASES, RANK_DIES_IN, drive
+from tests.shared_memory import entries, used
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -60,22 +61,10 @@ class Traces:
 
 def shared_memory() -> set[str]:
     """Names of POSIX and of System V pieces of shared memory and semaphores."""
-    found = {str(path) for path in Path("/dev/shm").rglob("*") if path.is_file()}
+    found = entries()
     for kind in ("shm", "sem"):
         lines = (Path("/proc/sysvipc") / kind).read_text().splitlines()[1:]
         found |= {f"{kind} {line.split()[1]}" for line in lines}
-    return found
-
-
-def used() -> set[str]:
-    """What processes of this machine have open or mapped in /dev/shm: other tests may run beside this one."""
-    found: set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            found |= {part for line in process.memory_maps() for part in [line.path] if part.startswith("/dev/shm/")}
-            found |= {file.path for file in process.open_files() if file.path.startswith("/dev/shm/")}
-        except (psutil.Error, OSError):
-            continue
     return found
 
 
