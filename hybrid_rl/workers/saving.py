@@ -26,7 +26,7 @@ from hybrid_rl.rollout.partial import PartialRollout
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.workers.generating import GeneratingWorker
 from hybrid_rl.workers.roles import Roles
-from hybrid_rl.workers.versions import require_folder, write_policy
+from hybrid_rl.workers.versions import require_folder, require_room, write_policy
 
 
 class SavingWorker(GeneratingWorker):
@@ -122,6 +122,8 @@ class SavingWorker(GeneratingWorker):
         start, model, context = now(), self._actor.model, self._context
         is_embedded = self._config.rollout.placement == "embedded"
         with self.lease(frozenset({ACTOR})):
+            if not self._has_written_base:  # nothing was written yet
+                require_room(root, model.module, writes_base=not is_embedded)
             probe = self._expected(version)
             writes: Any = {"writes_base": not self._has_written_base, "rank": context.rank, "gather": context.gather}
             write_policy(root, version, model.module, model.dtype, probe=probe, is_embedded=is_embedded, **writes)

@@ -6,6 +6,7 @@ it travels the trainer's half of a probe, so that ranks that generate need no po
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.errors import ConfigError, HandoffError, counted
+from hybrid_rl.memory.sizes import size_text
 from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.lora.plain import is_adapted, plain, wrappers
@@ -36,6 +38,23 @@ def require_folder(root: Path) -> None:
         raise ConfigError(
             f"rollout_ranks hands weights over through {root}, memory of the machine where the run was started, but a "
             "rank runs on another one; use a Ray cluster of one machine, or leave rollout_ranks out"
+        )
+
+
+def require_room(root: Path, module: nn.Module, *, writes_base: bool) -> None:
+    """Raise ConfigError if the folder of versions has too little room for two of this module, as many as there are for
+    a moment. writes_base: whether the frozen weights below adapters are written too. Not if anything is there already:
+    another rank has begun to write, or versions are replaced."""
+    if any(root.iterdir()):
+        return
+    versions = 2 * sum(tensor.nbytes for tensor in moving_weights(module).values())
+    base = sum(p.nbytes for p in module.parameters() if not p.requires_grad) if writes_base else 0
+    free = shutil.disk_usage(root).free
+    if versions + base > free:
+        raise ConfigError(
+            f"rollout_ranks hands weights over through {root}, which has {size_text(free)} free, but two versions of "
+            f"the policy take {size_text(versions + base)}; give the machine or container more shared memory (docker run "
+            f"--ipc=host, or --shm-size=), or leave rollout_ranks out"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.resharding.handoff.base import alone
 from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.workers.versions import PolicyReader, fill, moving_weights, require_folder, write_policy
+from hybrid_rl.workers.versions import PolicyReader, fill, moving_weights, require_folder, require_room, write_policy
 from tests.tiny import build_model
 
 DTYPE = torch.float32
@@ -123,3 +125,22 @@ def test_damaged_files_and_other_machines_are_refused(tmp_path: Path) -> None:
         reader(tmp_path).read(1).__enter__()
     with pytest.raises(ConfigError, match="hands weights over through .*nowhere"):
         require_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
+def test_shared_memory_must_hold_two_versions(
+    spare: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A linear layer of 6 numbers and a bias of 2, in float32: 32 bytes. A frozen one of 4 numbers counts as a base."""
+    module = torch.nn.Linear(3, 2)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64 + spare))
+    for writes_base in (False, True):  # nothing is frozen
+        with nullcontext() if fits else pytest.raises(ConfigError, match=r"two versions .*--ipc=host, or --shm-size="):
+            require_room(tmp_path, module, writes_base=writes_base)
+    frozen = torch.nn.Sequential(module, torch.nn.Linear(2, 2, bias=False).requires_grad_(False))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * 48 + 16 + spare))
+    with nullcontext() if fits else pytest.raises(ConfigError, match="hands weights over through"):
+        require_room(tmp_path, frozen, writes_base=True)
+    (tmp_path / "version-00000001").mkdir()
+    require_room(tmp_path, frozen, writes_base=True)  # what is replaced makes room
