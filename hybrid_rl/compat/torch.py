@@ -11,9 +11,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["StridedShard", "TorchDispatchMode", "local_shape_and_offset", "tree_leaves"]
+__all__ = ["StridedShard", "TorchDispatchMode", "local_shape_and_offset", "tree_leaves", "tree_map"]
 
 # Each private name that this file uses, and why there is no public way.
 NAMES = {
@@ -22,6 +22,7 @@ NAMES = {
     "torch.distributed.tensor.placement_types.Shard._split_tensor": "which rank holds which rows, without a mesh",
     "torch.utils._python_dispatch.TorchDispatchMode": "the only way to see the operators of foreign code",
     "torch.utils._pytree.tree_leaves": "arguments of an operator may be lists of tensors",
+    "torch.utils._pytree.tree_map": "arguments of a block may be tuples of tensors",
     "torch.UntypedStorage._cdata": "meta tensors have no address: only this shows whether two share memory",
     "torch.Tensor._base": "whether autograd saved a view of a parameter",
     "torch.Tensor._version": "whether a tensor that was saved twice was changed in between",

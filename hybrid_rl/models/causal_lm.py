@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.cache import check_cache
@@ -9,14 +11,18 @@ from hybrid_rl.models.packed_model import PackedModel
 from hybrid_rl.models.verify import check_causal, check_outputs, check_survey, check_weights
 
 # The advice if more than attention carries numbers from token to token: linear attention, convolutions, state spaces.
-OWN_FORWARD = 'rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower'
+OWN_FORWARD = (
+    'rollout.engine=hf (Trainer(engine="hf")) runs it through its own forward, slower; with rollout.engine=vllm, '
+    "model.attention=unpacked trains it so"
+)
 
 
 class CausalLM(PackedModel):
     """A packed model that can check itself. Same arguments as PackedModel."""
 
-    def verify(self) -> float:
-        """Run the start-up check (verify.py); return the largest relative gap to the model's own forward.
+    def verify(self, prompt_ids: Sequence[int] = ()) -> float:
+        """Run the start-up check (verify.py); return the largest relative gap to the model's own forward. prompt_ids:
+        of the run, for the check to use tokens that the model knows.
 
         Raises ModelError if this architecture does not run under packed attention or its head is not the plain one:
         the numbers would be wrong, silently. Weights that are not finite are named first.
@@ -24,7 +30,7 @@ class CausalLM(PackedModel):
         try:
             if self.attention.is_packed:
                 self.masked_from = check_survey(self)
-            return check_outputs(self)
+            return check_outputs(self, prompt_ids)
         except ModelError as error:
             check_weights(self.module)
             check_causal(self)

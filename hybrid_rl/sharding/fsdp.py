@@ -7,7 +7,7 @@ ranks' parts add up to it. With hybrid sharding (dp_replicate > 1) shards are su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -251,12 +251,12 @@ class ShardedCausalLM(CausalLM):
             parameter.grad = None
 
     @torch.no_grad()
-    def verify(self) -> float:
+    def verify(self, prompt_ids: Sequence[int] = ()) -> float:
         """Compare the twin with the model's own forward, then this model with the twin; same errors as CausalLM."""
         row = verify_row(self)
         with self.twin.bound():
             plain = self.plain_twin()
-            gap = plain.verify()
+            gap = plain.verify(prompt_ids)
             expected = plain.row_outputs(row)
         self.masked_from = plain.masked_from
         gaps = [relative_gap(*pair) for pair in zip(self.row_outputs(row), expected, strict=True)]

@@ -46,7 +46,7 @@ def load_policy(setup: WorkerSetup, context: RankContext) -> CausalLM:
     with progress.doing("loading the model"):
         model = build_model(setup.model, setup.config, context, is_trained=True)
     with progress.doing("checking the model"):
-        model.verify()
+        model.verify(setup.probe_ids)
     model.check_length(setup.max_length)
     if setup.fingerprint is not None:
         check_fingerprint(model, setup.fingerprint)

@@ -95,7 +95,7 @@ class HeldRouting:
         largest one; nothing without such routers."""
         gaps = []
         for now, then in self._scores.values():
-            mine, theirs = now[places].float(), then[places].float()
+            mine, theirs = now[places].detach().float(), then[places].detach().float()
             differ = torch.where(mine == theirs, torch.zeros_like(mine), mine - theirs)  # scores may be -inf
             largest = theirs[theirs.isfinite()].abs().max() if bool(theirs.isfinite().any()) else theirs.new_ones(())
             gaps.append(float(differ.abs().max() / largest.clamp(min=1e-6)))
