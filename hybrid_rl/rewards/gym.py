@@ -47,15 +47,19 @@ def _score(answer: str, problem: Any) -> float:
             'train_dataset="reasoning_gym:TASK"'
         )
     score = _scorer(problem["metadata"]["source_dataset"])
+    # None is no answer: to "" some scorers give the credit of a wrong one.
+    said = answer if answer or not problem.get("answer") else None
     try:
-        return float(score(answer, problem))
+        return float(score(said, problem))
     except Exception:  # some scorers convert an answer to numbers as it is
         score(str(problem.get("answer")), problem)  # a problem that cannot be scored at all
         return 0.0
 
 
 @cache
-def _scorer(task: str) -> Callable[[str, Any], float]:
+def _scorer(task: str) -> Callable[[str | None, Any], float]:
     reasoning_gym("reasoning_gym_reward")
-    found: Callable[[str, Any], float] = importlib.import_module("reasoning_gym.factory").get_score_answer_fn(task)
+    found: Callable[[str | None, Any], float] = importlib.import_module("reasoning_gym.factory").get_score_answer_fn(
+        task
+    )
     return found

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards import RewardInput, RewardRunner, math_reward
+from hybrid_rl.rewards import RewardInput, RewardRunner, gsm8k_reward, math_reward
 
 CASES = [
     (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
@@ -97,3 +97,30 @@ def test_what_was_read_is_kept_for_votes() -> None:
     rewards = math_reward("answer")(completions=texts, answer=["1/2"] * 4 + [None], log_extra=kept.__setitem__)
     assert rewards == [1.0, 1.0, 0.0, 0.0, None]
     assert kept == {"extracted_answer": ["1/2", "1/2", None, "2", None]}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward", "read"),
+    [
+        ("6 * 12 = 72\n#### 72", "72", 1.0, "72"),
+        ("#### 72", "Natalia sold 48 + 24 = 72 clips.\n#### 72", 1.0, "72"),
+        ("#### 1,234", "1234", 1.0, "1234"),
+        ("#### -3", -3, 1.0, "-3"),
+        ("#### 5\n#### 72", "72", 1.0, "72"),  # the last one counts
+        ("#### 72\n#### 5", "72", 0.0, "5"),
+        ("the answer is 72", "72", 0.0, None),  # what math_reward takes
+        (r"\boxed{72}", "72", 0.0, None),
+        ("####72", "72", 0.0, None),
+        ("#### $72", "72", 0.0, None),
+        ("#### 72.", "72", 0.0, "72."),  # compared as text
+        ("#### 72.0", "72", 0.0, "72.0"),
+        ("#### 72" + " " * 294, "72", 0.0, None),  # the mark is before the last 300 characters
+        ("#### 72" + " " * 293, "72", 1.0, "72"),
+        ("#### 72", None, None, "72"),
+    ],
+)
+def test_the_strict_reward_of_gsm8k(text, answer, reward, read) -> None:
+    """Values of verl's compute_score(text, answer, method="strict"), worked out by hand."""
+    kept: dict[str, list[str | None]] = {}
+    assert gsm8k_reward([text], [answer], log_extra=kept.__setitem__) == [reward]
+    assert kept == {"extracted_answer": [read]}
