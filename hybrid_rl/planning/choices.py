@@ -11,6 +11,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.memory_keys import Movable
 from hybrid_rl.config.rollout_ranks import rollout_config
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import (
     ACTOR,
     CRITIC,
@@ -234,7 +235,12 @@ def _notes(step: StepMemory, given: int | None) -> tuple[str, ...]:
         return notes
     if given is None or given >= smallest:
         return notes
-    length = step.passes.shape.engine_length
+    length, completion = step.passes.shape.engine_length, step.config.rollout.max_completion_length
+    if given * length < smallest * completion:  # whatever the prompts are
+        raise ConfigError(
+            f"kv_cache_memory_bytes={given} cannot hold one completion of {completion:,} tokens: a sequence of "
+            f"{length:,} takes {smallest:,} B; raise it, leave it out, or lower max_completion_length"
+        )
     return (
         *notes,
         f"kv_cache_memory_bytes={given} cannot hold one sequence of {length:,} tokens, which takes {smallest:,} B: "

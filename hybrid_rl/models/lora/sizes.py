@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
 from hybrid_rl.models.lora.names import check_names, check_patterns
 from hybrid_rl.models.lora.plain import is_adapted
@@ -37,11 +38,12 @@ def adapter_size(module: PreTrainedModel, settings: Any) -> AdapterSize:
     """Count the parameters that are trained if a module gets these adapters, or those that it has already.
 
     module: with weights or on meta; it does not change. settings: a peft LoraConfig. Raises ConfigError if it names
-    something that the module does not have, or that cannot have an adapter.
+    something that the module does not have, or that cannot have an adapter, and for a rank above that of every weight.
     """
     adapted: nn.Module = module
     if not is_adapted(module):
         check_names(module, settings)
+        _check_rank(module, settings)
         adapted = copy_on_meta(module)
         patterns = {key: list(getattr(settings, key)) for key in ("rank_pattern", "alpha_pattern")}  # peft adds its own
         with warnings.catch_warnings(action="ignore"):  # they come when the adapters are made
@@ -50,6 +52,17 @@ def adapter_size(module: PreTrainedModel, settings: Any) -> AdapterSize:
     sizes = {name: parameter.numel() for name, parameter in adapted.named_parameters()}
     trained = sum(size for name, size in sizes.items() if is_adapter_name(name))
     return AdapterSize(settings.r, trained, sum(sizes.values()) - trained)
+
+
+def _check_rank(module: nn.Module, settings: Any) -> None:
+    """Raise ConfigError for adapters that would be larger than any weight that they could change."""
+    most = max((min(p.shape[-2:]) for p in module.parameters() if p.ndim > 1), default=0)
+    rank = max(settings.r, *settings.rank_pattern.values(), 0)
+    if most and rank > most:
+        raise ConfigError(
+            f"lora: adapters of rank {rank} are larger than the weights that they change, none of which has a rank "
+            f"above {most}; set lora.r (and lora.rank_pattern) to a fraction of that, or train all weights"
+        )
 
 
 def copy_on_meta(module: PreTrainedModel) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, OPTIMIZER, REFERENCE
 from hybrid_rl.planning import remedies
 from hybrid_rl.planning.choices import least_demanding, plan_memory, with_choices
-from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, GRADIENTS, VERSIONS, Budget
+from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, ENGINE_GRAPHS, GRADIENTS, VERSIONS, Budget
 from hybrid_rl.planning.passes import Passes
 from hybrid_rl.planning.remedies import Remedy, check_fits, find_remedies, too_much
 from hybrid_rl.planning.sizes import size_text
@@ -39,6 +39,23 @@ def test_phases_add_up_what_is_awake():
     stays = plan(settings(**KL, offload=[]))
     assert stays.of("publish").bytes_of(REFERENCE) == 5472 * 4 and stays.host_peak.host_bytes == 0
     assert stays.of("update", "optimizer step").bytes_of(GRADIENTS) == 5472 * 4
+
+
+def test_graphs_and_buffers_of_the_engine_lie_there_in_every_phase():
+    """8 sequences x 100 tokens of the vocabulary x 4 B, and 1 GB of graphs; they stay while the engine sleeps."""
+    keys = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 8}
+
+    def standing(**more):
+        found = plan(settings(**keys, **more), vocab_size=100)
+        sizes = {memory.bytes_of(ENGINE_GRAPHS) for memory in found.phases}
+        assert {"update", "score_actor", "save"} & {memory.phase for memory in found.phases} and len(sizes) == 1
+        return sizes.pop()
+
+    assert standing(engine="vllm", enforce_eager=True) == 8 * 100 * 4
+    assert standing(engine="vllm") == 8 * 100 * 4 + 10**9
+    assert standing(engine="vllm", num_ranks=2, tensor_parallel_size=2) == 8 * 100 * 4 + 10**9 + 256 * 10**6
+    assert standing(cuda_graphs=False) == 0 < standing()
+    assert plan(settings(device="cpu")).phases[0].bytes_of(ENGINE_GRAPHS) == 0
 
 
 def test_gradients_of_masters_are_accumulated_once():
@@ -81,6 +98,8 @@ def test_cache_that_holds_no_sequence_is_told():
     told = "kv_cache_memory_bytes=6143 cannot hold one sequence of 32 tokens, which takes 6,144 B"
     assert plan(settings(kv_cache_memory_bytes=6143)).notes[-1].startswith(told)
     assert "cannot hold" not in plan(settings(kv_cache_memory_bytes=6144)).notes[-1]
+    with pytest.raises(ConfigError, match="cannot hold one completion of 24 tokens: a sequence of 32 takes 6,144"):
+        plan(settings(kv_cache_memory_bytes=4607))  # 24 of 32 tokens are 4608 bytes
 
 
 def test_residents_leave_in_order_until_it_fits():

@@ -149,3 +149,14 @@ def test_without_peft_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=re.escape("pip install peft")):
         peft_config_of(ALL)
+
+
+@pytest.mark.parametrize("keys", [{"r": 10**9}, {"r": 4, "rank_pattern": {"q_proj": 10**9}}])
+def test_a_rank_above_that_of_every_weight_is_refused_before_anything_is_made(keys: dict[str, Any]) -> None:
+    """Adapters of that rank would take terabytes."""
+    with pytest.raises(ConfigError, match="of rank 1000000000 are larger than the weights that they change"):
+        adapter_size(MODEL, peft_config_of({**ALL, **keys}))
+    most = max(min(weight.shape) for weight in MODEL.parameters() if weight.ndim > 1)
+    assert adapter_size(MODEL, peft_config_of({**ALL, "r": most})).rank == most
+    with pytest.raises(ConfigError, match=f"none of which has a rank above {most};"):
+        adapter_size(MODEL, peft_config_of({**ALL, "r": most + 1}))
