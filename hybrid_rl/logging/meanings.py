@@ -66,6 +66,8 @@ MEANINGS: dict[str, str] = {
     "completions/max_length": "tokens of the longest completion",
     "completions/clipped_ratio": "share of completions cut off by max_completion_length",
     "completions/mean_terminated_length": "tokens per completion that ended by itself",
+    "completions/min_terminated_length": "tokens of the shortest completion that ended by itself",
+    "completions/max_terminated_length": "tokens of the longest completion that ended by itself",
     "collect/num_rollouts": "rollouts of the step, refills included",
     "collect/groups_dropped": "groups replaced because their rewards were all equal",
     "collect/groups_kept_share": "share of groups that were kept",

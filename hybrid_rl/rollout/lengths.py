@@ -58,6 +58,8 @@ def length_metrics(batch: AnyBatch) -> dict[str, float]:
     }
     if ended.any():
         metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
+        metrics["completions/min_terminated_length"] = float(lengths[ended].min())
+        metrics["completions/max_terminated_length"] = float(lengths[ended].max())
     return metrics
 
 

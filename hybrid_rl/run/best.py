@@ -21,6 +21,7 @@ logger = logging.getLogger("hybrid_rl")
 BEST_FILE = "best.json"
 SMALLER_IS_BETTER = ("loss", "length", "clipped_ratio", "num_failed")  # ends of names
 LENGTHS = ("mean_length", "min_length", "max_length", "clipped_ratio", "mean_terminated_length")
+LENGTHS += ("min_terminated_length", "max_terminated_length")
 FAMILIES = ("agents/", "agent/", "tools/", "judge/")  # their names are known once trajectories were made
 NUM_SHOWN = 5  # names in an error
 

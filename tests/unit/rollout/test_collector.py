@@ -229,6 +229,8 @@ def test_metrics_by_hand(num_ranks, keep):
         "completions/max_length": 3.0,
         "completions/clipped_ratio": 0.25,
         "completions/mean_terminated_length": 5 / 3,
+        "completions/min_terminated_length": 1.0,
+        "completions/max_terminated_length": 2.0,
         "rewards/length/mean": 2.0,
         "rewards/length/std": math.sqrt(2 / 3),
         "rewards/<lambda>/mean": 1.75,
@@ -341,6 +343,8 @@ def test_lengths_are_those_of_trajectories_without_what_the_environment_said():
         "completions/max_length": 6.0,
         "completions/clipped_ratio": 3 / 5,
         "completions/mean_terminated_length": 5.0,
+        "completions/min_terminated_length": 5.0,
+        "completions/max_terminated_length": 5.0,
     }
 
 
