@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from hybrid_rl.algos import Needs
-from hybrid_rl.config.schema import ENGINES, EngineConfig, RolloutConfig, TrainerConfig
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.config.schema import ENGINES, EngineConfig, RolloutConfig
 from hybrid_rl.options import key
 
 
@@ -29,16 +27,3 @@ class HFRolloutConfig(RolloutConfig):
 
     engine: Literal["hf"] = key("hf", ENGINES)
     hf: HFConfig = field(default_factory=HFConfig)
-
-    def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError for what only packed rows can do."""
-        if config.model.torch_compile:
-            raise ConfigError(
-                "model.torch_compile=true compiles packed blocks, and rollout.engine=hf runs the model's own forward; "
-                "leave it out"
-            )
-        if Needs.ROUTER_SCORES in config.policy_loss.needs:
-            raise ConfigError(
-                f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
-                f"rollout.engine=hf does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
-            )

@@ -52,12 +52,13 @@ class ModelConfig:
         False, "keep activations in host memory until the backward pass; on CPUs, where they already are, only a copy"
     )
     torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
-    attention: Literal["auto", "varlen", "flash_attn", "flash_attn_3", "compiled", "sdpa"] = key(
+    attention: Literal["auto", "varlen", "flash_attn", "flash_attn_3", "compiled", "sdpa", "unpacked"] = key(
         "auto",
         "kernels of the trainer's attention: PyTorch's varlen kernels or the flash-attn package (CUDA, bfloat16), the "
         "package flash-attn-3 (Hopper; switches all flash attention of the process), the compiled extension (CPU, "
         "float32), or scaled_dot_product_attention (any machine); auto = the first of flash_attn_3, varlen, compiled "
-        "and sdpa that runs",
+        "and sdpa that runs; unpacked (rollout.engine=vllm) = the model's own forward, samples next to each other, for "
+        "layers that cannot be packed, as with rollout.engine=hf",
     )
 
     # Exists only with dtype=bfloat16, in BFloat16ModelConfig.
@@ -190,7 +191,7 @@ class RolloutConfig:
 
     placement: embedded = it decodes from the actor's own modules; colocated = in the trainer's process, with its own
         weights; separate = in its own process.
-    is_packed: whether models run packed rows, in training too.
+    is_packed: whether models can run packed rows, in training too (`TrainerConfig.is_packed`).
     library: what must be installed, and how, as (module, command).
     """
 
@@ -410,6 +411,11 @@ class RayControllerConfig(ControllerConfig):
 @dataclass(frozen=True, repr=False)
 class TrainerConfig(LoggingKeys, LastingKeys, Shown):
     """The whole configuration of a run."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether models run packed rows in training; which engine generates is another matter."""
+        return self.rollout.is_packed and self.model.attention != "unpacked"
 
     num_ranks: int | Literal["auto"] = key(
         1,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
+from hybrid_rl.algos import Needs
 from hybrid_rl.config.algorithm import (
     inert_keys,
     learns_from_demonstrations,
@@ -51,6 +52,7 @@ def resolve(
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, rollout_ranks(config) or _number_of(config))
+    _check_unpacked(config)
     _check_mode(config)
     check_lasting(config, config.save_steps)
     _check_memory(config)
@@ -255,6 +257,28 @@ def _check_memory(config: TrainerConfig) -> None:
         raise ConfigError(
             "memory.offload names optimizer, but with memory.optimizer_on_host=true it never leaves host memory; leave "
             "one of them out"
+        )
+
+
+def _check_unpacked(config: TrainerConfig) -> None:
+    """Refuse what only packed rows can do if the model's own forward runs in their place."""
+    if config.is_packed:
+        return
+    engine = config.rollout.engine
+    cause = "model.attention=unpacked" if config.rollout.is_packed else f"rollout.engine={engine}"
+    if engine == "inplace":
+        raise ConfigError(
+            "model.attention=unpacked trains through the model's own forward, and rollout.engine=inplace decodes "
+            "packed rows; set rollout.engine=vllm, or rollout.engine=hf without it"
+        )
+    if config.model.torch_compile:
+        raise ConfigError(
+            f"model.torch_compile=true compiles packed blocks, and {cause} runs the model's own forward; leave it out"
+        )
+    if Needs.ROUTER_SCORES in config.policy_loss.needs:
+        raise ConfigError(
+            f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
+            f"{cause} does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
         )
 
 

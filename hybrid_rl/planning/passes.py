@@ -124,7 +124,7 @@ class Passes:
             completion=completion,
             num_generations=config.algorithm.num_generations,
             num_samples=samples_per_mini_batch(config),
-            is_packed=config.rollout.is_packed,
+            is_packed=config.is_packed,
         )
 
     def is_single(self, config: TrainerConfig) -> bool:
@@ -148,7 +148,7 @@ class Passes:
             self.module(role, config),
             config,
             config.model.device,
-            is_packed=config.rollout.is_packed or role.isdigit(),
+            is_packed=config.is_packed or role.isdigit(),
             checkpoints=trains and config.model.gradient_checkpointing,
             offloads=trains and config.model.activation_offload and config.model.device == "cuda",
             sharding=None if role == "engine" else sharding_of(config),  # engines run full weights, which lie there

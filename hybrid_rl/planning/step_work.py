@@ -94,7 +94,7 @@ def _lengths(config: TrainerConfig, prompt_tokens: int) -> Lengths:
         config.algorithm.num_generations,
         prompt_tokens,
         config.rollout.max_completion_length,
-        is_shared=config.rollout.is_packed,
+        is_shared=config.is_packed,
     )
 
 

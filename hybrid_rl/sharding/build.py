@@ -103,7 +103,7 @@ def _adapts_critic(config: TrainerConfig) -> bool:
 def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
     """Return the options of a CausalLM of this configuration; frozen models get none that only training needs."""
     return {
-        "attention": config.model.attention if config.rollout.is_packed else UNPACKED,
+        "attention": config.model.attention if config.is_packed else UNPACKED,
         "compile": config.model.torch_compile,
         "activation_offload": config.model.activation_offload and is_trained,
         "float32_head": config.model.cast_lm_head_to_fp32,

@@ -53,7 +53,7 @@ class PlanSpec:
             num_mini_batches=prompts // (optimizer.prompts_per_mini_batch or prompts),
             tokens_per_micro_batch=optimizer.tokens_per_micro_batch,
             seed=config.seed,
-            is_packed=config.rollout.is_packed,
+            is_packed=config.is_packed,
         )
 
     def plan(self, batch: Batch, step: int, context: RankContext, device: torch.device) -> Plan:
