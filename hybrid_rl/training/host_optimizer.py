@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hybrid_rl import native
 from hybrid_rl.compat.torch import foreach_copy
 from hybrid_rl.config import OptimizerConfig
+from hybrid_rl.memory.region import capacity_for
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.resharding.tables import MAX_DIMS
 from hybrid_rl.training.optimizer import HasGradient, Optimizer, follow, slices
@@ -41,11 +42,12 @@ class HostOptimizer(Optimizer):
         device = parameters[0].device
         self._slices = list(slices(self._parameters, lambda name: self._parameters[name].numel(), STREAMED_ELEMENTS))
         most = max(sum(self._parameters[name].numel() for name in part) for part in self._slices)
+        most_bytes = max(capacity_for(self._parameters[name] for name in part) for part in self._slices)
         is_pinned = device.type == "cuda"
         self._rooms = [
             _Room(
                 torch.empty(most, dtype=torch.float32, pin_memory=is_pinned),
-                torch.empty(most, dtype=self._dtype, pin_memory=is_pinned),
+                torch.empty(most_bytes, dtype=torch.uint8, pin_memory=is_pinned),
             )
             for _ in range(2)
         ]
@@ -53,12 +55,6 @@ class HostOptimizer(Optimizer):
         self._seeds = torch.tensor([name_seed(name) for name in self.names], device=device)
         # Of the parameters as they were written last; None: to be compared number by number.
         self._known = self._hashes()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The widest dtype of the parameters; what is narrower is rounded on the device."""
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
-        return torch.float32 if len(dtypes) > 1 else dtypes.pop()
 
     def _make_targets(self, local: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: t.to("cpu", torch.float32, copy=True).contiguous() for name, t in local.items()}
@@ -101,12 +97,13 @@ class HostOptimizer(Optimizer):
         return dict(zip(there, here, strict=True)), self._down.copy(here, list(there.values()))
 
     def _send(self, part: Sequence[str], room: _Room) -> None:
-        """Start to copy the weights of a slice to the device, in its dtype."""
+        """Start to copy the weights of a slice to the device, each in its dtype: a copy that also rounds would do so on
+        the host, in memory that is not pinned, and wait."""
         _wait(room.sent)
-        masters, parameters = ([of[name] for name in part] for of in (self._targets, self._parameters))
-        rounded = room.weights(masters)
+        masters, parameters = ([of[name].detach() for name in part] for of in (self._targets, self._parameters))
+        rounded = room.weights(parameters)
         foreach_copy(rounded, masters)
-        room.sent = self._up.copy([parameter.detach() for parameter in parameters], rounded)
+        room.sent = self._up.copy(parameters, rounded)
 
     @torch.no_grad()
     def take_over(self) -> Tensor:
@@ -148,19 +145,27 @@ class HostOptimizer(Optimizer):
 
 @dataclass
 class _Room:
-    """Host memory that a slice streams through. sent: when its weights have left."""
+    """Host memory that a slice streams through. down: float32; up: bytes; sent: when its weights have left."""
 
     down: Tensor
     up: Tensor
     sent: torch.cuda.Event | None = None
 
     def gradients(self, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return places for gradients of these shapes."""
-        return _views(self.down, like)
+        """Return places for gradients of these shapes, float32."""
+        found, start = [], 0
+        for tensor in like:
+            found.append(self.down[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+        return found
 
     def weights(self, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return places for weights of these shapes."""
-        return _views(self.up, like)
+        """Return places for weights of these shapes and dtypes."""
+        found, start = [], 0
+        for tensor in like:
+            found.append(self.up[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            start += capacity_for([tensor])
+        return found
 
 
 class _Lane:
@@ -191,12 +196,3 @@ class _Lane:
 def _wait(event: torch.cuda.Event | None) -> None:
     if event is not None:
         event.synchronize()
-
-
-def _views(room: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """Cut a flat tensor into contiguous tensors of the shapes of others."""
-    found, start = [], 0
-    for tensor in like:
-        found.append(room[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
-    return found

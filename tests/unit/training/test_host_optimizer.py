@@ -122,3 +122,25 @@ def test_a_run_is_the_same(dtype: torch.dtype, make_bench: Any, monkeypatch: pyt
         found.append((metrics, contents(bench.module, optimizer)))
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1])
+
+
+def test_what_goes_to_the_device_has_the_dtype_of_its_parameter_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm in float32 in a model of bfloat16: a copy that converts between host and device is made on the host, in
+    memory that is not pinned, and waits. The steps are those of the usual optimizer."""
+    found = []
+    copy = host_optimizer._Lane.copy
+
+    def watched(lane: Any, targets: Any, sources: Any) -> Any:
+        assert [t.dtype for t in targets] == [s.dtype for s in sources]
+        assert all(s.data_ptr() % s.itemsize == 0 for s in sources)
+        return copy(lane, targets, sources)
+
+    monkeypatch.setattr(host_optimizer._Lane, "copy", watched)
+    for module, cls in [(module_of(torch.bfloat16), cls) for cls in (Optimizer, HostOptimizer)]:
+        module[1].float()  # type: ignore[index]
+        optimizer = cls(module, OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5), num_optimizer_steps=8)
+        for step in range(3):
+            take_step(module, optimizer, step)
+        found.append({name: p.detach() for name, p in module.named_parameters()})
+    assert {p.dtype for p in found[0].values()} == {torch.float32, torch.bfloat16}
+    assert_equal(*found)
