@@ -53,8 +53,8 @@ def require_room(root: Path, module: nn.Module, *, writes_base: bool) -> None:
     if versions + base > free:
         raise ConfigError(
             f"rollout_ranks hands weights over through {root}, which has {size_text(free)} free, but two versions of "
-            f"the policy take {size_text(versions + base)}; give the machine or container more shared memory (docker run "
-            f"--ipc=host, or --shm-size=), or leave rollout_ranks out"
+            f"the policy take {size_text(versions + base)}; give the machine or container more shared memory (docker "
+            f"run --ipc=host, or --shm-size=), or leave rollout_ranks out"
         )
 
 
@@ -167,6 +167,6 @@ class PolicyReader:
 
     @property
     def probe(self) -> Tensor | None:
-        """The trainer's half of the probe of the version that is read, float32 [k, V]; None if it has none."""
+        """The trainer's half of the probe of the version that is read, `HandoffProbe.expected`; None if it has none."""
         there = {sharded.spec.name for sharded in self._files.layout().tensors}
         return self._files.part(PROBE).full("") if PROBE in there else None  # the weights are not mapped for it
