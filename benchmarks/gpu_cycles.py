@@ -61,7 +61,7 @@ def train(given: Namespace) -> dict[str, list[int]]:
     shape = device.TINY_FOR_VLLM if given.tiny else device.SHAPES["0.5B"]
     model = device.plain_model(given, shape, 128, device.DTYPES[given.dtype])
     rows = [{"prompt": CHARACTERS.strip()[index % 7 :]} for index in range(4 * given.repeats)]
-    keys: dict[str, Any] = {"engine": "vllm", "enforce_eager": True} if given.engine == "vllm" else {}
+    keys: dict[str, Any] = {"engine": "vllm"} if given.engine == "vllm" else {}
     readings: dict[str, list[int]] = {"device": [], "host": []}
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -58,7 +58,7 @@ def train(given: Namespace) -> tuple[list[Deviation], dict[str, Any]]:
     max_positions = len(prompt) + given.completion_tokens
     shape = device.TINY_FOR_VLLM if given.tiny else device.SHAPES[given.shape]
     model = device.plain_model(given, shape, max_positions, device.DTYPES[given.dtype])
-    keys: dict[str, Any] = {"engine": "vllm", "enforce_eager": True} if given.engine == "vllm" else {}
+    keys: dict[str, Any] = {"engine": "vllm"} if given.engine == "vllm" else {}
     if given.tiny:
         keys |= {"device_memory": "1GB"}  # a CPU has no plan of its own accord
     with (

@@ -28,6 +28,7 @@ from hybrid_rl.planning.activations import PassMemory
 from hybrid_rl.planning.ledger import (
     ACTIVATIONS,
     ARENA,
+    ENGINE_GRAPHS,
     ENGINE_WORK,
     GATHERED,
     GRADIENTS,
@@ -57,6 +58,7 @@ from hybrid_rl.training.optimizer import SLICE_ELEMENTS
 CONTEXT_BYTES = 800 * 1000**2  # the CUDA context, kernels that were loaded, workspaces of cuBLAS
 NCCL_BYTES = 800 * 1000**2  # buffers of the channels between ranks
 GRAPH_BYTES = 1000**3  # vLLM's CUDA graphs
+REDUCE_BYTES = 256 * 1000**2  # vLLM's buffers of sums between the ranks of a replica
 FULL_NOTE = "micro-batches are as full as tokens_per_micro_batch allows, of completions of full length"
 NOTES = {
     "cuda": (
@@ -194,7 +196,8 @@ class StepMemory:
         if host_bytes:
             host.append(Share(ACTIVATIONS, host_bytes, "activations until the backward pass"))
         device += [share for share in work if share.num_bytes]
-        return PhaseMemory(phase.name, (*device, *self._process()), tuple(host), moment)
+        standing = self._engine_graphs() if KV_CACHE in residents else []
+        return PhaseMemory(phase.name, (*device, *standing, *self._process()), tuple(host), moment)
 
     def _process(self) -> list[Share]:
         if self.config.model.device != "cuda":
@@ -297,9 +300,8 @@ class StepMemory:
         return self._engine_pass(num_tokens, own.max_num_seqs)
 
     def _engine_pass(self, num_tokens: int, num_sequences: int) -> list[Share]:
-        """Return what a pass over so many tokens takes, and the graphs that lie there all the time."""
+        """Return what a pass over so many tokens takes."""
         config = self.config
-        own = getattr(config.rollout, config.rollout.engine)
         # The kernels of the in-place engine draw from logits.
         keeps = not isinstance(config.rollout, InPlaceRolloutConfig)
         held = self.passes.generate(config, num_tokens, num_sequences, keeps_logprobs=keeps).fullest.others
@@ -309,14 +311,26 @@ class StepMemory:
             module = self.passes.module("policy", config)
             each = adapters.slot_rank(module) * adapters.widest(module) * DTYPES[config.model.dtype].itemsize
             held, text = held + num_tokens * each, f"{text}, {num_tokens:,} x {each:,} B of adapters"
-        if config.model.device == "cuda" and isinstance(config.rollout, ColocatedRolloutConfig):
-            if not own.enforce_eager:
-                return [Share(ENGINE_WORK, held + GRAPH_BYTES, f"{text}, {size_text(GRAPH_BYTES)} of CUDA graphs")]
-        elif config.model.device == "cuda" and getattr(own, "cuda_graphs", False):
-            count = own.max_num_seqs
-            graphs = self.passes.generate(config, count, count, keeps_logprobs=keeps).fullest.others
-            return [Share(ENGINE_WORK, held + graphs, f"{text}, {size_text(graphs)} of CUDA graphs")]
         return [Share(ENGINE_WORK, held, text)]
+
+    def _engine_graphs(self) -> list[Share]:
+        """Return what the engine has on a GPU in every phase, for none of it sleeps: graphs, and vLLM's buffers."""
+        config, own = self.config, getattr(self.config.rollout, self.config.rollout.engine)
+        if config.model.device != "cuda":
+            return []
+        if isinstance(config.rollout, ColocatedRolloutConfig):
+            vocabulary = self.passes.shape.models.policy.config.get_text_config().vocab_size
+            graphs = 0 if own.enforce_eager else GRAPH_BYTES
+            sums = REDUCE_BYTES if config.rollout.ranks_per_engine > 1 else 0
+            text = f"{own.max_num_seqs} x {vocabulary:,} counts x 4 B"
+            text += f" + {size_text(graphs)} of CUDA graphs" if graphs else ""
+            text += f" + {size_text(sums)} for sums between ranks" if sums else ""
+            return [Share(ENGINE_GRAPHS, own.max_num_seqs * vocabulary * 4 + graphs + sums, text)]
+        if not getattr(own, "cuda_graphs", False):
+            return []
+        count = own.max_num_seqs
+        held = self.passes.generate(config, count, count, keeps_logprobs=False).fullest.others
+        return [Share(ENGINE_GRAPHS, held, f"counted: a pass of {count:,} tokens, in CUDA graphs")]
 
     def _publishing(self) -> Iterator[tuple[str, list[Share]]]:
         """Yield the peaks of publishing: the handoff, and the trainer's half of its probe."""
