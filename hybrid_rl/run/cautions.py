@@ -31,8 +31,9 @@ def caution(
             "one; if this is not the model's own tokenizer, leave tokenizer= out",
             *(vocabulary_size(module), len(tokenizer), surplus),
         )
-    for name, held_out in data.eval.items() if isinstance(data.train, SizedSource) and not data.grows else ():
-        if shared := shared_prompts(data.train, held_out):
+    train = data.train if isinstance(data.train, SizedSource) and not data.grows else None
+    for name, held_out in data.eval.items():
+        if train is not None and (shared := shared_prompts(train, held_out)):
             logger.warning(
                 "%d of the %d prompts of the evaluation data%s are trained on too (%s is the first): what they measure "
                 "is memory. Take them out of one of the two%s",
