@@ -20,8 +20,7 @@ logger = logging.getLogger("hybrid_rl")
 
 BEST_FILE = "best.json"
 SMALLER_IS_BETTER = ("loss", "length", "clipped_ratio", "num_failed")  # ends of names
-LENGTHS = ("mean_length", "min_length", "max_length", "clipped_ratio", "mean_terminated_length")
-LENGTHS += ("min_terminated_length", "max_terminated_length")
+LENGTHS = tuple(f"{kind}_{length}" for length in ("length", "terminated_length") for kind in ("mean", "min", "max"))
 FAMILIES = ("agents/", "agent/", "tools/", "judge/")  # their names are known once trajectories were made
 NUM_SHOWN = 5  # names in an error
 
@@ -38,7 +37,7 @@ def check_metric(config: EvalConfig, sets: Collection[str], reward_names: Sequen
     if name is None:
         return
     own = ["accuracy", "accuracy_low", "accuracy_high", "reward", "rewards/num_failed"]
-    own += [f"rewards/{function}/mean" for function in reward_names]
+    own += ["completions/clipped_ratio", *(f"rewards/{function}/mean" for function in reward_names)]
     own += [f"completions/{length}" for length in LENGTHS]
     counts = sizes(config.num_generations_eval)
     own += [f"pass@{k}" for k in counts[1:]] + [f"maj@{k}" for k in counts if k > 2]
