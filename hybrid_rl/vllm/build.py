@@ -139,6 +139,12 @@ def refusal(error: Exception) -> ConfigError | ModelError:
         lacks = f"Its multimodal models import {' and '.join(missing)}, not installed here: "
         what = f"{lacks}pip install {' '.join(missing)}" if missing else "vLLM's log above says why: take another model"
         return ModelError(f"vLLM cannot load the code of this model: {words.rstrip('. ')}. {what}, {others}")
+    if "nvcc" in words:  # FlashInfer, vLLM's first choice on some GPUs, compiles its kernels as it is first used
+        return ModelError(
+            f"vLLM's kernels cannot be compiled here: {words.rstrip('. ')}; pip install nvidia-cuda-nvcc "
+            "nvidia-cuda-cccl (of CUDA's version), set rollout.vllm.attention_backend=FLASH_ATTN, "
+            f"{others}"
+        )
     if "support LoRA" in words:
         return ConfigError(
             f"vLLM has no slots for adapters of this model: {words.rstrip('. ')}; set rollout.vllm.lora_handoff=merged"

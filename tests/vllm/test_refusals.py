@@ -44,6 +44,11 @@ UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check th
             ModelError,
             "vLLM fails on this model \\(RuntimeError: mat1 and mat2 shapes .*set rollout.engine=inplace",
         ),
+        (
+            RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
+            ModelError,
+            "cannot be compiled here: Could not find nvcc .*rollout.vllm.attention_backend=FLASH_ATTN, or set rollout",
+        ),
         (ConfigError("ours"), ConfigError, "^ours$"),
         (torch.distributed.DistNetworkError("a rank"), torch.distributed.DistNetworkError, "^a rank$"),
         (torch.OutOfMemoryError("as it is"), torch.OutOfMemoryError, "^as it is$"),
