@@ -52,6 +52,8 @@ class Tally:
         which a reward function ends the run."""
         for name in dict.fromkeys(("rollout", "reward", *(name for report in reports for name in report.seconds))):
             self._timings.add(name, max(report.seconds.get(name, 0.0) for report in reports))
+        if batch.num_samples:  # held trajectories are older than the call
+            self._first_id = min(self._first_id, int(batch["trajectory"].min()))
         uses = [report.use for report in reports]
         self._uses.append(SlotUse.of_ranks(uses))
         self._seconds_won.append(None if self._won is None else self._won.of(uses, batch))

@@ -6,19 +6,20 @@ import math
 import pytest
 import torch
 
-from hybrid_rl.batch import Batch, BatchRef
+from hybrid_rl.batch import Batch, BatchRef, SampleKey
 from hybrid_rl.batch.files import save_batch, save_rollout
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
-from hybrid_rl.rewards import RewardRunner, TrainerState
+from hybrid_rl.rewards import RewardFailure, RewardRunner, TrainerState
+from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.generations import generations_of
 from hybrid_rl.rollout.lengths import length_metrics
 from hybrid_rl.rollout.observed import reward_metrics
-from hybrid_rl.rollout.scored import ScoredRollout
+from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout
 from hybrid_rl.rollout.tally import Tally
 from tests.turns import cut_in_turns
 from tests.unit.engines.engines import decode as letters
@@ -252,6 +253,16 @@ def test_slots_of_a_rank_that_has_ended_stay_empty_until_the_last_one_ends():
         tally._uses.append(SlotUse.of_ranks(uses))
     assert tally.use() == pytest.approx({"engine/steps": 15.0, "engine/idle_share": 1 - 45 / 80})
     assert not Tally(1.0, 0).use()  # what has not been counted is not said
+
+
+def test_trajectories_that_were_begun_in_an_earlier_step_have_numbers_that_can_be_looked_up():
+    """samples.jsonl counts from the first trajectory of a batch. Those of the call begin at 8; others were held."""
+    columns = {"trajectory": torch.tensor([4, 5, 8]), "turn": torch.zeros(3, dtype=torch.int64)}
+    columns |= {"group": torch.tensor([2, 2, 4]), "rewards": torch.tensor([1.0, math.nan, 1.0], dtype=torch.float64)}
+    failure = RewardFailure("length", SampleKey(5, 0), "raised", "broken")
+    call = RolloutCall(2, SamplingParams(3), 1, STATE, "train/1", 8)
+    with pytest.raises(RewardError, match=r"\(trajectory 1\b"):
+        Tally(0.0, 8).add(Batch(columns), [RolloutReport({}, [failure])], call)
 
 
 def test_the_slowest_rank_decides_how_long_it_took():
