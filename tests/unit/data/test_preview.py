@@ -100,7 +100,7 @@ def test_answers_that_no_reward_can_use(tmp_path: Path, capsys: pytest.CaptureFi
         rows = [{"prompt": str(place), "answer": answer} for place, answer in enumerate(answers)]
         return " ".join(str(preview(rows, **keys)).split())
 
-    assert shown(None, None).count("there, but null in 2 of 2 rows") == 2  # exact_match and math_reward
+    assert shown(None, None).count("there, but null in 2 of 2 rows") == 3  # exact_match, gsm8k_reward and math_reward
     assert "a run would take this data, but its rewards would end it or teach nothing: see above" in shown(None, "1")
     assert "a run would take this data, but" not in shown(*("1" * 19), None)  # 5 % may have no reward
     assert "a run would take this data, but" not in shown(*("1" * 3), None, max_reward_failure_share=0.3)
