@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from hybrid_rl.config.schema import ENGINES, EngineConfig, RolloutConfig
+from hybrid_rl.config.packing import ENGINES
+from hybrid_rl.config.schema import EngineConfig, RolloutConfig
 from hybrid_rl.options import key
 
 

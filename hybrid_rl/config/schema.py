@@ -25,6 +25,7 @@ from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.packing import ENGINES, Packing
 from hybrid_rl.config.views import Shown
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
@@ -179,12 +180,6 @@ class VLLMConfig(EngineConfig):
     )
 
 
-ENGINES = (
-    "inplace (embedded, any machine), vllm (in the trainer's processes) or hf (the model's own forward, in training "
-    "too: for linear attention, convolutions, state spaces and other layers that cannot be packed; slower)"
-)
-
-
 @dataclass(frozen=True)
 class RolloutConfig:
     """The generation of completions for training. Each engine has a subclass that describes the engine to the library.
@@ -315,8 +310,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide {ranks}={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
-        is_eager = config.model.device == "cpu" if self.vllm.enforce_eager is None else self.vllm.enforce_eager
-        check_arguments(self.vllm.engine_args, is_eager=is_eager, num_ranks=self.ranks_per_engine)
+        check_arguments(self.vllm, config.model.device)
         if self.vllm.lora_handoff == "adapter":
             check_slot(config.lora)
             if self.transport == "disk":
@@ -409,13 +403,8 @@ class RayControllerConfig(ControllerConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class TrainerConfig(LoggingKeys, LastingKeys, Shown):
+class TrainerConfig(LoggingKeys, LastingKeys, Packing, Shown):
     """The whole configuration of a run."""
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether models run packed rows in training; which engine generates is another matter."""
-        return self.rollout.is_packed and self.model.attention != "unpacked"
 
     num_ranks: int | Literal["auto"] = key(
         1,

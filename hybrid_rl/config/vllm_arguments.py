@@ -6,7 +6,8 @@ that are supported; which of the others exist is vLLM's to say, once it is impor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from hybrid_rl.errors import ConfigError
 
@@ -83,15 +84,16 @@ RESERVED: Mapping[str, str] = {name: reason for reason, names in _REASONS.items(
 _OF_GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
-def check_arguments(names: Iterable[str], *, is_eager: bool, num_ranks: int) -> None:
+def check_arguments(config: Any, device: str) -> None:
     """Raise ConfigError for an argument of vLLM that is not the user's to give, or that would do nothing.
 
-    is_eager: the engine has no CUDA graphs. num_ranks: of a replica.
+    config: a VLLMConfig. device: cpu or cuda; on CPUs the engine has no CUDA graphs unless it is told to compile.
     """
-    for name in names:
+    is_eager = device == "cpu" if config.enforce_eager is None else config.enforce_eager
+    for name in config.engine_args:
         if name in RESERVED:
             raise ConfigError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
         if is_eager and name in _OF_GRAPHS:
             raise ConfigError(f"rollout.vllm.{name} would do nothing: the engine has no CUDA graphs (enforce_eager)")
-        if num_ranks == 1 and name == "disable_custom_all_reduce":
+        if config.tensor_parallel_size == 1 and name == "disable_custom_all_reduce":
             raise ConfigError(f"rollout.vllm.{name} would do nothing with tensor_parallel_size=1; leave it out")

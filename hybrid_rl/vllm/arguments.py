@@ -35,7 +35,7 @@ def engine_arguments(
     Raises ConfigError for an argument in config.engine_args that vLLM does not know, or that is not the user's.
     """
     is_eager = device.type == "cpu" if config.enforce_eager is None else config.enforce_eager
-    check_arguments(config.engine_args, is_eager=is_eager, num_ranks=config.tensor_parallel_size)
+    check_arguments(config, device.type)
     names = {item.name for item in dataclasses.fields(EngineArgs)}
     for name in config.engine_args:
         if name not in names:
