@@ -11,6 +11,7 @@ import importlib
 import logging
 import secrets
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,7 +95,10 @@ def _forget_token() -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Connect inside the block without messages on the console, then and later, since our errors tell how a rank ended,
-    and without changing what a SIGTERM does."""
+    and without changing what a SIGTERM does: Ray's libraries put a handler before the program's, which prints where
+    the program was and aborts it unless it has ended three seconds later."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if is_main else None
     logger = logging.getLogger("ray")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -106,6 +110,8 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def start_cluster(address: str, folder: str, **arguments: Any) -> None:

@@ -295,6 +295,7 @@ class RayActors:
     def is_handle(value: Any) -> bool:
         return isinstance(value, ray.ObjectRef)
 
+    @session.sigterm_waits()
     def send(self, method: str, messages: Sequence[tuple[Any, ...]]) -> None:
         self._asked, self._pending = {}, {}
         if self._cluster.lost():
@@ -304,6 +305,7 @@ class RayActors:
             for rank, (actor, message) in enumerate(zip(self._actors, messages, strict=True))
         }
 
+    @session.sigterm_waits()
     def wait(self, ranks: Collection[int], timeout: float) -> Mapping[int, Outcome]:
         if lost := self._cluster.lost():
             return dict.fromkeys(ranks, Outcome(failure=cluster_ended(lost)))
@@ -323,6 +325,7 @@ class RayActors:
             return Outcome(failure=failure_of(error))
         return outcome
 
+    @session.sigterm_waits()
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
         found = {}
         for rank, reference in list(self._asked.items()):
@@ -333,6 +336,7 @@ class RayActors:
         self._asked |= {rank: self._control(rank, "health") for rank in ranks if rank not in self._asked}
         return found
 
+    @session.sigterm_waits()
     def interrupt(self, ranks: Collection[int], call_id: int) -> None:
         for rank in ranks:
             self._control(rank, "interrupt", call_id)

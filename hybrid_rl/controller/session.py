@@ -22,6 +22,8 @@ LOCK = "lock"
 MAX_PARENT_LENGTH = 24
 CONNECT_SECONDS = 10.0
 
+_is_held, _is_due = False, False  # see `sigterm_waits`
+
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
@@ -107,8 +109,29 @@ def sigterm_exits() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def sigterm_waits() -> Iterator[None]:
+    """Have a SIGTERM that would end the program come after the block, which must be short: an exception in the middle
+    of a call of Ray's ends the program with Ray's status, or aborts it."""
+    global _is_held, _is_due
+    if _is_held or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _is_held = True
+    try:
+        yield
+    finally:
+        _is_held, is_due, _is_due = False, _is_due, False
+        if is_due:
+            _exit(signal.SIGTERM, None)
+
+
 def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+    global _is_due
+    if _is_held:
+        _is_due = True
+    else:
+        raise SystemExit(128 + number)
 
 
 def at_end(owner: object, end: Callable[..., Any], *args: Any) -> weakref.finalize:

@@ -88,7 +88,7 @@ def test_the_slurm_script_forms_a_cluster_of_both(hosts: Hosts, tmp_path: Path) 
     job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "nodea,nodeb", "SLURM_JOB_ID": "7"}
     path = f"{ROOT / 'tests' / 'hosts' / 'bin'}:{os.environ['PATH']}"
     venv = str(Path(sys.executable).parents[1])
-    command = ["bash", "recipes/real/train.sbatch", str(folder / "run.yaml"), "reward=exact_match"]
+    command = ["bash", str(ROOT / "recipes" / "real" / "train.sbatch"), str(folder / "run.yaml"), "reward=exact_match"]
     done = hosts.run("nodea", *command, **job, PATH=path, HOME=str(home), VENV=venv)
     assert done.returncode == 0, done.stdout + done.stderr
     logs = "".join(file.read_text() for file in (folder / "runs" / "run" / "logs").glob("*.log"))

@@ -197,3 +197,25 @@ def test_a_fork_does_not_remove_the_folder_of_its_parent() -> None:
     if not child:
         os._exit(0)
     assert not folder.exists()
+
+
+def test_a_sigterm_comes_after_what_must_not_be_broken_off() -> None:
+    """Once, with the status of a SIGTERM; what fails in between is not lost, and in a thread nothing waits."""
+    done: list[str] = []
+    with session.sigterm_exits():
+        with pytest.raises(SystemExit) as ended, session.sigterm_waits():
+            with session.sigterm_waits():
+                os.kill(os.getpid(), signal.SIGTERM)
+                done.append("inner")
+            done.append("outer")
+        assert ended.value.code == 143 and done == ["inner", "outer"]
+        with session.sigterm_waits():
+            done.append("again")
+        with pytest.raises(SystemExit) as late, session.sigterm_waits():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("of the call")
+        assert isinstance(late.value.__context__, ValueError)
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("too much")
+    assert done == ["inner", "outer", "again"]
