@@ -34,7 +34,8 @@ def without_gpu() -> Hardware:
             "the driver is loaded, but no GPU can be opened; a container or a job has to ask for them (--gpus all)"
         )
         return Hardware(missing=missing, is_overlooked=True)
-    return Hardware(missing=f"torch {version} finds none; check the output of nvidia-smi")
+    named = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
+    return Hardware(missing=f"torch {version} finds none{named}; check the output of nvidia-smi")
 
 
 def _has_gpu() -> bool:

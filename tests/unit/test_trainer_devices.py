@@ -141,7 +141,10 @@ def test_models_of_recipes_go_to_the_device_of_the_rank(
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        ({"is_built": False}, r"device=cuda, but there is no GPU: torch \S+ is built without CUDA; install a build"),
+        (
+            {"is_built": False, "count": 0},
+            r"device=cuda, but there is no GPU: torch \S+ is built without CUDA; install a build",
+        ),
         ({"count": 0}, r"device=cuda, but there is no GPU: torch \S+ finds none with CUDA_VISIBLE_DEVICES='7'"),
     ],
 )
