@@ -258,7 +258,7 @@ def by_group(completions, prompts, **_):
 @pytest.mark.parametrize(
     ("reward", "keys", "cause"),
     [
-        (constant, {}, r"All rewards were 0.5\. All completions were cut off by a limit .*length=5\)\. Check the completions"),
+        (constant, {}, r"All rewards were 0.5\. All completions were cut off by a limit .*length=5\)\. Check"),
         (
             texts,
             {"is_chat": True},
