@@ -217,7 +217,7 @@ class RolloutConfig:
         minimum=0,
     )
     probe_tolerance: float | None = key(
-        None, "largest logprob gap of the probe before the run stops; None = 1e-3 in float32, 0.25 in bfloat16", above=0
+        None, "largest logprob gap of the probe before the run stops; None = 1e-3; bfloat16: see vllm.md", above=0
     )
 
     @property
