@@ -13,7 +13,7 @@ from pathlib import Path
 from docs.tables import filled
 from hybrid_rl.batch import FIELDS
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.habits import RECORDS, Kind
+from hybrid_rl.config.habits import Kind, records
 from hybrid_rl.config.listing import Key, all_keys, section_title
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.run.live import LIVE
@@ -65,7 +65,7 @@ def live() -> str:
 
 def elsewhere(*libraries: str) -> str:
     """The keys of other libraries: those of the same name, then a table for each kind of answer."""
-    known = [habit for habit in RECORDS if habit.library in libraries]
+    known = [habit for habit in records() if habit.library in libraries]
     same = [f"`{habit.name}`" for habit in known if habit.kind == "same"]
     parts = [f"### The same name and meaning ({len(same)})", ", ".join(same)]
     titles: dict[Kind, str] = {

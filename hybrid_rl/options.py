@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, fields
 from numbers import Real
 from typing import Any, get_type_hints
 
@@ -58,5 +58,6 @@ def range_error(value: Any, metadata: Mapping[str, Any]) -> str:
 
 @functools.cache
 def field_types(section: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name."""
-    return get_type_hints(section)
+    """Return the types of a dataclass's fields by name, in their order."""
+    hints = get_type_hints(section)
+    return {item.name: hints[item.name] for item in fields(section)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import RECORDS
+from hybrid_rl.config.habits import records
 from hybrid_rl.config.load import Leaf, visible_leaves
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.options import field_types
@@ -160,7 +160,7 @@ def _words(kind: Any) -> str:
 def _foreign_names() -> dict[str, list[str]]:
     """Return a key's names in other libraries, a text for each library, by the leaf name that it has here."""
     found: dict[str, dict[str, list[str]]] = {}
-    for habit in RECORDS:
+    for habit in records():
         instead = INSTEAD.match(habit.here)
         if instead is not None:
             shown = SAME_NAME if habit.name == instead[1] else habit.name

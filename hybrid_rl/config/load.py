@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config.choices import CHOICES, Choice
 from hybrid_rl.config.foreign import split_args
-from hybrid_rl.config.habits import NAMES, VALUE_HABITS, habit_of
+from hybrid_rl.config.habits import habit_of, names, value_advice
 from hybrid_rl.config.habits.translation import by_path, pasted, translate
 from hybrid_rl.config.leaves import Leaf, fields_of, leaf_names, members, visible_leaves
 from hybrid_rl.config.presets import PRESETS
@@ -317,7 +317,7 @@ def _flatten(
 
 def _is_foreign(path: str) -> bool:
     """Return whether the keys of a section that does not exist here are answered one by one."""
-    return path not in NAMES and path.rpartition(".")[2] not in leaf_names()
+    return path not in names() and path.rpartition(".")[2] not in leaf_names()
 
 
 def takes_mapping(expected: Any) -> bool:
@@ -354,8 +354,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         value = str(value).removeprefix("torch.")
     if isinstance(value, enum.Enum):  # transformers has enums for some names
         value = value.value
-    if isinstance(value, str | bool) and (path, value) in VALUE_HABITS:
-        raise ConfigError(f"{path}={value!r} is not a valid choice: {VALUE_HABITS[path, value]}")
+    if isinstance(value, str | bool) and (advice := value_advice(path, value)) is not None:
+        raise ConfigError(f"{path}={value!r} is not a valid choice: {advice}")
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in options:
             return None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_rl.config.habits import RECORDS
+from hybrid_rl.config.habits import Kind, records
 from hybrid_rl.config.leaves import visible_leaves
 from hybrid_rl.errors import ConfigError
 
@@ -18,8 +18,6 @@ PER_GENERATION, GENERATED, GROUP = "steps_per_generation", "generation_batch_siz
 BATCH = (PER_DEVICE, ACCUMULATION, PER_GENERATION, GENERATED)
 # Fields that are filled or changed when a GRPOConfig is made, whoever makes it, and that say nothing by themselves.
 FILLED = frozenset({*BATCH, "do_eval", "accelerator_config", "pad_to_multiple_of", "vllm_mode", "disable_tqdm"})
-SAME = frozenset(h.name for h in RECORDS if h.kind == "same" and h.library in ("TRL", "transformers"))
-NOT_NEEDED = frozenset(h.name for h in RECORDS if h.kind == "not needed" and h.library in ("TRL", "transformers"))
 CORRECTION = "vllm_importance_sampling_"
 MAXIMA = (f"{CORRECTION}cap", f"{CORRECTION}clip_max")
 
@@ -82,13 +80,14 @@ class _Translator:
         self._intervals()
         self._switches()
         self._best()
+        same, not_needed = _names("same"), _names("not needed")
         for name, value in self._fields.items():
             if name in self._done:
                 continue
-            if name in SAME and name not in self._changed:
+            if name in same and name not in self._changed:
                 if value is not None and value != self._ours.get(name, value):
                     self._found.taken[name] = value
-            elif name in NOT_NEEDED and name in self._changed:
+            elif name in not_needed and name in self._changed:
                 self._found.unneeded.append(name)
             elif name in self._changed:
                 self._found.given[name] = value
@@ -225,6 +224,10 @@ class _Translator:
         """The metric of the best checkpoint, which TRL names "loss" if the user named none."""
         if self._fields.get("metric_for_best_model") in (None, "loss"):
             self._done |= {"metric_for_best_model", "greater_is_better"}
+
+
+def _names(kind: Kind) -> set[str]:
+    return {habit.name for habit in records() if habit.kind == kind and habit.library in ("TRL", "transformers")}
 
 
 def plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.habits import OFF_ANYWAY, habit_of
+from hybrid_rl.config.habits import habit_of, is_off_anyway
 from hybrid_rl.config.leaves import Leaf, visible_leaves
 
 # Names that are less alike than this mean something else: a wrong hint is worse than none.
@@ -18,7 +18,7 @@ def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[
     leaf = path.rsplit(".", 1)[-1]
     habit = habit_of(path)
     if habit is not None:
-        is_off = value is None or (value is False and leaf in OFF_ANYWAY)
+        is_off = value is None or (value is False and is_off_anyway(leaf))
         why = "has no effect" if value is None else "is what happens anyway"
         asks = f"leave it out ({value} {why}), or " * (is_off and bool(habit.here))
         return f"unknown key {path!r}: {asks}{habit.advice}"

@@ -1,9 +1,11 @@
-"""The form in which keys of other libraries are written down."""
+"""Keys of other libraries, as they are written down in YAML files."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -35,24 +37,27 @@ class Habit:
         return f"leave it out: {self.note}" if self.kind == "not needed" else self.note
 
 
-def records(
-    library: str,
-    *,
-    same: str = "",
-    other_name: Mapping[str, str | tuple[str, str]] | None = None,
-    not_needed: Mapping[str, str] | None = None,
-    missing: Mapping[str, str] | None = None,
-) -> Iterator[Habit]:
-    """Make records. Names that share an entry stand in one text; what is set may come with a note."""
-    for name in same.split():
-        yield Habit(library, name, "same", name.rpartition(".")[2])
-    for names, given in (other_name or {}).items():
-        here, note = (given, "") if isinstance(given, str) else given
-        yield from (Habit(library, name, "other name", here, note) for name in names.split())
-    for names, note in (not_needed or {}).items():
-        yield from (Habit(library, name, "not needed", note=note) for name in names.split())
-    for names, note in (missing or {}).items():
-        yield from (Habit(library, name, "missing", note=note) for name in names.split())
+def read_records(file: str) -> Iterator[Habit]:
+    """Yield the records of a library, from the YAML file of that name in this folder.
+
+    `library` says where they come from; below each kind stand names, with what to set, or a note, or a list of both.
+    """
+    content = read_table(file)
+    library = content["library"]
+    yield from (Habit(library, name, "same", name.rpartition(".")[2]) for name in content.get("same", ()))
+    for name, entry in content.get("other name", {}).items():
+        here, note = (entry, "") if isinstance(entry, str) else entry
+        yield Habit(library, name, "other name", here, note)
+    yield from (Habit(library, name, "not needed", note=note) for name, note in content.get("not needed", {}).items())
+    yield from (Habit(library, name, "missing", note=note) for name, note in content.get("missing", {}).items())
+
+
+@functools.cache
+def read_table(file: str) -> dict[str, Any]:
+    """Return the content of the YAML file of that name in this folder."""
+    with Path(__file__).with_name(f"{file}.yaml").open(encoding="utf-8") as stream:
+        content: dict[str, Any] = yaml.load(stream, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return content
 
 
 @dataclass(frozen=True)

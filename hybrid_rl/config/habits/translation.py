@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hybrid_rl.config.habits import corrections
-from hybrid_rl.config.habits.records import Answer, Habit, said
+from hybrid_rl.config.habits.records import Answer, Habit, read_table, said
 
 
 def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, Any]) -> Answer | None:
@@ -31,7 +31,7 @@ def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, An
     key, _, more = habit.here.partition(" ")
     if value is None:
         return Answer(note="None asks for nothing")
-    is_carried = key in _CARRIED and isinstance(value, str | int | float)
+    is_carried = key in read_table("verl")["carried"] and isinstance(value, str | int | float)
     return Answer({key: value}, habit.note or more.strip("()")) if is_carried or habit.kind == "same" else None
 
 
@@ -54,53 +54,6 @@ def _asked(asked: Mapping[str, Any], name: str, default: Any = None) -> Any:
     return next((value for path, value in asked.items() if f".{path}".endswith(f".{name}")), default)
 
 
-# Keys here whose values are the same there.
-_CARRIED = frozenset(
-    [
-        "prompts_per_step",
-        "prompts_per_mini_batch",
-        "num_generations",
-        "num_iterations",
-        "max_completion_length",
-        "max_prompt_length",
-        "learning_rate",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "weight_decay",
-        "max_grad_norm",
-        "epsilon",
-        "epsilon_high",
-        "dual_clip",
-        "entropy_coef",
-        "train_path",
-        "eval_path",
-        "model.path",
-        "chat_template_path",
-        "gradient_checkpointing",
-        "activation_offload",
-        "num_train_epochs",
-        "max_steps",
-        "run_name",
-        "output_dir",
-        "save_total_limit",
-        "eval_on_start",
-        "num_generations_eval",
-        "eval_temperature",
-        "eval_top_p",
-        "critic_learning_rate",
-        "critic_path",
-        "max_tool_calling_iterations",
-        "tool_call_format",
-        "seed",
-        "log_completions",
-        "kl_cov_coef",
-        "sapo_temperature_pos",
-        "sapo_temperature_neg",
-        "trust_remote_code",
-        "reshard_after_forward",
-        "device",
-    ]
-)
 _ESTIMATORS = MappingProxyType(
     {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs", "full": "exact"}
 )

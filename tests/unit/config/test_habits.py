@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hybrid_rl import Trainer
-from hybrid_rl.config import TrainerConfig, load_config
+from hybrid_rl.config import TrainerConfig, habits, load_config
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.habits import HABITS, NAMES, OFF_ANYWAY, RECORDS, Habit, habit_of
+from hybrid_rl.config.habits import Habit, by_end, habit_of, names, records
+from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.config.load import leaf_names, visible_leaves
 from hybrid_rl.errors import ConfigError
 
 ELSEWHERE = Path(__file__).parent / "elsewhere"
+TABLES = sorted(Path(habits.__file__).parent.glob("*.yaml"))
 KEYS = leaf_names()
 SECTIONS = {item.name for item in dataclasses.fields(TrainerConfig)} | set(CHOICES)
 MEMBERS = {member for choice in CHOICES.values() for member in choice.members}
@@ -41,10 +44,10 @@ def names_of(file: str) -> list[str]:
 
 @pytest.mark.parametrize("file", ["trl.txt", "transformers.txt"])
 def test_every_field_of_grpo_config_is_answered(file: str) -> None:
-    records = {habit.name: habit for habit in RECORDS}
+    known = {habit.name: habit for habit in records()}
     for name in names_of(file):
-        assert records[name].library in ("TRL", "transformers"), name
-        assert (records[name].kind == "same") == (name in KEYS), f"{name}: is it a key here?"
+        assert known[name].library in ("TRL", "transformers"), name
+        assert (known[name].kind == "same") == (name in KEYS), f"{name}: is it a key here?"
 
 
 def test_every_common_key_of_verl_is_answered() -> None:
@@ -52,23 +55,63 @@ def test_every_common_key_of_verl_is_answered() -> None:
     assert not unanswered
 
 
+def repeated(node: yaml.Node, path: str = "") -> list[str]:
+    """Return what a YAML file says twice in a mapping or a list of texts, of which a reader would take the last."""
+    if isinstance(node, yaml.MappingNode):
+        texts = [key.value for key, _ in node.value if key.tag.endswith(":str")]
+        inner = [twice for key, value in node.value for twice in repeated(value, f"{path}{key.value}/")]
+    elif isinstance(node, yaml.SequenceNode):
+        texts, inner = [item.value for item in node.value], []
+    else:
+        return []
+    return [path + text for text in sorted(set(texts)) if texts.count(text) > 1] + inner
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.stem)
+def test_tables_say_nothing_twice(file: Path) -> None:
+    assert repeated(yaml.compose(file.read_text(), yaml.SafeLoader)) == []
+
+
+def test_what_is_said_twice_is_noticed() -> None:
+    text = "other name: {a: b, c: d, a: e}\nsame: [x, y, x]\n"
+    assert repeated(yaml.compose(text, yaml.SafeLoader)) == ["other name/a", "same/x"]
+
+
+def test_tables_have_known_parts() -> None:
+    parts = {"library", "same", "other name", "not needed", "missing"}
+    assert {
+        file.stem: set(read_table(file.stem)) - parts for file in TABLES if file.stem not in ("values", "vllm")
+    } == {
+        "trl": set(),
+        "transformers": set(),
+        "verl": {"carried"},
+        "others": set(),
+    }
+    texts = [text for habit in records() for text in (habit.library, habit.name, habit.here, habit.note)]
+    texts += [*read_table("verl")["carried"], *read_table("values")["off anyway"], *read_table("values")["plain words"]]
+    assert [text for text in texts if not isinstance(text, str)] == []
+    answers = read_table("values")["values"]
+    assert {type(value) for known in answers.values() for value in known} == {str, bool}
+    assert {type(advice) for known in answers.values() for advice in known.values()} == {str}
+
+
 def test_records_are_whole() -> None:
-    assert len({(habit.library, habit.name) for habit in RECORDS}) == len(RECORDS)
-    for habit in RECORDS:
+    assert len({(habit.library, habit.name) for habit in records()}) == len(records())
+    for habit in records():
         assert bool(habit.here) == (habit.kind in ("same", "other name")), habit
         assert habit.here or habit.note, habit
         assert not habit.note.endswith("."), habit
         if habit.kind == "same":
             assert habit.here in KEYS, habit
-    both = set(HABITS) & {path.rpartition(".")[2] for path in visible_leaves()}
+    both = set(by_end()) & {path.rpartition(".")[2] for path in visible_leaves()}
     assert not both, both
-    assert {switch for switch in OFF_ANYWAY if habit_of(switch) is None} == set()
+    assert {switch for switch in read_table("values")["off anyway"] if habit_of(switch) is None} == set()
 
 
-@pytest.mark.parametrize("library", sorted({habit.library for habit in RECORDS}))
+@pytest.mark.parametrize("library", sorted({habit.library for habit in records()}))
 def test_what_is_to_be_set_exists(library: str) -> None:
     known = KEYS | SECTIONS | MEMBERS | PATHS | ARGUMENTS | FILES | {f"{s}.{c.tag}" for s, c in CHOICES.items()}
-    for habit in (habit for habit in RECORDS if habit.library == library):
+    for habit in (habit for habit in records() if habit.library == library):
         words = set(re.findall(r"[a-z]+(?:[_.][a-z_0-9]+)+", habit.advice))
         words |= set(re.findall(r"(?<=set )[a-z_0-9.]+", habit.advice))
         assert words <= known, habit
@@ -88,12 +131,12 @@ def refusal(keys: dict[str, Any]) -> str:
 @pytest.mark.parametrize("library", ["TRL", "transformers", "verl", "others"])
 def test_the_error_gives_the_advice(library: str, prefix: str) -> None:
     """For full names, wherever the section lies, and for names that are alone as the last word of one."""
-    for habit in RECORDS:
+    for habit in records():
         if habit.library != library or habit.kind == "same" or habit.name.endswith("*"):
             continue
         found = habit_of(prefix + habit.name)
         assert found is not None and (found == habit or found.name == habit.name), habit
-    one = next(habit for habit in RECORDS if habit.library == library and habit.kind == "other name")
+    one = next(habit for habit in records() if habit.library == library and habit.kind == "other name")
     assert refusal({prefix + one.name: 1}) == f"unknown key {prefix + one.name!r}: {one.advice}"
 
 
@@ -209,7 +252,7 @@ def test_args_of_trl_are_taken_or_refused() -> None:
 
 def test_the_records_are_of_use_to_the_documentation() -> None:
     """A table has a row per record."""
-    counts = {library: sum(h.library == library for h in RECORDS) for library in ("TRL", "transformers", "verl")}
+    counts = {library: sum(h.library == library for h in records()) for library in ("TRL", "transformers", "verl")}
     assert counts["TRL"] >= 79 and counts["transformers"] >= 112 and counts["verl"] > 150
-    assert Habit("verl", "actor_rollout_ref.rollout.n", "other name", "num_generations") in RECORDS
-    assert "megatron.*" in NAMES
+    assert Habit("verl", "actor_rollout_ref.rollout.n", "other name", "num_generations") in records()
+    assert "megatron.*" in names()

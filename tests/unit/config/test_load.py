@@ -31,7 +31,7 @@ from hybrid_rl.config import (
 from hybrid_rl.config import load as load_module
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import HABITS
+from hybrid_rl.config.habits import by_end
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import key
 
@@ -91,8 +91,8 @@ def test_keys_of_ray_exist_with_more_ranks_or_where_it_is_chosen(leaf: Leaf) -> 
             assert value_at(config, leaf.path) == value and config.controller.backend == "ray"
     for one in ({}, {"num_ranks": 1}, {"num_ranks": 2, "backend": "local"}):
         message = f"key '{name}' would do nothing: it belongs to controller.backend=ray, not local"
-        if name in HABITS:
-            message = HABITS[name].advice
+        if name in by_end():
+            message = by_end()[name].advice
         with pytest.raises(ConfigError, match=re.escape(message)):
             load_config(one, {name: value})
 

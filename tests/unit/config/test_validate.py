@@ -223,7 +223,6 @@ INERT = [
     ({"num_generations_eval": 4}, {"eval_temperature": 0.7}),
     ({"cast_lm_head_to_fp32": True}, {"dtype": "bfloat16"}),
     ({"cast_lm_head_to_fp32": True, "dtype": "float32"}, {"dtype": torch.bfloat16}),
-    ({"cast_lm_head_to_fp32": True, "engine": "vllm", "rollout.vllm.dtype": "bfloat16"}, {"model.dtype": "bfloat16"}),
     ({"reduce_dtype": "bfloat16"}, {"num_ranks": 2}),
     ({"reshard_after_forward": False}, {"num_ranks": 2}),
     ({"sync_every_micro_batch": True}, {"num_ranks": 2}),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.config import load_config, resolve
-from hybrid_rl.config.vllm_arguments import RESERVED
+from hybrid_rl.config.vllm_arguments import reserved
 from hybrid_rl.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def test_what_would_change_nothing_or_the_samples_is_refused_by_name(name: str, 
 
 
 def test_every_reason_is_that_of_a_name_of_its_own() -> None:
-    assert all(name.isidentifier() and reason for name, reason in RESERVED.items())
+    assert all(name.isidentifier() and reason for name, reason in reserved().items())
 
 
 @pytest.mark.parametrize(
