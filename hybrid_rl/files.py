@@ -1,4 +1,5 @@
-"""Files: tensors with normal permissions, small texts, renaming without replacement, and a hash of the contents."""
+"""Files: tensors with normal permissions, small texts, tables in YAML, renaming without replacement, and a hash of the
+contents."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,3 +79,10 @@ def _read(descriptor: int, start: int) -> bytes:
     while len(found) < BLOCK_BYTES and (part := os.pread(descriptor, BLOCK_BYTES - len(found), start + len(found))):
         found = found + part if found else part
     return found
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file of the package."""
+    with path.open(encoding="utf-8") as stream:
+        content: dict[str, Any] = yaml.load(stream, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return content

@@ -4,124 +4,17 @@ from __future__ import annotations
 
 import functools
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+from hybrid_rl.files import read_yaml
 
 EVALUATION = "eval/"
-# Patterns of names; the first that fits counts. Names of evaluations are looked up without their prefix.
-MEANINGS: dict[str, str] = {
-    "reward": "weighted sum of the reward functions, mean over samples",
-    "reward_std": "standard deviation of rewards within a group, mean over groups",
-    "frac_reward_zero_std": "share of groups whose rewards are all equal: they teach nothing",
-    "rewards/num_failed": "samples whose reward failed: they are left out of the loss",
-    "rewards/num_retried": "calls of reward functions that were repeated sample by sample",
-    "rewards/*/mean": "reward of this function, unweighted, mean over samples",
-    "rewards/*/std": "its standard deviation over samples",
-    "accuracy": "share of samples that satisfy the first reward function",
-    "accuracy_low": "lower end of its 95 % confidence interval over prompts",
-    "accuracy_high": "upper end of its 95 % confidence interval over prompts",
-    "maj@*": "chance that the answer which most of so many completions of a prompt give is right",
-    "pass@1": "share of samples that satisfy the first reward function",
-    "pass@*": "chance that at least one of so many completions of a prompt satisfies the first reward function",
-    "loss": "the policy's loss; its size says little, since advantages have mean zero",
-    "grad_norm": "norm of the gradient before clipping; 0 means that nothing was learned",
-    "learning_rate": "of the last optimizer step",
-    "restarts": "how often lost ranks were made again in this run of the program",
-    "skipped_updates": "updates left out because their gradient was not finite",
-    "entropy": "mean entropy of the policy per token, in nats; close to 0 means that it no longer explores",
-    "entropy_coef": "weight of the entropy in the loss",
-    "kl": "KL of the policy against the reference, mean per token",
-    "kl_beta": "weight of the KL",
-    "ratio/*": "probability of a token after the update so far, divided by that before",
-    "advantages/zero_share": "share of tokens with advantage 0: they teach nothing",
-    "clip_ratio/low_*": "share of tokens clipped because they became less likely",
-    "clip_ratio/high_*": "share of tokens clipped because they became more likely",
-    "clip_ratio/region_mean": "share of clipped tokens; more than a few percent: steps are large",
-    "sampling/sampling_logp_difference/*": "|ln p of the engine - ln p of the trainer| per token",
-    "mismatch/kl": "KL of the engine against the trainer per token: below 0.005 is good, above 0.01 look at precision",
-    "mismatch/kl_*": "the same by another estimator",
-    "mismatch/reverse_kl_*": "KL of the trainer against the engine per token",
-    "mismatch/prob_difference_mean": "|p of the engine - p of the trainer| per token",
-    "mismatch/ess_*": "effective sample size as a share: 1 means that engine and trainer agree",
-    "mismatch/perplexity_*": "exp(-mean ln p) of the completions",
-    "mismatch/ratio_*": "quantile over tokens of p of the trainer divided by p of the engine",
-    "mismatch/rejected_*": "share that the correction left out",
-    "mismatch/truncated_tokens": "share whose weight the correction cut",
-    "mismatch/mean_weight": "mean weight that the correction gave to tokens",
-    "staleness/mean_age": "policy versions between the sampling of a token and its update; 0 means on-policy",
-    "staleness/share_age_*": "share of tokens of this age",
-    "staleness/ratio_*": "quantile over the tokens of an age: p at the start of the step divided by p of the engine",
-    "buffer/held_groups": "groups that are held after the step, to go on in the next",
-    "buffer/held_tokens": "their tokens so far",
-    "ranks/generating_busy": "share of the step in which the ranks that only generate did so (rollout_ranks)",
-    "ranks/training_busy": "share of the step in which the other ranks scored and trained",
-    "buffer/held_share": "share of the tokens of held and delivered groups that is held",
-    "buffer/dropped_groups": "groups that were begun and dropped, because the step had enough",
-    "buffer/dropped_tokens": "their tokens, which nothing is learned from",
-    "buffer/continued_tokens": "tokens of completions that were broken off and that the step went on from",
-    "engine/steps": "steps of the engine in the rollout: each decodes one token of every sequence that runs",
-    "engine/idle_share": "share of the engine's slots that decoded nothing, of as many as were used at once",
-    "timing/won": "seconds that the step's samples would have taken synchronously, less those of its rollout",
-    "buffer/restarted_trajectories": "trajectories of agents that were held and began again from their prompts",
-    "completions/mean_length": "tokens per completion",
-    "completions/min_length": "tokens of the shortest completion",
-    "completions/max_length": "tokens of the longest completion",
-    "completions/clipped_ratio": "share of completions cut off by max_completion_length",
-    "completions/mean_terminated_length": "tokens per completion that ended by itself",
-    "completions/min_terminated_length": "tokens of the shortest completion that ended by itself",
-    "completions/max_terminated_length": "tokens of the longest completion that ended by itself",
-    "collect/num_rollouts": "rollouts of the step, refills included",
-    "collect/groups_dropped": "groups replaced because their rewards were all equal",
-    "collect/groups_kept_share": "share of groups that were kept",
-    "collect/reward_all": "reward over all groups, dropped ones included",
-    "baseline/reward": "reward of the greedy completions",
-    "critic/explained_variance": "share of the variance of returns that the critic predicts: 1 is perfect, 0 useless",
-    "critic/value_loss": "the critic's loss",
-    "critic/*": "of the critic",
-    "handoff/version": "policy version that the engine generates with",
-    "handoff/bytes": "bytes copied to give the engine the new weights; 0 if it uses the trainer's own",
-    "handoff/*_bytes": "bytes of the handoff by link",
-    "handoff/probe_gap": "largest difference of ln p between engine and trainer on the probe prompt",
-    "timing/step": "seconds of the whole training step",
-    "step_time": "seconds of the whole training step",
-    "timing/rollout": "seconds in which completions were generated",
-    "timing/reward": "seconds spent waiting for reward functions after the rollout",
-    "timing/logprobs": "seconds in which old and reference logprobs were computed",
-    "timing/update": "seconds of forward, backward and optimizer steps",
-    "timing/handoff": "seconds to give the engine the new weights",
-    "timing/handoff_write": "seconds to write them for ranks that only generate",
-    "timing/probe": "seconds to check that engine and trainer agree",
-    "timing/evaluate": "seconds of the evaluation",
-    "timing/checkpoint": "seconds in which training waited for checkpoints",
-    "timing/checkpoint_write": "seconds in which a checkpoint was written while training went on",
-    "timing/sleep": "seconds in which memory was given up for other phases",
-    "timing/wake": "seconds in which it was brought back",
-    "timing/*": "seconds",
-    "memory/arena_bytes": "host memory in which what sleeps waits",
-    "memory/process_bytes": "memory of the process, as the operating system counts it",
-    "memory/available_bytes": "host memory that is free",
-    "memory/device_free_bytes": "memory of the GPU that is free",
-    "memory/device_peak_bytes": "the most that tensors took on the GPU",
-    "memory/ledger_deviation": "largest difference between memory as planned and as measured",
-    "memory/peak_deviation": "the same of the peak on the GPU",
-    "memory/*_bytes": "bytes of this part at the end of the step",
-    "perf/rollout_tokens_per_second": "tokens generated per second of the rollout",
-    "perf/tokens_per_second": "tokens of prompts and completions per second of the step",
-    "perf/samples_per_second": "samples per second of the step",
-    "num_tokens": "tokens of all samples so far, prompts included",
-    "epoch": "passes over the training data so far",
-    "set/*": "what was set on the live Trainer",
-    "agents/turns_mean": "answers of the policy per trajectory",
-    "agents/tool_calls_mean": "tool calls per trajectory",
-    "agents/ended_*": "share of trajectories that ended this way",
-    "agents/prefix_hit_share": "share of prompt tokens that the engine still had in its cache",
-    "agents/conversation_length_mean": "tokens after the first prompt, those of the environment included",
-    "agents/tool_timeouts": "tool calls past their time limit",
-    "agents/forks": "further samples of a conversation whose history was told differently",
-    "agents/sub_agents": "further conversations within trajectories",
-    "agents/open_max": "trajectories that were under way at once",
-    "agents/*": "of the trajectories",
-    "tools/call_frequency": "tool calls per trajectory",
-    "tools/failure_frequency": "share of tool calls that failed",
-}
+
+
+@functools.cache
+def meanings() -> dict[str, str]:
+    """Return what metrics mean by patterns of their names, of which the first that fits counts."""
+    return read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 @functools.cache
@@ -129,5 +22,5 @@ def meaning_of(metric: str) -> str:
     """Return what a metric means in a line; "" for one that is not known, such as a reward function's own."""
     name = metric.removeprefix(EVALUATION)
     names = (name, name.partition("/")[2]) if name != metric else (name,)  # eval/<set>/... too
-    found = (text for one in names for pattern, text in MEANINGS.items() if fnmatchcase(one, pattern))
+    found = (text for one in names for pattern, text in meanings().items() if fnmatchcase(one, pattern))
     return next(found, "")

@@ -17,7 +17,7 @@ from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.files import set_rollouts_aside
 from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
-from hybrid_rl.config.changes import changes
+from hybrid_rl.config.changes import changed_keys, changes
 from hybrid_rl.config.load import as_mapping
 from hybrid_rl.errors import ConfigError, StorageError, counted
 from hybrid_rl.files import set_aside
@@ -77,6 +77,9 @@ class RunLog:
         self.display.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
         if changed := changes(state.get("config", {}), to_dict(self._config)):
             self.display.message(f"changed: {changed}")
+        held = state.get("collector", {}).get("held")
+        if held and "rollout.max_completion_length" in changed_keys(state.get("config", {}), to_dict(self._config)):
+            self.display.message(f"{counted(len(held), 'held group')} will finish under the old max_completion_length")
 
     @property
     def is_taken_up(self) -> bool:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import yaml
 
+from hybrid_rl.files import read_yaml
+
 Kind = Literal["same", "other name", "not needed", "missing"]
 
 
@@ -55,9 +57,7 @@ def read_records(file: str) -> Iterator[Habit]:
 @functools.cache
 def read_table(file: str) -> dict[str, Any]:
     """Return the content of the YAML file of that name in this folder."""
-    with Path(__file__).with_name(f"{file}.yaml").open(encoding="utf-8") as stream:
-        content: dict[str, Any] = yaml.load(stream, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return content
+    return read_yaml(Path(__file__).with_name(f"{file}.yaml"))
 
 
 @dataclass(frozen=True)

@@ -79,14 +79,9 @@ def test_what_is_said_twice_is_noticed() -> None:
 
 def test_tables_have_known_parts() -> None:
     parts = {"library", "same", "other name", "not needed", "missing"}
-    assert {
-        file.stem: set(read_table(file.stem)) - parts for file in TABLES if file.stem not in ("values", "vllm")
-    } == {
-        "trl": set(),
-        "transformers": set(),
-        "verl": {"carried"},
-        "others": set(),
-    }
+    others = {file: set(read_table(file)) - parts for file in habits.FILES}
+    assert others == {"trl": set(), "transformers": set(), "verl": {"carried"}, "others": set()}
+    assert {file.stem for file in TABLES} == {*habits.FILES, "values", "vllm", "trainer"}
     texts = [text for habit in records() for text in (habit.library, habit.name, habit.here, habit.note)]
     texts += [*read_table("verl")["carried"], *read_table("values")["off anyway"], *read_table("values")["plain words"]]
     assert [text for text in texts if not isinstance(text, str)] == []

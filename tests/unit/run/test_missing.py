@@ -5,10 +5,11 @@ import re
 import pytest
 
 import hybrid_rl
+from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.live import checked_callbacks
-from hybrid_rl.run.missing import ALIASES, ELSEWHERE
+from hybrid_rl.run.missing import ALIASES
 
 
 @pytest.fixture
@@ -28,8 +29,9 @@ def test_attributes_of_others(trainer) -> None:
             getattr(trainer, name)
     with pytest.raises(AttributeError, match="attribute 'qwertz'$"):
         _ = trainer.qwertz
-    assert not [name for name in ELSEWHERE.keys() - ALIASES.keys() if hasattr(trainer, name)]
-    named = {word for advice in ELSEWHERE.values() for word in re.findall(r"trainer\.(\w+)", advice)}
+    elsewhere = read_table("trainer")["attributes"]
+    assert not [name for name in elsewhere.keys() - ALIASES.keys() if hasattr(trainer, name)]
+    named = {word for advice in elsewhere.values() for word in re.findall(r"trainer\.(\w+)", advice)}
     assert named and all(hasattr(trainer, name) for name in named)
 
 
