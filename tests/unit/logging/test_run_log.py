@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch, store
-from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.logging import run_log as runlog
 from hybrid_rl.logging.report import read_jsonl
@@ -396,3 +396,17 @@ def test_what_a_step_cost(is_kept: bool) -> None:
         "perf/tokens_per_second": 5.0,
         "perf/samples_per_second": 0.5,
     }
+
+
+@pytest.mark.parametrize(("held", "lines"), [([3, 4], 1), ([], 0)])
+def test_a_resume_says_that_held_groups_keep_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: list[int], lines: int
+) -> None:
+    folder = run_until(tmp_path, 2)
+    log = RunLog(config(tmp_path, max_completion_length=4), 5, folder / "checkpoint-2")
+    shown: list[str] = []
+    monkeypatch.setattr(log.display, "message", shown.append)
+    before = to_dict(config(tmp_path, max_completion_length=40))
+    log.announce_resume({"global_step": 2, "config": before, "collector": {"held": held}})
+    log.close()
+    assert shown.count("2 held groups will finish under the old max_completion_length") == lines
