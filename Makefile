@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | hosts | soak | browser | pins | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
+# make run | check | test | kernels | sweep | durations | e2e | hosts | soak | browser | pins | outside | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -44,6 +44,11 @@ PINS_BIN := $(PINS)/bin
 PINS_STAMP := $(VENV)/.pins
 PINS_LOG := $(VENV)/pins.log
 PINS_NATIVE := $(PINS)/native/hybrid_rl/_native.so
+# The third: the libraries that adapters and trackers are for.
+OUTSIDE := .venv-outside
+OUTSIDE_BIN := $(OUTSIDE)/bin
+OUTSIDE_STAMP := $(VENV)/.outside
+OUTSIDE_LOG := $(VENV)/outside.log
 NATIVE := hybrid_rl/_native.so
 RELEASED := constraints.txt constraints-cuda.txt requirements-vllm-cpu.txt
 NATIVE_SOURCES := $(wildcard csrc/*)
@@ -85,6 +90,10 @@ PINNED_PART := tests/pins tests/distributed/test_compat_fsdp.py \
     "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \
     tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 
+# What adapters and trackers do with the real libraries. A test that is skipped has failed there (tests/none_skipped.py).
+OUTSIDE_TESTS := tests/unit/agents/test_adapters.py tests/unit/logging/test_trackers.py
+OUTSIDE_NAMES := the_real_ or test_tensorboard or test_mlflow or test_wandb_offline or test_trackio
+
 # Unit tests take one core each: two at a time, by files. Those of engines and of many ranks start processes of their own,
 # which get in each other's way on two cores.
 PARALLEL := -n 2 --dist loadfile
@@ -96,7 +105,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
 .PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e hosts soak browser pins \
-    check-tests pins-part vllm gpu docs lint wheel-vllm image-check style types install clean
+    check-tests pins-part outside vllm gpu docs lint wheel-vllm image-check style types install clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -166,6 +175,9 @@ pins-part: $(PINS_STAMP) ## the names of torch and vLLM in both environments; of
 	@$(BIN)/python -m pytest -q -ra -m "not sweep" $(VERSIONS)
 	@if [ -e $(PINS_STAMP) ]; then $(PINS_BIN)/python -m pytest -ra $(PINNED_PART); fi
 
+outside: $(OUTSIDE_STAMP) ## adapters and trackers with the real libraries (requirements-outside.txt); a skipped test is a failure
+	@$(OUTSIDE_BIN)/python -m pytest -q -ra -p tests.none_skipped -k "$(OUTSIDE_NAMES)" $(OUTSIDE_TESTS) $(ARGS)
+
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)
 
@@ -212,8 +224,8 @@ image-check: ## run docker/Dockerfile.cpu in a clean folder, with the wheel in d
 
 vllm: $(VLLM_STAMP) ## add vLLM for CPUs, where there is a wheel (Linux on x86-64)
 
-clean: ## remove .venv, .venv-pins and .venv-trl, build products and caches; runs/ stays
-	rm -rf $(VENV) $(PINS) .venv-trl build dist *.egg-info hybrid_rl/_native*.so hybrid_rl/_cuda_region.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-pins, .venv-outside and .venv-trl, build products and caches; runs/ stays
+	rm -rf $(VENV) $(PINS) $(OUTSIDE) .venv-trl build dist *.egg-info hybrid_rl/_native*.so hybrid_rl/_cuda_region.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so that an interrupted installation is taken up again by the next call. What tests need is
@@ -262,6 +274,19 @@ $(PINS_STAMP): requirements-pins.txt | $(STAMP) $(VLLM_STAMP)
 	    rm -rf $(PINS); \
 	    echo "pins: not installed (log: $(PINS_LOG)), their tests are skipped; the next call tries again. $$(tail -n 1 $(PINS_LOG))"; \
 	fi
+
+# As above, but what cannot be installed is an error: these tests are there to be run.
+$(OUTSIDE_STAMP): requirements-outside.txt | $(STAMP)
+	@rm -f $@; rm -rf $(OUTSIDE); \
+	echo "installing requirements-outside.txt into $(OUTSIDE)"; \
+	$(BIN)/python -m venv --without-pip $(OUTSIDE); \
+	if ! $(PIP) --python $(OUTSIDE_BIN)/python install -q $(PIP_ARGS) --no-deps --no-compile --only-binary :all: \
+	    -r requirements-outside.txt 2>$(OUTSIDE_LOG); then \
+	    echo "requirements-outside.txt could not be installed (log: $(OUTSIDE_LOG)): $$(tail -n 1 $(OUTSIDE_LOG))" >&2; exit 1; \
+	fi; \
+	site="$$($(OUTSIDE_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	printf '%s\n' "$(CURDIR)" "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" > "$$site/shared.pth"; \
+	touch $@
 
 # Libraries of their own, compiled against the headers of that torch.
 $(PINS_NATIVE): setup.py $(NATIVE_SOURCES) | $(PINS_STAMP)
