@@ -15,13 +15,13 @@ from hybrid_rl.data.rendering import (
     TEMPLATE_CALL_KWARGS,
     TEMPLATE_COLUMNS,
     TOOLS_COLUMN,
+    Ending,
     MessageRenderer,
-    check_calls_shown,
     row_settings,
     tool_names,
 )
 from hybrid_rl.data.text import IDS_ONLY, text_ids
-from hybrid_rl.errors import ConfigError, DataError, shorten
+from hybrid_rl.errors import ConfigError, DataError, ModelError, shorten
 
 Messages: TypeAlias = list[dict[str, Any]]
 Prompt: TypeAlias = str | Messages
@@ -134,7 +134,10 @@ def check_message(message: Any, where: str) -> None:
     """Raise DataError, naming `where`, for what is not a message with a role, a text or tool calls."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} is {shorten(message)}; a message is a dict with "role" (a string) and "content"')
-    if (calls := message.get("tool_calls")) and not (isinstance(calls, list | tuple) and all(tool_names(calls))):
+    calls, old_call = message.get("tool_calls"), message.get("function_call")
+    if old_call:
+        raise DataError(f"{where}: the function_call {shorten(old_call)} has the old form; give it as tool_calls")
+    if calls is not None and not (isinstance(calls, list | tuple) and all(tool_names(calls))):
         raise DataError(
             f"{where}: the tool_calls {shorten(calls)} cannot be used; give a list such as "
             '[{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
@@ -182,7 +185,7 @@ def _content_text(message: Mapping[str, Any]) -> str:
 class PromptEncoder:
     """Turns prompts into the token ids that the model sees.
 
-    Text goes through `tokenizer(text)` with the special tokens that the tokenizer adds by default; one that begins with
+    Text goes through `tokenizer(text)` with the special tokens that the tokenizer puts before it; one that begins with
     the BOS token gets no second one. Messages go through
     `apply_chat_template` with a generation prompt; if the last message is the assistant's, they are continued instead.
     """
@@ -428,8 +431,9 @@ class PromptEncoder:
 
     def _render(self, prompt: Sequence[Any], row: int, settings: Mapping[str, Any]) -> str:
         try:
-            text = self.renderer.render(prompt, "open" if prompt[-1]["role"] == "assistant" else "answer", settings)
-            check_calls_shown(prompt, text)
+            ending: Ending = "open" if prompt[-1]["role"] == "assistant" else "answer"
+            text = self.renderer.render(prompt, ending, settings)
+            self.renderer.check_shown(prompt, ending, settings)
         except Exception as error:  # templates raise anything
             raise DataError(
                 f"row {row}: the prompt {shorten(prompt)} is refused by the chat template "
@@ -446,6 +450,8 @@ def _batch_or_blame(
         return []
     try:
         return list(encode(prompts))
+    except ModelError:  # of the tokenizer, not of a row
+        raise
     except Exception as batch_error:
         for prompt, row in zip(prompts, rows, strict=True):
             try:

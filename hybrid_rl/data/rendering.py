@@ -30,6 +30,8 @@ TEMPLATE_CALL_KWARGS = frozenset({"chat_template", "tools", "documents"})
 
 # Why a tool call could not be read. A key of ours, which no template sees.
 CALL_ERROR = "tool_call_error"
+# Keys of a message with its thinking: templates and servers have several.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 PROBE_ID = "probe0id0"  # nine letters and digits: Mistral's templates refuse others
 PROBE = {"role": "user", "content": "probe question"}
 _NO_CALL = "000000000"  # what the result of a call names that could not be read
@@ -61,6 +63,27 @@ class MessageRenderer:
             if shown == (named := _with_names(shown)):
                 raise
         return self._apply(named, ending, settings)
+
+    def check_shown(self, messages: Sequence[Message], ending: Ending, settings: Mapping[str, Any]) -> None:
+        """Raise DataError if the template leaves out a tool call of this conversation, or never shows the thinking that
+        one of its answers has. Many templates leave the thinking of earlier turns out on purpose."""
+        probed, names = _with_probes(messages)
+        text = self.render(probed, ending, settings) if names else ""
+        if lost := next((name for probe, name in names.items() if probe not in text), None):
+            raise DataError(
+                f"the chat template leaves out the call of {lost!r}; use a template that renders "
+                "`message.tool_calls` (data.chat_template_path), or write calls into the content"
+            )
+        for message in messages:
+            thoughts = {
+                key: "probe thinking" for key in THOUGHTS if message["role"] == "assistant" and message.get(key)
+            }
+            if thoughts and "probe thinking" not in self.render([PROBE, {**message, **thoughts}], "closed", settings):
+                raise DataError(
+                    f"the chat template leaves out the thinking under {', '.join(map(repr, thoughts))}; use the key "
+                    "that it renders or another template (data.chat_template_path), write it into the content, or "
+                    "remove it"
+                )
 
     def _apply(self, messages: Sequence[Message], ending: Ending, settings: Mapping[str, Any] | None = None) -> str:
         text: str = self.tokenizer.apply_chat_template(
@@ -194,20 +217,24 @@ def probe_call(name: str, count: int = 1) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def check_calls_shown(messages: Sequence[Message], text: str) -> None:
-    """Raise DataError if a template has left the tool calls of these messages out of its text."""
+def _with_probes(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+    """The messages with another name in each tool call, which no text has, and the calls' own names by these."""
+    names: dict[str, str] = {}
+    probed: list[Message] = []
     for message in messages:
-        for name, _ in calls_of(message):
-            if name not in text:
-                raise DataError(
-                    f"the chat template leaves out the call of {name!r}; use a template that renders "
-                    "`message.tool_calls` (data.chat_template_path), or write calls into the content"
-                )
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            names[probe := f"probecall{len(names)}x"] = str(function.get("name"))
+            renamed = {**function, "name": probe}
+            calls.append({**call, "function": renamed} if "function" in call else renamed)
+        probed.append({**message, "tool_calls": calls} if calls else message)
+    return probed, names
 
 
 def row_settings(columns: Mapping[str, Any], row: int) -> dict[str, Any]:
     """Return the keywords that a row gives to the chat template: `tools` from the column of that name, and those in the
-    column `chat_template_kwargs`. Both may be JSON text.
+    column `chat_template_kwargs`, without those that are None. Both may be JSON text.
 
     Raises DataError, naming `row`, for values that cannot be used.
     """
@@ -215,9 +242,10 @@ def row_settings(columns: Mapping[str, Any], row: int) -> dict[str, Any]:
     if not isinstance(settings, Mapping) or (fixed := {*settings} & {*FIXED_TEMPLATE_KWARGS, "chat_template"}):
         why = f"the library sets {', '.join(sorted(fixed))} itself" if isinstance(settings, Mapping) else "no mapping"
         raise _unusable(KWARGS_COLUMN, settings, row, why, "a mapping of the template's variables to values")
+    settings = {name: value for name, value in settings.items() if value is not None}
     tools = _decoded(columns.get(TOOLS_COLUMN), TOOLS_COLUMN, row)
     if tools is None or tools == "" or (isinstance(tools, list | tuple) and not tools):
-        return dict(settings)
+        return settings
     if isinstance(tools, list | tuple):
         tools = [_decoded(tool, TOOLS_COLUMN, row) for tool in tools]
     if not isinstance(tools, list) or not all(tool_names(tools)):
@@ -232,6 +260,9 @@ def tool_names(tools: Sequence[Any]) -> list[str]:
 
 
 def _decoded(value: Any, column: str, row: int) -> Any:
+    if hasattr(value, "dtype"):  # as in the records of a DataFrame
+        wanted = "the DataFrame or the file itself as the dataset, or lists and dicts"
+        raise _unusable(column, value, row, "an array of numpy", wanted)
     if not isinstance(value, str) or not value.strip():
         return None if isinstance(value, str) else value
     try:

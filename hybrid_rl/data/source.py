@@ -287,7 +287,9 @@ def rows_of(dataset: Any) -> Rows:
         raise _mapping_error(dataset)
     if is_instance(dataset, "datasets", "Dataset") and dataset.format["type"] != "custom":
         # (A custom format computes whole rows, and may create the prompt column, so it is read row by row.)
-        return HubRows(dataset)
+        # (Rows of these formats are tables of one row.)
+        is_plain = dataset.format["type"] not in ("arrow", "pandas", "polars")
+        return HubRows(dataset if is_plain else dataset.with_format(None))
     if is_instance(dataset, "datasets", "Dataset"):
         return SequenceRows(dataset, NullCleaner(None))
     if is_instance(dataset, "pandas", "DataFrame"):

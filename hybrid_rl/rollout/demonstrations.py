@@ -14,7 +14,7 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow, check_message
-from hybrid_rl.data.rendering import PROBE, Ending, MessageRenderer, check_calls_shown, row_settings
+from hybrid_rl.data.rendering import PROBE, Ending, MessageRenderer, row_settings
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.data.text import text_ids
 from hybrid_rl.engines.base import FinishedSample, SamplingParams
@@ -55,8 +55,6 @@ class DemonstrationEncoder:
             return []
         is_chat = not isinstance(rows[0].prompt, str)
         pairs = [self._chat_texts(row) if is_chat else self._plain_texts(row) for row in rows]
-        if not is_chat:
-            self._check_ends_open(pairs[0][1])
         heads, wholes = (self._tokens([pair[part] for pair in pairs], special=not is_chat) for part in (0, 1))
         return [
             self._ended(self._behind(head, whole, head_text, whole_text, row), row, params)
@@ -94,22 +92,13 @@ class DemonstrationEncoder:
         settings = row_settings(row.columns, row.index)
         try:
             text = self._renderer.render(messages, ending, settings)
-            check_calls_shown(messages, text)
+            self._renderer.check_shown(messages, ending, settings)
             return text
         except Exception as error:  # templates raise anything
             raise DataError(
                 f"row {row.index}: the messages {shorten(messages)} are refused by the chat template "
                 f"({type(error).__name__}: {error}); correct the row"
             ) from error
-
-    def _check_ends_open(self, text: str) -> None:
-        bare, whole = self._tokens([text], special=False)[0], self._tokens([text], special=True)[0]
-        if whole[len(whole) - len(bare) :] != bare:
-            last = self._tokenizer.convert_ids_to_tokens(whole[-1])
-            raise ModelError(
-                f"the tokenizer puts {last!r} after every text, so it would come between prompt and completion; set "
-                "add_eos_token=False on it, or give messages"
-            )
 
     def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if special:
@@ -275,7 +264,7 @@ def _message(completion: Any, row: PromptRow) -> Mapping[str, Any]:
             f"row {row.index}: the completion {shorten(completion)} must be a text or a list of one message of the "
             'assistant: [{"role": "assistant", "content": "..."}]; earlier turns belong into the prompt'
         )
-    if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+    if message.get("content") is None and not message.get("tool_calls"):
         raise DataError(f"row {row.index}: the completion {shorten(completion)} needs a text as its content")
     check_message(message, f"row {row.index}, completion")
     return message

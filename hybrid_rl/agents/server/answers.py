@@ -11,9 +11,9 @@ from typing import Any
 
 from hybrid_rl.agents.server.requests import AnswerRequest
 from hybrid_rl.agents.trajectory import Turn
+from hybrid_rl.data.rendering import THOUGHTS
 
 BROKEN = "\ufffd"  # how a part of a character decodes
-REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that templates have for it
 # Mistral's templates refuse ids of tool calls that are not of 9 letters and digits.
 ID_LENGTH = 9
 
@@ -40,7 +40,7 @@ def answer_of(turn: Turn, request: AnswerRequest, decode: Callable[[Sequence[int
         text, calls, reasoning = turn.text, [], ""
     else:
         text = str(message.get("content") or "")
-        reasoning = next((str(message[name]) for name in REASONING if message.get(name)), "")
+        reasoning = next((str(message[name]) for name in THOUGHTS if message.get(name)), "")
     finish_reason = turn.finish_reason
     if finish_reason == "stop":
         text = text[: min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))]

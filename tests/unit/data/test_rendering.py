@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import pandas
 import pyarrow
 import pyarrow.parquet
@@ -111,6 +112,8 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "Dataset": lambda folder: hub(),
     "Dataset, Json": lambda folder: hub(on_mixed_types="use_json"),
     "Dataset of numpy": lambda folder: hub().with_format("numpy"),
+    "Dataset of tables": lambda folder: hub().with_format("arrow"),
+    "Dataset of frames": lambda folder: hub().with_format("pandas"),
     "Dataset, transformed": lambda folder: hub().with_transform(lambda batch: batch),
     "save_to_disk": saved,
     "split train": lambda folder: split(folder, "train"),
@@ -227,7 +230,48 @@ def test_a_call_that_the_template_leaves_out_is_refused() -> None:
         encoder.encode([[user("q"), calling("add", {"a": 1}), {"role": "tool", "content": "1"}]], [4])
 
 
-@pytest.mark.parametrize("calls", ["add", ["add"], [{"function": {"arguments": {}}}], [{"function": "add"}]], ids=str)
+@pytest.mark.parametrize(
+    ("shown", "question", "answer"),
+    [
+        ("", "add 1", calling("add", {"a": 1})),
+        ("{{ (tools or []) | tojson }}", "q", calling("add", {"a": 1})),
+        ("{{ '<call>' + m.tool_calls[0].function.name if m.tool_calls }}", "q",
+         {"role": "assistant", "content": "", "tool_calls": calling("add", {"a": 1})["tool_calls"] * 2}),
+    ],
+    ids=["in the question", "in the schema", "in another call"],
+)  # fmt: skip
+def test_a_name_that_stands_elsewhere_does_not_stand_for_a_call(shown: str, question: str, answer: Any) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + shown + "{% endfor %}"
+    encoder = PromptEncoder(build_tokenizer(template, "</s>"), max_prompt_length=None)
+    prompt = [user(question), answer, {"role": "tool", "content": "1"}]
+    columns = [{"tools": [tool("add", a="integer")] if "tools or" in shown else None}]
+    with pytest.raises(DataError, match=r"row 4: .*the chat template leaves out the call of 'add'"):
+        encoder.encode([prompt], [4], columns=columns)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_that_the_template_does_not_know_is_refused(tokenizer: Any, key: str) -> None:
+    """One that shows it after the last message of a user only knows it. Servers may write it under two names."""
+    prompt = [user("q"), {"role": "assistant", "content": "a", key: "because"}, user("r")]
+    with pytest.raises(DataError, match=f"row 4: .*the chat template leaves out the thinking under '{key}'"):
+        PromptEncoder(tokenizer, max_prompt_length=None).encode([prompt], [4])
+    knows = PromptEncoder(build_tokenizer(FAMILIES["thinking"], "<|im_end|>"), max_prompt_length=None)
+    prompt[1] |= {"reasoning_content": "because"}
+    plain = [user("q"), {"role": "assistant", "content": "a", key: None}, user("r")]
+    assert knows.encode([prompt]) == knows.encode([plain])
+
+
+def test_a_call_in_the_old_form_is_refused(encoder: PromptEncoder) -> None:
+    call = {"function_call": {"name": "add", "arguments": "{}"}}
+    for content in (None, "", "a"):
+        with pytest.raises(DataError, match="row 4, message 1: .*function_call.*; give it as tool_calls"):
+            encoder.encode([[user("q"), {"role": "assistant", "content": content, **call}, user("r")]], [4])
+    unused = {"role": "assistant", "content": "a", "function_call": None}
+    assert encoder.encode([[user("q"), unused, user("r")]])
+
+
+@pytest.mark.parametrize("calls", ["add", ["add"], [{"function": {"arguments": {}}}], [{"function": "add"}],
+                                   numpy.array(calling("add", {})["tool_calls"] * 2)], ids=str)  # fmt: skip
 def test_calls_without_a_name_are_refused(encoder: PromptEncoder, calls: Any) -> None:
     prompt = [user("q"), {"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"}]
     with pytest.raises(DataError, match="row 0, message 1: the tool_calls .* cannot be used; give a list such as"):
@@ -249,10 +293,11 @@ def test_schemas_and_keywords_may_be_json_text(encoder: PromptEncoder, tokenizer
 
 def test_a_row_goes_before_the_configuration(tokenizer: Any) -> None:
     encoder = PromptEncoder(tokenizer, max_prompt_length=None, chat_template_kwargs={"style": "long"})
-    rows = [{"prompt": [user("q")], "chat_template_kwargs": own} for own in (None, {"style": "brief"}, {})]
+    rows = [{"prompt": [user("q")], "chat_template_kwargs": own}
+            for own in (None, {"style": "brief"}, {}, {"style": None}, '{"style": null}')]  # fmt: skip
     found: Any = load_source(rows, encoder)
-    ends = [tokenizer.decode(found[place].prompt_ids).rpartition("assistant\n")[2] for place in range(3)]
-    assert ends == ["long", "brief", "long"]
+    ends = [tokenizer.decode(found[place].prompt_ids).rpartition("assistant\n")[2] for place in range(5)]
+    assert ends == ["long", "brief", "long", "long", "long"]
 
 
 @pytest.mark.parametrize("empty", [None, "", [], "null", "[]"], ids=repr)
@@ -268,6 +313,8 @@ def test_rows_without_tools(encoder: PromptEncoder, empty: Any) -> None:
         ("tools", {"a": 1}, "no list of schemas.; give a list of JSON schemas of functions, or rename the column"),
         ("tools", [{"type": "function"}], "no list of schemas"),
         ("tools", 7, "no list of schemas"),
+        ("tools", numpy.array([tool("add", a="integer")] * 2), "an array of numpy.; give the DataFrame"),
+        ("chat_template_kwargs", numpy.array([1, 2]), "an array of numpy.; give the DataFrame"),
         ("tools", "{broken", "no JSON: "),
         ("chat_template_kwargs", ["a"], "'chat_template_kwargs' is for the chat template, but .* .no mapping.; give"),
         ("chat_template_kwargs", {"tokenize": True}, "the library sets tokenize itself"),

@@ -9,6 +9,7 @@ from hybrid_rl.agents.plain import PlainText
 from hybrid_rl.data.prompts import PromptEncoder, PromptRow
 from hybrid_rl.data.text import text_ids
 from hybrid_rl.engines.base import SamplingParams
+from hybrid_rl.errors import ModelError
 from hybrid_rl.rollout.demonstrations import DemonstrationEncoder
 
 BOS, EOS = 3, 1  # "[" begins texts
@@ -42,3 +43,32 @@ def test_prompts_demonstrations_and_agents_agree(begins: Any) -> None:
     agent = PlainText(begins)
     assert agent.encode("[12") == agent.encode("12") == [BOS, 7, 8]
     assert agent.encode("[12", goes_on=True) == [BOS, 7, 8] and agent.encode("12", goes_on=True) == [7, 8]
+
+
+@pytest.fixture
+def surrounds(tokenizer: Any) -> Any:
+    """A tokenizer that also ends each text, as that of Llama 2 does with add_eos_token."""
+    tokenizer.bos_token = "["
+    around = TemplateProcessing(single="[ $A <eos>", special_tokens=[("[", BOS), ("<eos>", EOS)])
+    tokenizer.backend_tokenizer.post_processor = around
+    return tokenizer
+
+
+def test_a_text_that_goes_on_is_not_ended(surrounds: Any) -> None:
+    """Only what the text itself ends with stays, once."""
+    assert text_ids(surrounds, ["12", "[12", "12<eos>"]) == [[BOS, 7, 8], [BOS, 7, 8], [BOS, 7, 8, EOS]]
+    assert text_ids(surrounds, [""]) == [[BOS]] and PlainText(surrounds).encode("12") == [BOS, 7, 8]
+    row = PromptRow(
+        0, "12", tuple(PromptEncoder(surrounds, max_prompt_length=None).encode(["12"])[0]), {"completion": "34"}
+    )
+    assert row.prompt_ids == (BOS, 7, 8)
+    assert DemonstrationEncoder(surrounds).encode([row], SamplingParams(1, stop_token_ids=(EOS,))) == [[9, 10, EOS]]
+
+
+def test_another_token_after_every_text_is_refused(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A ]", special_tokens=[("]", 4)])
+    with pytest.raises(ModelError, match=r"puts '\]' after every text, so it would come between"):
+        PromptEncoder(tokenizer, max_prompt_length=None).encode(["12"])
+    with pytest.raises(ModelError, match=r"puts '\]' after every text, so it would come between"):
+        row = PromptRow(0, "12", (7, 8), {"completion": "34"})
+        DemonstrationEncoder(tokenizer).encode([row], SamplingParams(1, stop_token_ids=(EOS,)))

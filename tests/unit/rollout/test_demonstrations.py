@@ -110,10 +110,9 @@ def test_a_special_token_before_every_text_stands_once():
     assert DemonstrationEncoder(tokenizer).encode([row], STOP_AT_0) == [[ids["1"], ids["<eos>"]]]
 
 
-def test_a_special_token_behind_every_text_is_refused():
-    tokenizer, _ = bpe(template="<bos> $A <eos>")
-    with pytest.raises(ModelError, match="puts '<eos>' after every text, so it would come between"):
-        encoded(tokenizer, ("a=", "1"), params=STOP_AT_0)
+def test_an_end_behind_every_text_does_not_come_between():
+    tokenizer, ids = bpe(template="<bos> $A <eos>")
+    assert encoded(tokenizer, ("a=", "1"), params=STOP_AT_0) == [[ids["1"], ids["<eos>"]]]
 
 
 def test_tokens_are_those_of_the_whole_text():
@@ -248,7 +247,6 @@ def test_a_template_that_ends_before_the_prompt_does_is_refused():
         (user("3+4="), user("7"), "the completion .* must be a text or a list of one message of the assistant"),
         (user("3+4="), [*assistant("7"), *assistant("8")], "the completion .* must be a text or a list of one message"),
         (user("3+4="), [{"role": "assistant"}], "the completion .* needs a text as its content"),
-        (user("3+4="), assistant([{"type": "text", "text": "7"}]), "the completion .* needs a text as its content"),
         ([*user("3+4="), *assistant("It is ")], "7", "the prompt ends with a message of the assistant"),
     ],
 )
@@ -313,6 +311,22 @@ def test_a_demonstration_is_rendered_with_the_tools_of_its_row():
 def test_a_call_that_the_template_leaves_out_is_not_taught():
     with pytest.raises(DataError, match="row 0: .* the chat template leaves out the call of 'add'"):
         encoded(chat_tokenizer(), (user("3"), calling("add", {"a": 1})))
+
+
+def test_a_completion_may_be_blocks_of_text_as_a_prompt_may():
+    blocks = [{"type": "text", "text": "1"}, {"type": "text", "text": "7"}]
+    assert encoded(chat_tokenizer(), (user("8+9="), assistant(blocks))) == [[*ids_of("17"), EOS_ID]]
+
+
+def test_thinking_is_taught_or_refused():
+    completion = [{**assistant("7")[0], "reasoning_content": "because"}]
+    with pytest.raises(
+        DataError, match="row 0: .* the chat template leaves out the thinking under 'reasoning_content'"
+    ):
+        encoded(chat_tokenizer(), (user("3+4="), completion))
+    tokenizer, params = tools_tokenizer("thinking")
+    taught = encoded(tokenizer, (user("3+4="), completion), params=params)[0]
+    assert tokenizer.decode(taught) == "<think>\nbecause\n</think>\n\n7<|im_end|>"
 
 
 @pytest.mark.parametrize(
