@@ -19,17 +19,21 @@ def prompt_text(prompt: Any) -> str:
 
 def message_text(message: Mapping[str, Any]) -> str:
     """Write down a message: its role, its text, and each tool call as a call of a function."""
-    return f"{message['role']}: {message_content(message)}"
+    return f"{message.get('role', 'assistant')}: {message_content(message)}"
 
 
 def message_content(message: Mapping[str, Any]) -> str:
     """Write down what a message says: its text, and each tool call as a call of a function."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(str(block.get("text", "")) for block in content)
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    called = [*(message.get("tool_calls") or ()), message.get("function_call")]
+    calls = [call.get("function", call) for call in called if call]
     made = [f"{call.get('name')}({_arguments_text(call.get('arguments'))})" for call in calls]
-    return " -> ".join(part for part in (content.strip(), *made) if part)
+    return " -> ".join(part for part in (content_text(message.get("content")).strip(), *made) if part)
+
+
+def content_text(content: Any) -> str:
+    """Return the content of a message as text: of blocks, in a list or alone, their texts; of None ""."""
+    blocks = content if isinstance(content, Sequence) and not isinstance(content, str) else [content or ""]
+    return "".join(str(block.get("text") or "") if isinstance(block, Mapping) else str(block) for block in blocks)
 
 
 def _arguments_text(arguments: Any) -> str:

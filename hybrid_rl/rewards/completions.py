@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.batch.messages import message_text
+from hybrid_rl.batch.messages import content_text, message_text
 from hybrid_rl.data.prompts import Messages, Prompt
 
 THINK, THINK_END = "<think>", "</think>"
@@ -61,7 +61,7 @@ def opening_of(prompt: Prompt, tail: str) -> str:
     tokens that the policy was shown, which the chat template wrote.
     """
     last = prompt[-1] if prompt and not isinstance(prompt, str) else {}
-    begun = _content(last) if last.get("role") == "assistant" else ""
+    begun = content_text(last.get("content")) if last.get("role") == "assistant" else ""
     _, is_open, thought = begun.rpartition(THINK)
     if is_open and THINK_END not in thought:
         return THINK + thought
@@ -83,19 +83,9 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
 
 def _with_thought(message: Mapping[str, Any]) -> str:
     """Return a message's content after its thinking."""
-    content = _content(message)
+    content = content_text(message.get("content"))
     thought = next((str(message[key]).strip("\n") for key in THOUGHTS if message.get(key)), "")
     if not thought.strip():
         return content
     # An answer that was cut off within its thought has no content, and did not close the thought.
     return f"{THINK}\n{thought}\n{THINK_END}\n\n{content}" if content.strip() else f"{THINK}\n{thought}"
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text; of a list of blocks, their texts."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "".join(str(block.get("text") or "") if isinstance(block, Mapping) else str(block) for block in content)
-    return str(content)

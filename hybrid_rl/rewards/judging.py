@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from hybrid_rl.batch.messages import message_content, prompt_text
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.completions import conversation_text
@@ -131,7 +132,7 @@ class JudgeStyle:
 
         def render(sample: int, **shown: str) -> str | Messages:
             values = {name: values[sample] for name, values in columns.items()}
-            values |= {"prompt": prompt_text(prompts[sample]), **shown}
+            values |= {"prompt": _request(prompts[sample]), **shown}
             if not isinstance(self.prompt, str):
                 return self.prompt(**values)
             try:
@@ -177,10 +178,8 @@ class JudgeStyle:
         return [sum(own) / len(own) if own else errors.get(sample) for sample, own in enumerate(shares)]
 
 
-def prompt_text(prompt: str | Messages) -> str:
-    """Write a prompt as text: chat messages with their roles; of a single message of the user only the content."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and prompt[0]["role"] == "user":
-        return str(prompt[0]["content"])
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+def _request(prompt: str | Messages) -> str:
+    """Write a prompt as text: chat messages with their roles; of a single message of the user only what it says."""
+    if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].get("role") == "user":
+        return message_content(prompt[0])
+    return prompt_text(prompt)

@@ -52,6 +52,7 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
     "no thinking": ([says("408", reasoning_content=None)], "", "408", "408"),
     "cut off in thinking apart": ([says("", reasoning_content="so 408")], "", "<think>\nso 408", ""),
     "content in blocks": ([says([{"type": "text", "text": "40"}, {"type": "text", "text": "8"}])], "", "408", "408"),
+    "content in one block": ([says({"type": "text", "text": "408"})], "", "408", "408"),
     "no content": ([says(None)], "", "", ""),
 }
 

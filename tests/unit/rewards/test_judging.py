@@ -4,7 +4,7 @@ import pytest
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import EngineJudge
-from hybrid_rl.rewards.judging import JudgeStyle, Question, parse_grade, parse_winner, prompt_text
+from hybrid_rl.rewards.judging import JudgeStyle, Question, parse_grade, parse_winner
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,45 @@ def test_questions_of_single_samples_show_prompt_completion_and_columns():
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u {x}"}]
     found = style.questions(["p", chat], ["c {0}", [{"role": "assistant", "content": "d"}]], {"answer": [4, 5]}, [0, 1])
     assert found == [Question((0,), "p|c {0}|4"), Question((1,), "system: s\nuser: u {x}|d|5")]
-    assert prompt_text([{"role": "user", "content": "alone"}]) == "alone"
+
+
+CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([{"role": "user", "content": "alone"}], "alone"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "in "}, {"type": "text", "text": "blocks"}]}],
+            "in blocks",
+        ),
+        ([{"role": "user", "content": {"type": "text", "text": "one block"}}], "one block"),
+        ([{"role": "user", "content": None}], ""),
+        (
+            [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "2"},
+            ],
+            "user: q\nassistant: add(a=1)\ntool: 2",
+        ),
+        (
+            [{"role": "user", "content": "q"}, {"role": "assistant", "function_call": CALL["function"]}],
+            "user: q\nassistant: add(a=1)",
+        ),
+    ],
+)
+def test_a_judge_reads_prompts_in_every_form_of_messages(prompt, text):
+    style = JudgeStyle.of("pointwise", "{prompt}|{completion}", None)
+    (question,) = style.questions([prompt], ["c"], {}, [0])
+    assert question.prompt == f"{text}|c"
+
+
+def test_a_judge_reads_answers_without_a_role():
+    style = JudgeStyle.of("pointwise", "{completion}", None)
+    (question,) = style.questions(["p"], [[{"content": "a"}, {"role": "user", "content": "b"}]], {}, [0])
+    assert question.prompt == "assistant: a\nuser: b"
 
 
 def test_a_function_may_write_the_prompt():
