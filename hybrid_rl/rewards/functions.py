@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.data.prompts import PROMPT_COLUMN, RESERVED_COLUMNS, Messages, Prompt, check_reserved_columns
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, SHAPING, has_mark, layers, unwrap_partial
-from hybrid_rl.rewards.verl import adapted
+from hybrid_rl.rewards.marks import DENSE, NEEDS_GROUP, SHAPING, has_mark, is_async_callable, layers, unwrap_partial
+from hybrid_rl.rewards.verl import VerlReward, adapted
 
 if TYPE_CHECKING:
     from hybrid_rl.batch import SampleKey  # imports torch, which processes that only call functions do without
@@ -141,12 +141,6 @@ def unique_names(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def is_async_callable(function: Any) -> bool:
-    """Whether a call gives a coroutine; looks through partials and at `__call__` of objects."""
-    inner = unwrap_partial(function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
-
-
 def inspect_function(
     function: Any, name: str, available_columns: Sequence[str] | None, *, has_environments: bool = False
 ) -> RewardFunction:
@@ -193,10 +187,11 @@ def inspect_function(
                     f"column (columns: {', '.join(columns) or 'none'}; always passed: {', '.join(RESERVED_COLUMNS)})"
                     f"{hint}"
                 )
+    inner = unwrap_partial(function)
     return RewardFunction(
         name=name,
         function=function,
-        is_async=is_async_callable(function),
+        is_async=is_async_callable(inner.function if isinstance(inner, VerlReward) else inner),
         parameters=None if takes_everything else frozenset(parameter.name for parameter in named),
         bound=bound_keywords(function),
         is_dense=has_mark(function, DENSE),

@@ -4,6 +4,7 @@ what others give."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -53,3 +54,9 @@ def has_mark(function: Any, mark: str) -> bool:
 def unwrap_partial(function: Any) -> Any:
     """Return the function inside any number of partials."""
     return list(layers(function))[-1]
+
+
+def is_async_callable(function: Any) -> bool:
+    """Whether a call gives a coroutine; looks through partials and at `__call__` of objects."""
+    inner = unwrap_partial(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004

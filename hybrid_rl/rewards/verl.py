@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards.completions import response_text
-from hybrid_rl.rewards.marks import layers
+from hybrid_rl.rewards.marks import is_async_callable, layers
 
 PARAMETERS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 TRUTHS = ("ground_truth", "reward_model", "answer")  # columns; of each row the first that says something counts
@@ -24,7 +25,8 @@ class VerlReward:
     data_source, extra_info: columns of verl's rows, None without them. ground_truth: of each row the first of its
     ground_truth, reward_model.ground_truth and answer that is not None; a row with none of them fails. solution_str:
     the text of the completion, as in verl with the results of tools. The function returns a number, or a mapping with
-    `score`, whose other numbers become metrics: their means, under their names.
+    `score`, whose other numbers become metrics: their means, under their names. An `async def` function is awaited for
+    all completions of a call at once; one that raises fails its own sample.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -45,9 +47,9 @@ class VerlReward:
         reward_model: Sequence[Any] | None = None,
         answer: Sequence[Any] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
-    ) -> list[float | Exception]:
-        """Score K completions; an error in the place of a number fails that sample. Raises RewardError if the function
-        returns neither a number nor a mapping with one."""
+    ) -> list[Any] | Coroutine[Any, Any, list[Any]]:
+        """Score K completions; an error in the place of a number fails that sample. Returns a coroutine if the function
+        does. Raises RewardError if the function returns neither a number nor a mapping with one."""
         nothing = [None] * len(completions)
         columns = [ground_truth or nothing, reward_model or nothing, answer or nothing]
         results: list[Any] = []
@@ -61,12 +63,25 @@ class VerlReward:
             given = {"data_source": source, "extra_info": extra, "ground_truth": truth}
             given["solution_str"] = response_text(completion)
             results.append(self.function(**{name: given[name] for name in self._taken}))
+        return (
+            self._awaited(results, log_metric)
+            if is_async_callable(self.function)
+            else self._scores(results, log_metric)
+        )
+
+    async def _awaited(self, results: Sequence[Any], log_metric: Callable[[str, float], None] | None) -> list[Any]:
+        calls = [result for result in results if inspect.isawaitable(result)]
+        values = iter(await asyncio.gather(*calls, return_exceptions=True))
+        known = [next(values) if inspect.isawaitable(result) else result for result in results]
+        return self._scores(known, log_metric)
+
+    def _scores(self, results: Sequence[Any], log_metric: Callable[[str, float], None] | None) -> list[Any]:
         mappings = [result for result in results if isinstance(result, Mapping)]
         for name in dict.fromkeys(name for result in mappings for name in result if name != "score"):
             values = [result[name] for result in mappings if isinstance(result.get(name), int | float)]
             if values and log_metric is not None:
                 log_metric(name, sum(values) / len(values))
-        return [result if isinstance(result, Exception) else self._score(result) for result in results]
+        return [result if isinstance(result, BaseException) else self._score(result) for result in results]
 
     def _no_truth(self, *row: Any) -> str:
         """Say that a row has no expected answer. row: its cells in TRUTHS."""
@@ -91,7 +106,7 @@ def adapted(function: Callable[..., Any], columns: Sequence[str] | None) -> Call
 
     columns: of the dataset, None if they are not known. Raises ConfigError if none of them is the expected answer.
     """
-    if inspect.iscoroutinefunction(function) or isinstance(function, VerlReward):
+    if isinstance(function, VerlReward):
         return function
     parameters = inspect.signature(function).parameters.values()
     needed = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}

@@ -1,11 +1,15 @@
 """verl's reward functions: called per completion, with the columns of verl's rows."""
 
+import asyncio
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import ConfigError, RewardError
+from hybrid_rl.rewards import RewardInput, RewardRunner
 from hybrid_rl.rewards.functions import inspect_function
 
 COLUMNS = ["prompt", "data_source", "reward_model", "extra_info", "answer"]
@@ -91,6 +95,36 @@ def test_the_text_is_the_whole_response_as_in_verl() -> None:
 
     told = [{"role": role, "content": text} for role, text in (("assistant", "a"), ("tool", "b"), ("assistant", "c"))]
     assert call(score, completions=[told, told]) == [1.0, 1.0]
+
+
+async def compute_score_later(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    if solution_str == "down":
+        raise ValueError("the grader is down")
+    return {"score": float(solution_str.endswith(ground_truth)), "length": len(solution_str)}
+
+
+class Later:
+    async def __call__(self, solution_str, ground_truth):
+        return (await compute_score_later(None, solution_str, ground_truth))["score"]
+
+
+@pytest.mark.parametrize("function", [compute_score_later, functools.partial(compute_score_later), Later()])
+def test_an_async_function_is_awaited(function: Any) -> None:
+    """Two right of three with an answer, in the order of the samples; the other two fail by themselves."""
+    texts, answers = ["is 4", "4", "4", "4", "down"], ["4", "4", "5", None, "4"]
+    inputs = [
+        RewardInput(SampleKey(place), "p", text, [1], {"answer": answer})
+        for place, (text, answer) in enumerate(zip(texts, answers, strict=True))
+    ]
+    with RewardRunner([function], available_columns=["prompt", "answer"]) as runner:
+        result = runner.score(inputs, None)
+    np.testing.assert_array_equal(result.rewards, [1.0, 1.0, 0.0, np.nan, np.nan])
+    assert [failure.key.trajectory for failure in result.failures] == [3, 4]
+    assert "needs ground_truth" in result.failures[0].detail and "the grader is down" in result.failures[1].detail
+    with RewardRunner([function], available_columns=["prompt", "answer"]) as runner:
+        (failure,) = runner.score(inputs[3:4], None).failures  # nothing to await
+    assert "needs ground_truth" in failure.detail
 
 
 def test_what_cannot_be_scored_is_refused() -> None:
