@@ -92,6 +92,8 @@ def read_request(body: Any, *, is_chat: bool, temperature: float) -> AnswerReque
         raise bad_request(f"the body must be a JSON object; it is {shorten(body)}")
     given = {name: value for name, value in body.items() if value is not None}
     _check_parameters(given, temperature)
+    for name in ("prompt", "stop", "tools"):
+        _check_unicode(given.get(name), name)
     options = given.get("stream_options", {})
     limits = [_number(given, name, 1) for name in ("max_tokens", "max_completion_tokens") if name in given]
     is_told = given.get("logprobs", False)
@@ -129,6 +131,15 @@ def _check_parameters(given: Mapping[str, Any], temperature: float) -> None:
             "temperature",
             "unsupported_value",
         )
+
+
+def _check_unicode(value: Any, name: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        reason = f"is not valid Unicode: {half!a} is half of a surrogate pair; send whole characters"
+        raise bad_request(f"{name}={shorten(value)} {reason}", name) from None
 
 
 def _number(given: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int:

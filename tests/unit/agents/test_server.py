@@ -646,12 +646,19 @@ def shown(**changes: Any) -> list[Any]:
         ),
         ({"messages": [QUESTION | {"name": ["a"]}]}, "messages[0].name=['a'] must be a text"),
         ({"messages": [{"role": "tool", "content": "5", "tool_call_id": 7}]}, "messages[0].tool_call_id=7 must be a"),
+        ({"stop": "a\ud800"}, r"stop='a\ud800' is not valid Unicode: '\ud800' is half of a surrogate pair"),
+        ({"stop": ["a", "\udc00"]}, r"stop=['a', '\udc00'] is not valid Unicode"),
+        ({"tools": shown(name="f\ud800")}, r"'\ud800' is half of a surrogate pair"),
+        ({"tools": shown(parameters={"properties": {"\ud800": {}}})}, r"'\ud800' is half of a surrogate pair"),
+        ({"prompt": "a\ud800"}, r"prompt='a\ud800' is not valid Unicode"),
     ],
 )
 def test_what_an_agent_can_mend_is_a_bad_request_and_costs_nothing(body: dict[str, Any], reason: str) -> None:
     async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
         url = f"{base_url}/chat/completions"
-        status, answer, _ = await post(url, api_key, {"messages": [QUESTION], **body})
+        asked = body if "prompt" in body else {"messages": [QUESTION], **body}
+        wrong = f"{base_url}/completions" if "prompt" in body else url
+        status, answer, _ = await post(wrong, api_key, asked)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
         assert reason in answer["error"]["message"]
         assert (await post(url, api_key, {"messages": [QUESTION]}))[0] == 200
