@@ -238,9 +238,9 @@ def keys_not_saved(model: PreTrainedModel) -> set[str]:
     return set(model._keys_to_ignore_on_save or ())
 
 
-def mark_adapted(model: PreTrainedModel) -> None:
-    """Tell a module that it has adapters of peft: it then saves them, and can switch them off."""
-    model._hf_peft_config_loaded = True
+def mark_adapted(model: PreTrainedModel, is_adapted: bool = True) -> None:
+    """Tell a module whether it has adapters of peft: it then saves them, and can switch them off."""
+    model._hf_peft_config_loaded = is_adapted
 
 
 def relevant_keys(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:

@@ -59,9 +59,9 @@ class Familiar(Lasting):
     is_fsdp_enabled = is_deepspeed_enabled = False  # of accelerate's plugins, for which scripts ask
     _fitted_step = 0  # the last one of a `fit()` that came to its end
 
-    def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Save as `save(output_dir)` does. Of a folder that has other files, as the run's own output_dir has, it makes
-        the checkpoint a folder inside, `checkpoint-<step>`."""
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
+        """Save as `save(output_dir)` does, whoever calls it. Of a folder that has other files, as the run's own
+        output_dir has, it makes the checkpoint a folder inside, `checkpoint-<step>`."""
         target = None if output_dir is None else Path(output_dir)
         if target is not None and target.is_dir() and any(target.iterdir()) and not (target / STATE_FILE).exists():
             target = target / f"checkpoint-{self.global_step}"

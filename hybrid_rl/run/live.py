@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.checkpoint.rotation import delete_oldest
+from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.config.habits import habit_of
@@ -20,6 +21,7 @@ from hybrid_rl.config.load import leaf_names
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_log import RunLog
+from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.process.interrupts import deferred_interrupt
 from hybrid_rl.rewards import RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rollout.collector import Collector
@@ -348,6 +350,8 @@ class Live(Tenant):
                 )
             own = vars(self).get(ALIASES.get(name, name))
             if own is not None:
+                if ALIASES.get(name) == "module" and is_adapted(own):
+                    mark_adapted(own)  # a script saves it by its own method, which otherwise writes peft's wrappers
                 return own
             advice = "" if name.startswith("_") else attribute_advice(name, dir(self))
             raise AttributeError(

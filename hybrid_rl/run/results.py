@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.html import cell, code, escaped, folded, page_part, table
 from hybrid_rl.batch.view import number
+from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.logging.meanings import meaning_of
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION
 from hybrid_rl.run.prepare import Run
@@ -38,6 +39,10 @@ class Metrics(dict[str, float]):
     def metrics(self) -> Metrics:
         """Themselves: what transformers' `train()` returns has its metrics there."""
         return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        advice = read_table("trainer")["results"].get(name)
+        raise AttributeError(f"Metrics has no attribute {name!r}" + (f": {advice}" if advice else ""))
 
     def headline(self) -> str:
         """Return the most important ones in a line."""

@@ -99,6 +99,7 @@ def leave(module: PreTrainedModel) -> None:
         mark_adapted(module)
         return
     take_out(module)
+    mark_adapted(module, False)
     before = _trainable.pop(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in before)

@@ -155,6 +155,20 @@ def test_a_tokenizer_of_the_users_own_that_loses_spaces_is_refused(tmp_path):
     check_rules(byte_level())  # made by hand
 
 
+def test_a_tokenizer_made_from_another_is_not_held_to_its_file(tmp_path, caplog):
+    """It keeps the name of the folder, but has a vocabulary of its own, here of one letter per token and no spaces."""
+    path = published(tmp_path, byte_level())
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"What": 0, "?": 1}, unk_token="?")))
+    made.name_or_path = path
+    check_rules(made)
+    assert not caplog.text
+    rules = load_tokenizer(path)
+    rules = PreTrainedTokenizerFast(tokenizer_object=rules.backend_tokenizer)
+    rules.name_or_path, rules.backend_tokenizer.decoder = path, decoders.Fuse()
+    check_rules(rules)  # changed on purpose: no class has read the file by rules of its own
+    assert "makes other tokens than" in caplog.text
+
+
 def test_other_tokens_of_the_same_text_are_a_warning(tmp_path, caplog):
     """Digits one by one, in the place of the file's 10: no text is lost, but the model has learned other tokens."""
     path = published(tmp_path, byte_level(), model_type="qwen2", tokenizer_class="Qwen2Tokenizer")
@@ -258,3 +272,11 @@ def test_unusable_stop_tokens_are_refused(module, tokenizer_eos, extra, message)
     module.generation_config = None
     with pytest.raises(ModelError, match=message):
         stop_token_ids(module, FakeTokenizer(eos_token_id=tokenizer_eos), extra)
+
+
+@pytest.mark.parametrize("eos", ["96", [5, "96"]])
+def test_a_stop_token_that_is_no_number_is_refused(module, eos):
+    """A generation_config.json that was edited by hand has it as text."""
+    module.generation_config = SimpleNamespace(eos_token_id=eos)
+    with pytest.raises(ModelError, match="eos_token_id must be a token's number, not '96'; correct generation_"):
+        stop_token_ids(module, FakeTokenizer(), [])

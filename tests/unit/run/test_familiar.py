@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.errors import ConfigError, RewardError
@@ -43,6 +44,26 @@ def test_the_lines_after_train_of_trls_own_script(make_trainer, tmp_path: Path, 
     assert not (folder / "checkpoint-1").exists()  # it was saved already
     assert "completed" in capsys.readouterr().out
     trainer.end()
+
+
+def test_a_module_with_adapters_saves_them_by_itself(make_trainer, tmp_path: Path) -> None:
+    """Without the names that peft's wrappers give the weights, of which a model cannot be loaded."""
+    trainer = make_trainer(max_steps=1, lora={"r": 2, "target_modules": ["q_proj"]})
+    trainer.train()
+    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(tmp_path / "module")
+    assert not (tmp_path / "module" / "model.safetensors").exists()
+    saved = trainer.save_model(tmp_path / "saved", _internal_call=True)
+    theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "module", saved))
+    assert theirs and theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def test_what_train_returns_names_loss_and_step_as_transformers_does(make_trainer) -> None:
+    trainer = make_trainer(max_steps=1)
+    result = trainer.train()
+    with pytest.raises(AttributeError, match="trainer.global_step"):
+        _ = result.global_step
+    with pytest.raises(AttributeError, match=r"metrics\.jsonl"):
+        _ = result.training_loss
 
 
 def test_a_folder_with_other_files_gets_the_checkpoint_inside(make_trainer, tmp_path: Path) -> None:
