@@ -74,6 +74,7 @@ def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and others here
         what = f"model {recipe.path!r}" if recipe.path else f"a {recipe.model_class.__name__}"  # type: ignore[union-attr]
         raise ModelError(f"cannot load {what}: {type(error).__name__}: {error}") from error
+    _check_sizes(module)
     # Patched registration makes a new parameter of every tied one.
     module.tie_weights()
     for name in fp32_tensors(module, dtype):
@@ -84,6 +85,23 @@ def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
     if recipe.conversions is not None:
         remember_conversions(module, recipe.conversions)
     return module.eval()
+
+
+def _check_sizes(module: PreTrainedModel) -> None:
+    """Raise ModelError for sizes with which the module can be built, but computes nothing."""
+    config: Any = module.config.get_text_config()
+    for name, parameter in module.named_parameters():
+        if 0 in parameter.shape:
+            raise ModelError(
+                f"config.json makes {name} an empty tensor, {tuple(parameter.shape)}; correct its sizes (vocab_size="
+                f"{config.vocab_size})"
+            )
+    heads, key_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(key_heads, int) and key_heads and heads % key_heads:
+        raise ModelError(
+            f"config.json has num_attention_heads={heads}, which num_key_value_heads={key_heads} does not divide; "
+            f"correct one of them"
+        )
 
 
 def fp32_tensors(module: PreTrainedModel, dtype: torch.dtype) -> set[str]:
