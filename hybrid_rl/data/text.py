@@ -19,8 +19,13 @@ def text_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
     Raises ModelError for a tokenizer that puts any other token after a text.
     """
-    whole, bare = (tokenizer("a", add_special_tokens=special, **IDS_ONLY)["input_ids"] for special in (True, False))
-    added = whole[len(whole) - whole[::-1].index(bare[-1]) :] if bare and bare[-1] in whole else []
+    # One of the texts itself: a small vocabulary may not know any other.
+    probe = next(filter(None, texts), tokenizer.eos_token or "")
+    whole, bare = (
+        list(tokenizer(probe, add_special_tokens=special, **IDS_ONLY)["input_ids"]) for special in (True, False)
+    )
+    starts = (start for start in range(len(whole)) if bare and whole[start : start + len(bare)] == bare)
+    added = whole[next(starts, len(whole)) + len(bare) :]
     if added and added != [tokenizer.eos_token_id]:
         raise ModelError(
             f"the tokenizer puts {tokenizer.convert_ids_to_tokens(added[-1])!r} after every text, so it would come "

@@ -3,7 +3,11 @@
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.agents.plain import PlainText
 from hybrid_rl.data.prompts import PromptEncoder, PromptRow
@@ -72,3 +76,12 @@ def test_another_token_after_every_text_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ModelError, match=r"puts '\]' after every text, so it would come between"):
         row = PromptRow(0, "12", (7, 8), {"completion": "34"})
         DemonstrationEncoder(tokenizer).encode([row], SamplingParams(1, stop_token_ids=(EOS,)))
+
+
+def test_a_vocabulary_that_knows_no_letters_is_asked_for_none() -> None:
+    """Of the quickstart's kind: digits and signs, and no token for what is unknown."""
+    backend = Tokenizer(WordLevel({"<eos>": 0, "1": 1, "2": 2, "+": 3}))
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    plain = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    assert text_ids(plain, ["1+2", "2"]) == [[1, 3, 2], [2]]
+    assert text_ids(plain, [""]) == [[]]
