@@ -311,10 +311,10 @@ def _carries_state(module: nn.Module) -> bool:
 
 def relative_gap(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference at a place of [places, ...], relative to the largest expected number there, but no
-    less than a hundredth of the largest of all; NaN if a number is NaN."""
+    less than a hundredth of the largest of all, and to that one if a place has one number. NaN if a number is NaN."""
     found, expected = found.detach(), expected.detach()
     difference = (found - expected.to(found.dtype)).abs()
-    if difference.dim() < 2:
+    if difference[0].numel() == 1:
         return float(difference.max() / expected.abs().max().clamp(min=1e-6))
     largest = expected.abs().flatten(1).amax(1)
     return float((difference.flatten(1).amax(1) / largest.clamp(min=max(float(largest.max()) / 100, 1e-6))).max())
