@@ -71,7 +71,8 @@ class Familiar(Lasting):
         """Raise ConfigError with the command that uploads the model, which is saved first if it is not yet."""
         folder = self._saved_folder or self.save()
         raise ConfigError(
-            f"nothing is uploaded from here, but the model is saved: `hf upload USER/NAME {folder}` uploads it"
+            f"nothing is uploaded from here, but the model is saved: `hf upload USER/NAME {folder} . "
+            '--exclude "optimizer/*"` uploads it without the state of its optimizer'
         )
 
     @property
