@@ -47,7 +47,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
         "print('barred')",
         "barred",
     ),
-    "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**7))", "MemoryError"),
+    "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**8))", "MemoryError"),
     "one great allocation": ("print(len(bytearray(10**12)))", "MemoryError"),
     "memory in threads": (
         "import threading\ndef eat():\n  x = []\n  while True: x.append(bytearray(10**6))\n"
