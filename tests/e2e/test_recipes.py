@@ -39,7 +39,8 @@ SIGNS: dict[str, tuple[str, float, float]] = {
 }
 
 
-# The warm start of the ordinary tests: a little over half of the recipes', and as good in all that is asked of it.
+# The warm start of the ordinary tests: a little over half of the recipes', and as good in all that is asked of it. It
+# makes fewer groups to learn from: after 4 steps the gain was 0.15 on one processor and over 0.25 on others.
 FEW_STEPS = 400
 
 
@@ -87,7 +88,8 @@ def test_the_warm_start_leaves_something_to_learn_in_most_groups(num_steps: int)
 def test_a_few_steps_improve_the_warm_start(name: str, num_steps: int, tmp_path: Path) -> None:
     """A sign turned anywhere between reward and update makes held-out accuracy fall, not rise."""
     begin = start(SEEDS[0], num_steps)
-    outcome = begin.run(name, tmp_path, **(SHORT | CHANGES.get(name, {})))
+    longer = {"max_steps": 16} if num_steps == FEW_STEPS else {}
+    outcome = begin.run(name, tmp_path, **(SHORT | CHANGES.get(name, {}) | longer))
     assert outcome.accuracy >= begin.warm.accuracy + SHORT_MARGIN
     if name in SIGNS:
         metric, low, high = SIGNS[name]
