@@ -65,7 +65,7 @@ def _is_message(keys: Collection[str]) -> bool:
 def _is_object(kind: Any) -> bool:
     import pyarrow
 
-    return isinstance(kind, pyarrow.StructType)
+    return kind is not None and bool(pyarrow.types.is_struct(kind))
 
 
 def _cleaner(kind: Any) -> Callable[[Any], Any]:

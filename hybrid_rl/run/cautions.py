@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -54,9 +55,7 @@ def shared_prompts(train: SizedSource, held_out: SizedSource) -> Sequence[int]:
     return sorted(place for key in trained for place in places[key])
 
 
-def _caution_of_turns(
-    data: Data, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...], extra: list[int]
-) -> None:
+def _caution_of_turns(data: Data, tokenizer: Any, stop_ids: tuple[int, ...], extra: list[int]) -> None:
     if isinstance(data.first.prompt, str):
         if lacks_bos(tokenizer):
             logger.warning(

@@ -334,7 +334,7 @@ def python_names(modules: Iterable[str]) -> set[str]:
         for name, value in vars(module).items():
             names.add(name)
             if isinstance(value, type | types.ModuleType):
-                names.update(dir(value))
+                names.update(dir(value), dir(type(value)))  # types of ctypes have methods of their own kind: in_dll
     return names
 
 
