@@ -16,7 +16,7 @@ DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 
 
 def without_gpu() -> Hardware:
-    """Return what this machine has where PyTorch finds no GPU: why, and whether there is one that could be used."""
+    """Return what this machine has if PyTorch finds no GPU: why, and whether there is one that could be used."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     version = torch.__version__
     if visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible):
