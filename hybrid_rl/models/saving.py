@@ -22,6 +22,7 @@ from hybrid_rl.compat.transformers import keys_not_saved, save_own_code
 from hybrid_rl.errors import ModelError
 from hybrid_rl.files import Sink, save_tensors
 from hybrid_rl.models.recipe import fp32_tensors
+from hybrid_rl.models.tokenizer import check_read_back, save_tokenizer
 from hybrid_rl.tensors.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
@@ -176,7 +177,8 @@ def check_saved(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dty
             if module.can_generate():
                 GenerationConfig.from_pretrained(folder)
         with _refused("tokenizer", "what was set on it"):
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
+            check_read_back(tokenizer, folder)
 
 
 @contextlib.contextmanager

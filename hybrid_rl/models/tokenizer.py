@@ -52,6 +52,36 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         return _by_rules(path, trust_remote_code)
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer into a folder, which is made, so that it can be loaded from there.
+
+    The class of one that brings its own code is named as the pair that transformers reads (slow, fast): unless its name
+    has "Tokenizer" in it, transformers writes the name alone. Of one that was loaded without that code the class is not
+    named: the code is not written with it.
+    """
+    tokenizer.save_pretrained(folder)
+    settings = {**_settings(str(folder / SETTINGS))}
+    classes = settings.pop("auto_map", None)
+    names = classes.get("AutoTokenizer") if isinstance(classes, dict) else classes
+    if not names:
+        return
+    pair = [names, None] if isinstance(names, str) else names
+    if any(name and (folder / f"{name.partition('.')[0]}.py").is_file() for name in pair):
+        settings["auto_map"] = {"AutoTokenizer": pair}
+    text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False)
+    (folder / SETTINGS).write_text(text + "\n", encoding="utf-8")
+
+
+def check_read_back(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Read a saved tokenizer again by its class. Raises ModelError if it makes other tokens, and whatever its code
+    raises."""
+    again = type(tokenizer).from_pretrained(folder)
+    # A tokenizer.json says all, and is read as it stands: a class may read it by rules of its own, load_tokenizer not.
+    text = None if _has(str(folder), RULES) else _difference(again, tokenizer)
+    if text is not None:
+        raise ModelError(f"read again it makes other tokens of {text!r}: its save_pretrained() leaves something out")
+
+
 def _by_class(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer as transformers chooses its class; Mistral's own, which has no chat template, is left out."""
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, mistral_format=False)

@@ -20,6 +20,7 @@ from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.memory.residents import sized
 from hybrid_rl.metrics import now
 from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.models.tokenizer import save_tokenizer
 from hybrid_rl.rollout.held import save_held, write_held
 from hybrid_rl.rollout.held_agents import HeldAgentRollout
 from hybrid_rl.rollout.partial import PartialRollout
@@ -139,7 +140,7 @@ class SavingWorker(GeneratingWorker):
             # A large vocabulary takes a second to be made into text; training would wait for it at every checkpoint.
             with temporary_folder("hrl-tokenizer-", shared_memory()) as place:
                 root = place / "files"
-                self._tokenizer.save_pretrained(root)
+                save_tokenizer(self._tokenizer, root)
                 files = [path for path in sorted(root.rglob("*")) if path.is_file()]
                 texts = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
             self._tokenizer_files = (form, texts)
