@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         if settings.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
             return PreTrainedTokenizerFast.from_pretrained(path)
         return _by_rules(path, trust_remote_code)
+
+
+def usable_tokenizer(tokenizer: Any, argument: str, *, trust_remote_code: bool) -> Any:
+    """Load a tokenizer that a user gives by name or folder; compare any other with its file (`check_rules`). argument:
+    which it is given in, for errors. Raises ModelError."""
+    if isinstance(tokenizer, str | os.PathLike):
+        return load_tokenizer(os.fspath(tokenizer), trust_remote_code=trust_remote_code)
+    check_rules(tokenizer, argument=argument)
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -107,10 +117,11 @@ def _by_rules(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     return plain
 
 
-def check_rules(tokenizer: Any, rules: str | None = None) -> None:
+def check_rules(tokenizer: Any, rules: str | None = None, argument: str = "tokenizer") -> None:
     """Compare a tokenizer with the `tokenizer.json` that it was loaded from, if that is here; warn of other token ids.
 
     rules: the file; None = that of the folder, or of the name in the hub's cache, that the tokenizer was loaded from.
+    argument: which it was given in, for messages.
 
     Raises ModelError for a tokenizer that loses text which the file keeps; if there is no file, spaces.
     """
@@ -134,7 +145,7 @@ def check_rules(tokenizer: Any, rules: str | None = None) -> None:
     if text is None or tokenizer.init_kwargs.get("fix_mistral_regex"):
         return
     right, back = _read(reference, text)[1], _read(tokenizer, text)[1]
-    remedy = f"pass tokenizer={origin!r}, or PreTrainedTokenizerFast.from_pretrained({origin!r})"
+    remedy = f"pass {argument}={origin!r}, or PreTrainedTokenizerFast.from_pretrained({origin!r})"
     if right == text != back and type(tokenizer) is not PreTrainedTokenizerFast:
         raise ModelError(
             f"the tokenizer ({kind}) makes {back!r} of {text!r}, which {rules} keeps: the class reads that file by "

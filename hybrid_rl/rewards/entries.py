@@ -21,7 +21,7 @@ class RewardModelEntry:
     """A reward model in the place of a function.
 
     name: in metrics. model: a folder or hub name, a module, or whatever else the workers build it from. tokenizer: its
-    own; None: loaded with the model.
+    own, or its name or folder; None: loaded with the model.
     """
 
     name: str

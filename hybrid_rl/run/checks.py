@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from hybrid_rl.models.load import DTYPES, loading, refuse_missing_folder
 from hybrid_rl.models.lora.folder import is_adapter_folder
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.saving import check_saved
+from hybrid_rl.models.tokenizer import usable_tokenizer
 from hybrid_rl.rewards import RewardModelEntry, RewardRunner, overlong_penalty, with_model_entries
 from hybrid_rl.rollout.demonstrations import check_demonstrations
 from hybrid_rl.workers.setup import RewardSetup, demonstration_encoder
@@ -156,8 +158,7 @@ def check_rewards(
     """Return the reward functions as the workers get them, and their names: the user's, then the sources that come with
     samples, then those that the configuration adds. columns: of the dataset, None if unknown. has_environments: whether
     functions can be given environments. Raises ConfigError for unusable ones."""
-    given = [] if reward_funcs is None else reward_funcs
-    functions = with_model_entries(given, processing_classes)
+    functions = with_model_entries([] if reward_funcs is None else reward_funcs, processing_classes)
     is_rewarded = bool(functions or sources)
     if not is_rewarded and config.advantage.needs_rewards:
         hint = ", or give the environment a method get_reward()" if has_environments else ""
@@ -171,9 +172,13 @@ def check_rewards(
     added: list[Any] = [] if is_rewarded else [no_reward]
     if config.rewards.overlong_buffer is not None:
         added.append(overlong_penalty(config.rollout.max_completion_length, config.rewards.overlong_buffer))
-    for entry in functions:
-        if isinstance(entry, RewardModelEntry) and isinstance(entry.model, (str, Path)):
-            load_settings(str(entry.model), config)
+    for place, entry in enumerate(functions):
+        if isinstance(entry, RewardModelEntry):
+            if isinstance(entry.model, (str, Path)):
+                load_settings(str(entry.model), config)
+            code = {"trust_remote_code": config.model.trust_remote_code}
+            tokenizer = usable_tokenizer(entry.tokenizer, "reward_processing_classes", **code)
+            functions[place] = dataclasses.replace(entry, tokenizer=tokenizer)
     setup = RewardSetup([*functions, *sources, *added], columns, len(added), len(sources), has_environments)
     with setup.runner(config) as runner:
         entries = runner.entries

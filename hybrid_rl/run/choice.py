@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.folder import AdapterSource
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.tokenizer import check_rules
+from hybrid_rl.models.tokenizer import usable_tokenizer
 from hybrid_rl.run.adapters import adapter_of, tokenizer_place, with_adapter
 from hybrid_rl.run.checks import load_settings
 from hybrid_rl.run.inputs import with_template
@@ -64,10 +63,7 @@ class ModelChoice:
 def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoice:
     """Return the model of a run: a module with its tokenizer, or a name or folder (argument or model.path). A tokenizer
     may also be a name or folder."""
-    if isinstance(tokenizer, str | os.PathLike):
-        tokenizer = load_tokenizer(os.fspath(tokenizer), trust_remote_code=config.model.trust_remote_code)
-    else:
-        check_rules(tokenizer)
+    tokenizer = usable_tokenizer(tokenizer, "tokenizer", trust_remote_code=config.model.trust_remote_code)
     if model is not None and not isinstance(model, str) and not hasattr(model, "__fspath__"):
         if not isinstance(model, PreTrainedModel):
             raise ModelError(f"model is a {type(model).__name__}; pass a Hugging Face causal LM, or its name or folder")

@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, ModelError
-from tests.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, sums
+from hybrid_rl.run.checks import check_rewards
+from tests.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, spread, sums
+from tests.unit.models.test_tokenizer import byte_level, ids_by_hand, published
 
 
 def test_a_published_generation_config_is_no_reason_to_lose_a_run(make_trainer, model_folder: Path) -> None:
@@ -44,3 +47,14 @@ def test_a_setting_that_no_checkpoint_can_hold_is_refused(make_trainer) -> None:
     given = {"tokenizer": tokenizer, "chat_template_kwargs": {"date_string": datetime.date(2024, 7, 26)}}
     with pytest.raises(ConfigError, match=r"chat_template_kwargs\.date_string=.*not JSON.*only in quotes"):
         make_trainer(build_model(), train_dataset=sums(8, chat=True), **given)
+
+
+def test_the_tokenizer_of_a_reward_model_is_held_to_its_file(tmp_path: Path) -> None:
+    """As the policy's own: a class that loses spaces is refused, by name the file is read as it stands."""
+    path, config = published(tmp_path, byte_level(), tokenizer_class="LlamaTokenizerFast"), load_config()[0]
+    theirs = AutoTokenizer.from_pretrained(path)
+    with pytest.raises(ModelError, match=r"makes 'Whatis2plus3\?' of .* Pass reward_processing_classes='"):
+        check_rewards([spread, build_model()], config, None, has_eval=False, processing_classes=[None, theirs])
+    for given in (path, tmp_path):
+        setup, _ = check_rewards(build_model(), config, None, has_eval=False, processing_classes=given)
+        assert setup.functions[0].tokenizer("What is 10?")["input_ids"] == ids_by_hand("What is 10?")
