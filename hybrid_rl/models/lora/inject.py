@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.models.lora.names import not_excluded, why_refused
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.tensors.boxes import local_box, local_tensor
@@ -161,6 +162,7 @@ def _refuse_layers(module: PreTrainedModel) -> None:
     whole = " or, as this model has one tensor for embedding and head, train all weights (without lora)"
     whole = whole if _are_tied(module) else ", or train it whole with lora.modules_to_save"
     names = {id(child): name for name, child in module.named_modules()}
+    routers = {router for router, _ in find_routers(module) if type(router).forward is not nn.Linear.forward}
     for _, _, wrapper in wrappers(module):
         name = names[id(wrapper)]
         if hasattr(wrapper, "modules_to_save"):
@@ -172,6 +174,13 @@ def _refuse_layers(module: PreTrainedModel) -> None:
         elif wrapper is head:
             raise ConfigError(
                 f"lora.target_modules names {name}, the head: adapters are not supported there. Leave it out{whole}"
+            )
+        elif isinstance(wrapper, Linear) and wrapper.get_base_layer() in routers:
+            end = name.rpartition(".")[2]
+            raise ConfigError(
+                f"lora.target_modules names {name}, a router that gives more than its product, to which an adapter of "
+                f"a layer cannot be added. Leave it out (exclude_modules=[{end}]), or give its weight an adapter "
+                f"(target_parameters=[{end}.weight] besides)"
             )
         elif not isinstance(wrapper, (Linear, ParamWrapper)):
             kind = type(wrapper.get_base_layer()).__name__

@@ -13,13 +13,14 @@ from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.lora.factors import adapter_ranks
+from hybrid_rl.models.lora.factors import adapter_ranks, low_rank_changes
 from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name, leave
 from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.lora.sizes import adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.sharding.build import build_model
+from hybrid_rl.tensors.boxes import local_box
 from hybrid_rl.weights.sources import ObjectSource
 from tests.unit.models.families import build
 from tests.unit.training.lora_case import config_of, give_values
@@ -101,6 +102,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "one of two that are tied": ("gemma2", {"modules_to_save": ["lm_head"]}, "names lm_head, but this model's head is"),
     "the other": ("gemma2", {"modules_to_save": ["embed_tokens"]}, "names model.embed_tokens, but this model's head"),
+    "the router of Llama 4": (
+        "llama4",
+        ALL,
+        r"feed_forward.router, a router .*\(exclude_modules=\[router\]\), or give",
+    ),
+    "that of Phi-3.5-MoE": ("phimoe", ALL, r"mlp.router, a router .*\(target_parameters=\[router.weight\] besides\)"),
     "DoRA of experts": (
         "qwen3-moe",
         {"target_modules": "all-linear", "use_dora": True},
@@ -123,6 +130,31 @@ def test_what_is_refused_leaves_the_module_as_it_was(case: str) -> None:
     inject(module, peft_config_of({"r": 2, "target_modules": ["q_proj"]}))
     with pytest.raises(ModelError, match="has adapters already"):
         inject(module, peft_config_of({"r": 2, "target_modules": ["q_proj"]}))
+
+
+@pytest.mark.parametrize("family", ["llama4", "phimoe"])
+def test_a_router_that_gives_more_than_its_product_is_adapted_by_its_weight(family: str) -> None:
+    """As the refusal says: the model with the adapter is the model whose router has the changed weight."""
+    keys = {**ALL, "exclude_modules": ["router"]}
+    module, parts = build(family), {"target_parameters": ["router.weight"]}
+    for rest in ({}, parts):
+        other = build(family)
+        inject(other, peft_config_of(keys | rest))
+        assert any("router" in name for name in adapter_ranks(other)) == bool(rest)
+    init_adapters(other, 0)
+    expected = logprobs(module)
+    assert torch.equal(logprobs(other), expected)
+    for name, parameter in other.named_parameters():
+        if "router" in name and ".lora_B." in name:
+            parameter.data.copy_(
+                torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+            )  # not the same for all experts
+    with torch.no_grad():
+        for name, change in low_rank_changes(other, torch.float32).items():
+            weight = module.get_parameter(name)
+            weight.copy_(change.merged(weight, local_box(weight)))
+    assert not torch.equal(logprobs(module), expected)
+    torch.testing.assert_close(logprobs(other), logprobs(module))
 
 
 EXCLUDED: dict[str, tuple[list[str] | str, set[str]]] = {
