@@ -19,20 +19,23 @@ def text_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
     Raises ModelError for a tokenizer that puts any other token after a text.
     """
-    # One of the texts itself: a small vocabulary may not know any other.
-    probe = next(filter(None, texts), tokenizer.eos_token or "")
-    whole, bare = (
-        list(tokenizer(probe, add_special_tokens=special, **IDS_ONLY)["input_ids"]) for special in (True, False)
-    )
-    starts = (start for start in range(len(whole)) if bare and whole[start : start + len(bare)] == bare)
-    added = whole[next(starts, len(whole)) + len(bare) :]
+    # Asked at every call, because settings of a tokenizer change, and of the shortest text, because that costs least. A
+    # text that is here: a small vocabulary may not know any other.
+    asked = list(texts) if any(texts) else [*texts, tokenizer.eos_token or ""]
+    encoded: list[list[int]] = tokenizer(asked, **IDS_ONLY)["input_ids"]
+    added: list[int] = []
+    if tokenizer.num_special_tokens_to_add():
+        probe, whole = min(zip(asked, encoded, strict=True), key=lambda pair: (not pair[0], len(pair[0])))
+        bare = list(tokenizer(probe, add_special_tokens=False, **IDS_ONLY)["input_ids"])
+        starts = (start for start in range(len(whole)) if bare and whole[start : start + len(bare)] == bare)
+        added = whole[next(starts, len(whole)) + len(bare) :]
     if added and added != [tokenizer.eos_token_id]:
         raise ModelError(
             f"the tokenizer puts {tokenizer.convert_ids_to_tokens(added[-1])!r} after every text, so it would come "
             "between a prompt and its completion; use a tokenizer that adds no token there, or give messages"
         )
     bos, bos_id = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
-    ids = [list(one[: len(one) - len(added)]) for one in tokenizer(list(texts), **IDS_ONLY)["input_ids"]]
+    ids = [list(one[: len(one) - len(added)]) for one in encoded[: len(texts)]]
     if not bos:
         return ids
     return [

@@ -85,3 +85,15 @@ def test_a_vocabulary_that_knows_no_letters_is_asked_for_none() -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
     assert text_ids(plain, ["1+2", "2"]) == [[1, 3, 2], [2]]
     assert text_ids(plain, [""]) == [[]]
+
+
+def test_what_stands_behind_a_text_costs_no_more_than_the_shortest(surrounds: Any, monkeypatch: Any) -> None:
+    """And nothing where no tokens are added; what is set on the tokenizer between two calls counts at once."""
+    kind, seen = type(surrounds), []
+    own = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, text, **keys: seen.append(text) or own(self, text, **keys))
+    assert text_ids(surrounds, ["12" * 9, "12"])[1] == [BOS, 7, 8]
+    assert seen == [["12" * 9, "12"], "12"]
+    surrounds.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    seen.clear()
+    assert text_ids(surrounds, ["12"]) == [[7, 8]] and seen == [["12"]]
