@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hybrid_rl import Trainer
 from hybrid_rl.agents.adapters.gym import gymnasium_environment
 from hybrid_rl.agents.adapters.openenv import openenv_environment
 from hybrid_rl.agents.adapters.reasoning_gym import reasoning_gym_rollout, reasoning_gym_rows
@@ -24,6 +27,7 @@ from hybrid_rl.agents.floor import RolloutClient, checked_trajectories
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.errors import ConfigError, DataError
+from tests.callers import build_policy
 from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent, text_of
 
 
@@ -255,6 +259,95 @@ def test_the_real_openenv_through_its_server() -> None:
         other.close()  # type: ignore[attr-defined]
         server.should_exit = True
         thread.join(10)
+
+
+SERVER = """
+import sys
+
+import uvicorn
+from openenv.core.env_server.http_server import create_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Word(Action):
+    n: int
+
+
+class Seen(Observation):
+    count: int = 0
+
+
+class Server(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def reset(self, seed=None, episode_id=None, **_):
+        self.count = 0
+        return Seen(count=0, done=False, reward=0.0)
+
+    def step(self, action, timeout_s=None, **_):
+        self.count += action.n
+        return Seen(count=self.count, done=False, reward=0.25)
+
+    @property
+    def state(self):
+        return State(episode_id="e", step_count=self.count)
+
+
+class Told(uvicorn.Server):
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        print(self.servers[0].sockets[0].getsockname()[1], flush=True)
+
+
+app = create_app(Server, Word, Seen, env_name="words", max_concurrent_envs=4)
+Told(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")).run()
+"""
+
+
+def test_trajectories_wait_for_a_session_of_the_real_openenv_server(tmp_path: Path) -> None:
+    """32 trajectories over a process that has four sessions: without the key some find the server full."""
+    pytest.importorskip("openenv.core")
+    from openenv.core import GenericEnvClient
+
+    def step(n: int) -> dict[str, int]:
+        """Step.
+
+        Args:
+            n: how far
+        """
+        return {"n": n}
+
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())  # printed once it listens
+        factory = openenv_environment(lambda: GenericEnvClient(base_url=f"http://127.0.0.1:{port}"), step)
+        model, tokenizer = build_policy([("step", {"n": 1}), ("step", {"n": 2})])
+        rows = [{"prompt": [{"role": "user", "content": f"go {place}"}]} for place in range(4)]
+        keys: dict[str, Any] = {"max_steps": 1, "prompts_per_step": 4, "num_generations": 8, "log_completions": 0}
+        lengths = {"max_completion_length": 160, "max_prompt_length": 300}
+        with Trainer(
+            model,
+            train_dataset=rows,
+            environment_factory=factory,
+            tokenizer=tokenizer,
+            output_dir=str(tmp_path),
+            max_environments=4,
+            **keys,
+            **lengths,
+        ) as trainer:
+            [(batch, metrics)] = list(trainer.steps())
+    finally:
+        server.kill()
+        server.communicate()
+    rewards = batch["rewards"].tolist()
+    assert len(rewards) == 32 and all(reward % 0.25 == 0 for reward in rewards) and max(rewards) > 0
+    assert metrics["rewards/num_failed"] == 0 and metrics["agents/ended_error"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ reasoning-gym
