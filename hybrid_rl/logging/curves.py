@@ -50,6 +50,7 @@ def draw(records: Records, picture: Path) -> None:
         panel.draw(axes, records, config)
         axes.set_title(panel.title, fontsize=10, loc="left")
         axes.set_xlabel("training step", fontsize=8, color=GREY)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8, colors=GREY)
         axes.spines[["top", "right"]].set_visible(False)

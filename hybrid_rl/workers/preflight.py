@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
     vllm = [f"{metadata.version(name)} ({name})" for name in metadata.packages_distributions().get("vllm", ())]
     found["vllm"] = vllm[0] if vllm else "missing"
     # Two checkouts have one version number, but not one set of sources.
-    found["hybrid_rl"] += f" ({_source_digest()})"
+    found["hybrid_rl"] += f" (sources {_source_digest()})"
     found["CUDA of torch"] = torch.version.cuda or "none"
     found["compiled extension"] = "built" if is_available() else "missing"
     return found

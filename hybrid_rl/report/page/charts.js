@@ -35,6 +35,12 @@ function baseLayout(extra = {}) {
 }
 
 const CONFIG = { displaylogo: false, responsive: true, displayModeBar: false };
+// Plotly would put a tick between two steps where there are few.
+function xAxis(traces) {
+  const values = traces.flatMap((trace) => trace.x), span = Math.max(...values) - Math.min(...values);
+  return { title: { text: AXES[view.axis], font: { size: 11 } }, ...(view.axis === "steps" && span < 8 ? { tick0: 0, dtick: 1 } : {}) };
+}
+
 const AXES = { steps: "training step", hours: "hours of training", tokens: "tokens" };
 
 function withAlpha(color, alpha) {
@@ -119,7 +125,7 @@ function chartCard(chart, runs) {
     const values = traces.flatMap((trace) => trace.y);
     if (!chart.log && !yaxis.range && values.length && values.every((value) => value === 0)) yaxis.range = [-0.05, 1];
     Plotly.react(plot, traces, baseLayout({ shapes: guides.shapes, annotations: guides.annotations, yaxis,
-      xaxis: { title: { text: AXES[view.axis], font: { size: 11 } } }, showlegend: traces.length > 1 || runs.length > 1 }), CONFIG);
+      xaxis: xAxis(traces), showlegend: traces.length > 1 || runs.length > 1 }), CONFIG);
   });
   return card;
 }
@@ -134,7 +140,7 @@ function anyMetricCard(runs) {
   const draw = () => {
     const traces = tracesOf({ metrics: [select.value], log: log.checked }, runs);
     for (const trace of traces) trace.name = escaped(trace.name);
-    Plotly.react(plot, traces, baseLayout({ yaxis: { type: log.checked ? "log" : "linear" }, xaxis: { title: { text: AXES[view.axis], font: { size: 11 } } } }), CONFIG);
+    Plotly.react(plot, traces, baseLayout({ yaxis: { type: log.checked ? "log" : "linear" }, xaxis: xAxis(traces) }), CONFIG);
   };
   select.addEventListener("change", draw);
   log.addEventListener("change", draw);
