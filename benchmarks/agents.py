@@ -1,10 +1,10 @@
 """Trajectories per second of a rollout of agents whose tools are heavy-tailed: by itself each, against in lock-step.
 
 Every trajectory has eight turns on the embedded engine, with a tool call between two; tools only wait. Ours is
-`AgentRollout`. In lock-step every turn of all trajectories is generated as one batch, then all tools are called at once
-and all are awaited. `--compare one-by-one` calls the tools of a batch one after the other, as TRL calls tools that are
-not coroutines; `--compare trl` runs TRL's own loop of tools with the same model, if TRL can be had. The two sides take
-turns, rollout by rollout. Prints one line of JSON per number of threads.
+`TrajectoryStream`. In lock-step every turn of all trajectories is generated as one batch, then all tools are called at
+once and all are awaited. `--compare one-by-one` calls the tools of a batch one after the other, as TRL calls tools that
+are not coroutines; `--compare trl` runs TRL's own loop of tools with the same model, if TRL can be had. The two sides
+take turns, rollout by rollout. Prints one line of JSON per number of threads.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 from hybrid_rl.rewards import TrainerState  # noqa: E402
-from hybrid_rl.rollout.agentic import AgentRollout  # noqa: E402
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask  # noqa: E402
+from hybrid_rl.rollout.trajectory_stream import TrajectoryStream  # noqa: E402
 
 TURNS = 8
 SHORTEST, LONGEST = 8, 40  # tokens of an answer, and of what a tool returns
@@ -140,7 +140,7 @@ class Sides:
         self._client = EngineClient(self._engine)
         self._plan: Plan | None = None
         self._begun: Counter[int] = Counter()  # trajectories of each prompt
-        self._rollout = AgentRollout(
+        self._rollout = TrajectoryStream(
             self._client,
             None,
             PlainText(build_tokenizer()),

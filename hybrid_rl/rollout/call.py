@@ -1,13 +1,14 @@
-"""The request for a rollout: its prompts, and what they have in common."""
+"""The request for a rollout, its prompts and what they have in common; and the report that comes with its samples."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.held import HoldRule
+from hybrid_rl.engines.base import SamplingParams, SlotUse
+from hybrid_rl.metrics import MetricSums
+from hybrid_rl.rewards import RewardFailure, TrainerState
+from hybrid_rl.rollout.hold_rule import HoldRule
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,19 @@ class RolloutCall:
     def number_of(self, trajectory: int) -> int:
         """Return the place of a trajectory among all of this rollout. Noise may depend on it, but not on the id."""
         return trajectory - self.first_id
+
+
+@dataclass
+class RolloutReport:
+    """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
+    numbers of log_metric. retried: as in `RewardResult`. metrics: of the samples themselves. use: of the engine while
+    it generated them; 0 steps = not counted. num_missing: tokens that may be expected to be generated yet for what the
+    worker holds."""
+
+    seconds: dict[str, float]
+    failures: list[RewardFailure] = field(default_factory=list)
+    logged: MetricSums = field(default_factory=MetricSums)
+    retried: dict[str, tuple[int, str]] = field(default_factory=dict)
+    metrics: MetricSums = field(default_factory=MetricSums)
+    use: SlotUse = SlotUse()
+    num_missing: int = 0

@@ -23,14 +23,14 @@ from hybrid_rl.errors import DataError, counted
 from hybrid_rl.metrics import Timings
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
-from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.dealing import TaskList
-from hybrid_rl.rollout.held import HeldPrompt, HoldRule, check_row
+from hybrid_rl.rollout.held_files import check_row
+from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 from hybrid_rl.rollout.lengths import LengthRecord, group_lengths, length_metrics
 from hybrid_rl.rollout.observed import baseline_metrics, dataset_metrics, reward_metrics, success_rates
 from hybrid_rl.rollout.open_prompts import OpenPrompts
 from hybrid_rl.rollout.refill import Refill
-from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
 from hybrid_rl.rollout.tally import GREEDY, Collected, Tally
 from hybrid_rl.rollout.won import SecondsWon

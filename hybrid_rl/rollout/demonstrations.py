@@ -20,8 +20,8 @@ from hybrid_rl.data.text import text_ids
 from hybrid_rl.engines.base import FinishedSample, SamplingParams
 from hybrid_rl.errors import DataError, ModelError, shorten
 from hybrid_rl.metrics import Timings
-from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.scored import RolloutReport, sample_columns
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.sample_columns import sample_columns
 
 COMPLETION_COLUMN = "completion"
 DEMONSTRATION = "demonstration"  # in the place of a reward function's name: each has the reward 1
@@ -167,7 +167,7 @@ class DemonstrationEncoder:
 
 
 class Demonstrations:
-    """Makes batches of demonstrations, as `ScoredRollout` makes those of samples. decode: token ids to text without
+    """Makes batches of demonstrations, as `GroupStream` makes those of samples. decode: token ids to text without
     special tokens."""
 
     def __init__(self, encoder: DemonstrationEncoder, decode: Callable[[Sequence[int]], str]) -> None:

@@ -24,7 +24,7 @@ from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState
 from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.agent_columns import AGENT, Attempt, reward_input
 from hybrid_rl.rollout.call import RolloutCall
-from hybrid_rl.rollout.scored import MAX_SUBMISSIONS, whole_groups
+from hybrid_rl.rollout.sample_columns import MAX_SUBMISSIONS, whole_groups
 from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 
 logger = logging.getLogger("hybrid_rl")
@@ -89,7 +89,7 @@ class Room:
 
 @dataclass(eq=False)
 class Episodes:
-    """The trajectories of one call of `AgentRollout.run`, or of one group that is held, on the event loop.
+    """The trajectories of one call of `TrajectoryStream.run`, or of one group that is held, on the event loop.
 
     limits: of each trajectory; rewards: None = nothing is scored. room: for those that are under way. state: of the
     run, which reward functions are told. max_submissions: calls of reward functions, if they score one by one. advance:

@@ -37,7 +37,7 @@ def judge_encoder(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
 
 
 class JudgeRound:
-    """Same arguments as ScoredRollout. Runs inside the session in which the samples were made, whose prefixes its
+    """Same arguments as GroupStream. Runs inside the session in which the samples were made, whose prefixes its
     prompts find."""
 
     def __init__(

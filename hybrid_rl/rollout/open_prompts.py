@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.errors import CheckpointError, ConfigError, counted
-from hybrid_rl.rollout.held import HeldPrompt, HoldRule
+from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 
 
 class OpenPrompts:

@@ -11,9 +11,8 @@ from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.errors import AgentError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.rewards import RewardFailure, check_failure_share, check_not_ended, format_failures
-from hybrid_rl.rollout.call import RolloutCall
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport
 from hybrid_rl.rollout.lengths import length_metrics
-from hybrid_rl.rollout.scored import RolloutReport
 from hybrid_rl.rollout.won import SecondsWon
 
 logger = logging.getLogger("hybrid_rl")

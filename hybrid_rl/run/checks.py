@@ -218,7 +218,7 @@ def _refuse_what_rewards_would_feed(config: TrainerConfig) -> None:
 def _check_step_rewards(config: TrainerConfig, *, is_dense: bool, is_own_dense: bool) -> None:
     """Raise ConfigError if an estimator needs rewards per token and gets none, or cannot use those that it gets.
     is_dense: whether there may be any; is_own_dense: whether a function gives some. An agent may reward its turns or
-    not, so that it is told when it does (`rollout/agentic.py`)."""
+    not, so that it is told when it does (`rollout/trajectory_stream.py`)."""
     if config.advantage.needs_step_rewards and not is_dense:
         raise ConfigError(
             "token_level=true normalises rewards per token, but no reward function returns any, so it would do "

@@ -35,7 +35,7 @@ from hybrid_rl.models.lora.folder import stored_parameters
 from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.rollout.collector import Collector, StepPlan
-from hybrid_rl.rollout.held import HoldRule
+from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from hybrid_rl.agents.chat import Chat
@@ -10,27 +9,17 @@ from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.plain import PlainText
-from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.rewards import RewardRunner
-from hybrid_rl.rollout.agentic import AgentRollout
-from hybrid_rl.rollout.held_agents import HeldAgentRollout
-from hybrid_rl.rollout.judged import Encode
-from hybrid_rl.rollout.partial import Gather
+from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from hybrid_rl.workers.setup import WorkerSetup
 
 
-def agent_rollout(
-    setup: WorkerSetup,
-    client: EngineClient,
-    rewards: RewardRunner,
-    gather: Gather,
-    *,
-    encode: Encode,
-    max_length: int,
-) -> AgentRollout:
-    """Make it from the setup of a worker. gather: the values of all ranks, by rank; encode, max_length: of questions to
-    judges. Raises ConfigError for agents that cannot be used."""
+def trajectory_stream(
+    setup: WorkerSetup, client: EngineClient, rewards: RewardRunner, **options: Any
+) -> TrajectoryStream:
+    """Make it from the setup of a worker. options: arguments of GroupStream. Raises ConfigError for agents that cannot
+    be used."""
     config = setup.config
     agents = setup.agents
     assert agents is not None
@@ -40,24 +29,19 @@ def agent_rollout(
         config.agents.max_tool_calling_iterations,
         setup.max_length - config.rollout.max_completion_length,
     )
-    is_held = isinstance(config.buffer, HeldConfig)
-    make: Any = partial(HeldAgentRollout, gather=gather) if is_held else AgentRollout
-    made: AgentRollout = make(
+    return TrajectoryStream(
         client,
         rewards,
         chat_format(setup),
         None if agents.rollout_func is not None else make_agent(setup),
         limits,
-        seed=config.seed,
         config=config.agents,
         max_running=max(1, config.rollout.max_num_seqs // config.rollout.ranks_per_engine),
         rollout_func=agents.rollout_func,
-        encode=encode,
-        max_length=max_length,
         tokenizer=setup.tokenizer,
         turn_rewards_problem=agents.turn_rewards_problem,
+        **options,
     )
-    return made
 
 
 def chat_format(setup: WorkerSetup) -> ChatFormat:

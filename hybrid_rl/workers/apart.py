@@ -31,10 +31,8 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.disk import version_folder
-from hybrid_rl.rollout.held import HeldPrompt
-from hybrid_rl.rollout.held_agents import HeldAgentRollout
-from hybrid_rl.rollout.partial import PartialRollout
-from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.tally import use_metrics
 from hybrid_rl.sharding.build import policy_on_meta
 from hybrid_rl.training.cycle import memory_phases
@@ -143,8 +141,7 @@ class RolloutWorker(GeneratingWorker):
         """Generate the next step's batch, beginning with this rank's prompts. If a newer version is written meanwhile
         and completions may be held, they are broken off and go on with that one. Returns metrics, how full the engine
         was with the weights of each version, and seconds."""
-        rollout, start, learner, uses = self._rollout, now(), call.version + 1, list[SlotUse]()
-        assert isinstance(rollout, PartialRollout | HeldAgentRollout), "ranks that only generate hold groups"
+        start, learner, uses = now(), call.version + 1, list[SlotUse]()
         breaks_off = self._config.rollout.partial
 
         def is_outdated() -> bool:
@@ -154,7 +151,7 @@ class RolloutWorker(GeneratingWorker):
 
         while True:
             with self.phase(self._cycle.generate):
-                is_broken_off, metrics, use = rollout.go_ahead(tasks, call, learner, is_outdated)
+                is_broken_off, metrics, use = self._stream.go_ahead(tasks, call, learner, is_outdated)
             uses.append(use)
             if not is_broken_off:
                 return metrics, uses, now() - start

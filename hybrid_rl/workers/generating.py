@@ -21,15 +21,15 @@ from hybrid_rl.metrics import now
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.likeness import check_fingerprint
 from hybrid_rl.process import progress
-from hybrid_rl.rollout.agentic import AgentRollout
-from hybrid_rl.rollout.held import HeldPrompt, held_text
-from hybrid_rl.rollout.held_agents import HeldAgentRollout
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.completion_stream import CompletionStream
+from hybrid_rl.rollout.held_files import held_text
+from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
-from hybrid_rl.rollout.partial import PartialRollout
-from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask, ScoredRollout
+from hybrid_rl.rollout.stream import GroupStream
 from hybrid_rl.sharding.build import build_model
-from hybrid_rl.workers.agents import agent_rollout
+from hybrid_rl.workers.agents import trajectory_stream
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.handoff_probe import HandoffProbe
 from hybrid_rl.workers.replicas import check_replicas
@@ -83,16 +83,12 @@ class GeneratingWorker(WorkerBase):
         longest = model.length_limit
         limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
         encode = judge_encoder(setup.tokenizer, config.data.chat_template_kwargs)
-        judging: Any = {"encode": encode, "max_length": min(limits)}
-        self._rollout: ScoredRollout | AgentRollout
-        if setup.agents is None and isinstance(config.buffer, HeldConfig):
-            self._rollout = PartialRollout(
-                self._client, self._rewards, setup.decode, seed=config.seed, gather=context.gather, **judging
-            )
-        elif setup.agents is None:
-            self._rollout = ScoredRollout(self._client, self._rewards, setup.decode, seed=config.seed, **judging)
-        else:
-            self._rollout = agent_rollout(setup, self._client, self._rewards, context.gather, **judging)
+        options: Any = {"seed": config.seed, "gather": context.gather, "encode": encode, "max_length": min(limits)}
+        self._stream: GroupStream[Any] = (
+            CompletionStream(self._client, self._rewards, setup.decode, **options)
+            if setup.agents is None
+            else trajectory_stream(setup, self._client, self._rewards, **options)
+        )
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, config, context)
         self._reward_models.check_prompts(setup.first_prompt)
@@ -104,12 +100,11 @@ class GeneratingWorker(WorkerBase):
         """Go on with a configuration that differs in what may change between steps. rewards: None = as they are."""
         if rewards is not None:
             runner, old = rewards.runner(config), self._rewards
-            self._rollout.score_with(runner)
+            self._stream.score_with(runner)
             self._rewards = runner
             old.close()
         self._config = config
-        if isinstance(self._rollout, AgentRollout):
-            self._rollout.sample_at(config.rollout.temperature)
+        self._stream.sample_at(config.rollout.temperature)
 
     # ------------------------------------------------------------------------------------------------- handoffs
 
@@ -194,7 +189,7 @@ class GeneratingWorker(WorkerBase):
         since they were published: it sleeps without a copy. Reward models score when the engine has finished."""
         self._require_weights(call.version)
         with self.phase(self._cycle.generate):
-            batch, report = self._rollout.run(tasks, call)
+            batch, report = self._stream.run(tasks, call)
         check_origins(batch)
         if call.is_scored and self._rewards.entries.models:
             with self.phase(self._cycle.reward), progress.doing("reward models"):
@@ -205,21 +200,18 @@ class GeneratingWorker(WorkerBase):
     @dispatch(collect="all")
     def held_texts(self, step: int) -> str:
         """Return the groups that are held after a training step, as checkpoints have them."""
-        assert isinstance(self._rollout, PartialRollout | HeldAgentRollout)
-        return held_text(self._rollout.held(step))
+        return held_text(self._stream.held(step))
 
     @dispatch(collect="all")
     def held_prompts(self, step: int, folder: Path | None = None) -> list[tuple[int, HeldPrompt]]:
         """Return id and prompt of the groups that are held after a training step. folder: of a checkpoint of that step;
         go on with what it holds."""
-        if not isinstance(self._rollout, PartialRollout | HeldAgentRollout):
-            return []
-        if folder is not None:
-            self._rollout.load(step, folder, self._context.data_rank, self._context.num_data_ranks)
-        return [(group.group, group.prompt(self._context.data_rank)) for group in self._rollout.held(step)]
+        if folder is not None and isinstance(self._config.buffer, HeldConfig):
+            self._stream.load(step, folder, self._context.data_rank, self._context.num_data_ranks)
+        return [(group.group, group.prompt(self._context.data_rank)) for group in self._stream.held(step)]
 
     def close(self) -> None:
         """Stop scoring and generating."""
-        self._rollout.close()
+        self._stream.close()
         self._rewards.close()
         self._side.close()

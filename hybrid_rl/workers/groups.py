@@ -13,8 +13,8 @@ from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import StorageError, WorkerError, counted
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums
-from hybrid_rl.rollout.held import HeldPrompt
-from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.hybrid import HybridWorker

@@ -24,9 +24,9 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.inject import leave
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
 from hybrid_rl.rollout.records import extracted_answers, sample_records
-from hybrid_rl.rollout.scored import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.cycle import memory_phases
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
@@ -238,7 +238,7 @@ class HybridWorker(SavingWorker):
 
     def close(self) -> None:
         """Stop scoring and generating. Modules that the user has passed get their weights back."""
-        self._rollout.close()
+        self._stream.close()
         self._rewards.close()
         self._wake_what_is_the_users(make_room=self._side.close)
         self._side.close()

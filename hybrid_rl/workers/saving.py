@@ -13,6 +13,7 @@ from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, confi
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.snapshot import Room, SaveModel
 from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint, write_model
+from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import dispatch
 from hybrid_rl.controller.session import shared_memory, temporary_folder
 from hybrid_rl.files import Sink
@@ -21,9 +22,7 @@ from hybrid_rl.memory.residents import sized
 from hybrid_rl.metrics import now
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.models.tokenizer import save_tokenizer
-from hybrid_rl.rollout.held import save_held, write_held
-from hybrid_rl.rollout.held_agents import HeldAgentRollout
-from hybrid_rl.rollout.partial import PartialRollout
+from hybrid_rl.rollout.held_files import save_held, write_held
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.workers.generating import GeneratingWorker
 from hybrid_rl.workers.roles import Roles
@@ -102,8 +101,8 @@ class SavingWorker(GeneratingWorker):
             if held is not None:
                 for rank, text in enumerate(held if self._is_first else ()):
                     write_held(folder, rank, text)
-            elif isinstance(self._rollout, PartialRollout | HeldAgentRollout):
-                save_held(folder, self._context.rank, self._rollout.held(state["global_step"]))
+            elif isinstance(self._config.buffer, HeldConfig):
+                save_held(folder, self._context.rank, self._stream.held(state["global_step"]))
 
         return save_model
 

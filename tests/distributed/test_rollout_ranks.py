@@ -219,10 +219,10 @@ def sabotage(side: str):
 
 def _broken(side: str):
     """Made on the ranks of both sides."""
-    from hybrid_rl.rollout.partial import PartialRollout
+    from hybrid_rl.rollout.completion_stream import CompletionStream
     from hybrid_rl.training.actor import Actor
 
-    go_ahead, update = PartialRollout.go_ahead, Actor.update
+    go_ahead, update = CompletionStream.go_ahead, Actor.update
 
     def dies(self, tasks, call, *given):
         if call.state.global_step == 2:
@@ -235,7 +235,7 @@ def _broken(side: str):
         return update(self, batch, plan, version)
 
     if side == "rollout":
-        PartialRollout.go_ahead = dies
+        CompletionStream.go_ahead = dies
     else:
         Actor.update = raises
     return sabotage(side)

@@ -93,7 +93,7 @@ def test_the_engine_needs_as_many_passes(monkeypatch: pytest.MonkeyPatch, tmp_pa
     plan: Any = trainer.collector._plan
     monkeypatch.setattr(trainer.collector, "_plan", replace(plan, hold=replace(plan.hold, check_steps=1)))
     worker: Any = trainer.policy._backend._worker  # type: ignore[attr-defined]
-    run, counted = worker._rollout.run, []
+    run, counted = worker._stream.run, []
 
     def counting(*arguments: Any) -> Any:
         before = worker._engine.stats().num_steps
@@ -101,7 +101,7 @@ def test_the_engine_needs_as_many_passes(monkeypatch: pytest.MonkeyPatch, tmp_pa
         counted.append(worker._engine.stats().num_steps - before)
         return found
 
-    monkeypatch.setattr(worker._rollout, "run", counting)
+    monkeypatch.setattr(worker._stream, "run", counting)
     with trainer:
         list(trainer.steps())
     seeds = (

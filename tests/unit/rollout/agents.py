@@ -19,8 +19,8 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rewards import GivenReward, RewardRunner, TrainerState
-from hybrid_rl.rollout.agentic import AgentRollout
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -56,7 +56,7 @@ class Rig:
         self.client = EngineClient(self.engine)
         given = [GivenReward("agent", is_dense=True)]
         self.rewards = RewardRunner([*(functions or []), *given], **rewards)
-        self.rollout = AgentRollout(
+        self.rollout = TrajectoryStream(
             self.client,
             self.rewards,
             chat or PlainText(TOKENIZER),

@@ -27,10 +27,11 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.results import RewardResult
-from hybrid_rl.rollout import ending, held_agents, scored
+from hybrid_rl.rollout import hold_rule, stream
 from hybrid_rl.rollout.collector import Collector, StepPlan
-from hybrid_rl.rollout.held import HoldRule, save_held
-from hybrid_rl.rollout.partial import PartialRollout
+from hybrid_rl.rollout.completion_stream import CompletionStream
+from hybrid_rl.rollout.held_files import save_held
+from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.workers.hybrid import HybridWorker
 
 STOP = 1
@@ -284,7 +285,7 @@ class Run:
 
     def _rank(self, client: EngineClient, gather: Callable[[Any], list[Any]]) -> Any:
         rewards: Any = Lengths()
-        return PartialRollout(client, rewards, lambda ids: str(len(ids)), seed=7, gather=gather)
+        return CompletionStream(client, rewards, lambda ids: str(len(ids)), seed=7, gather=gather)
 
     def rollout(self, *args: Any) -> Any:
         """Call the ranks as the worker group does."""
@@ -401,5 +402,5 @@ class Run:
 
 def listen(monkeypatch: Any, runs: Callable[[], Script]) -> None:
     """Let ranks ask the script of the present run whether they are interrupted."""
-    for module in (ending, scored, held_agents):
+    for module in (hold_rule, stream):
         monkeypatch.setattr(module, "interrupt_requested", lambda: runs().interrupt_requested())

@@ -14,7 +14,7 @@ from hybrid_rl.agents.client import Limits
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.engines.client import EngineClient
-from hybrid_rl.rollout.held_agents import HeldAgentRollout
+from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from tests.unit.rollout.holding import MAX_TOKENS, STOP, Lengths, Run, Step, logprob_of, token_of
 
 TOOL = 950  # a token that no policy makes
@@ -75,7 +75,7 @@ class AgentRun(Run):
         rewards, chat = Lengths(), Numbers()
         named: Any = {"config": AgentConfig(**self.keys), "max_running": self.setting.slots}
         arguments: Any = (client, rewards, chat, self.environments.agent, Limits(MAX_TOKENS, 10**4))
-        return HeldAgentRollout(*arguments, seed=7, gather=gather, **named)
+        return TrajectoryStream(*arguments, seed=7, gather=gather, **named)
 
     def close(self) -> None:
         for rank in self.ranks:

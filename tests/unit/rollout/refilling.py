@@ -10,7 +10,7 @@ from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams, SlotUse
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.collector import Collector, StepPlan
-from hybrid_rl.rollout.scored import ScoredRollout
+from hybrid_rl.rollout.completion_stream import CompletionStream
 from tests.unit.rollout.scripted import STATE, Workers, decode
 
 GREEDY_TOKEN = 8
@@ -92,7 +92,7 @@ class Rig:
         runners = [RewardRunner(functions, weights=weights) for _ in range(num_ranks)]
         self.rewards = runners[0]
         self.clients = [NumberedClient(between) for _ in range(num_ranks)]
-        ranks = [ScoredRollout(c, r, decode, seed=11) for c, r in zip(self.clients, runners, strict=True)]
+        ranks = [CompletionStream(c, r, decode, seed=11) for c, r in zip(self.clients, runners, strict=True)]
         self.sampler = ListSampler(rows)
         self.workers = workers(ranks, keep=keep)
         self.collector = Collector(

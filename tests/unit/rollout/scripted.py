@@ -15,7 +15,7 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams, SlotUse
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import StepPlan, replay
-from hybrid_rl.rollout.scored import ScoredRollout
+from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.tally import Collected
 from hybrid_rl.workers.hybrid import HybridWorker
 
@@ -79,7 +79,7 @@ class Workers:
     With `keep` the samples stay with the ranks and a reference comes back, as between processes.
     """
 
-    def __init__(self, ranks: Sequence[ScoredRollout], *, keep: bool = False) -> None:
+    def __init__(self, ranks: Sequence[CompletionStream], *, keep: bool = False) -> None:
         self.ranks, self.keep = ranks, keep
         self.kept: list[Batch] = []
 

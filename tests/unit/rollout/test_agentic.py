@@ -23,8 +23,8 @@ from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from hybrid_rl.rewards import EngineJudge, group_reward
 from hybrid_rl.rewards.results import cause_of
-from hybrid_rl.rollout.agentic import limits_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.trajectory_stream import limits_of
 from tests.tiny import ids_of
 from tests.unit.rollout.agents import (
     MAX_TOKENS,

@@ -14,12 +14,12 @@ from hybrid_rl.engines.base import SamplingParams, SlotUse
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardFailure, RewardRunner, TrainerState
-from hybrid_rl.rollout.call import RolloutCall
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport
 from hybrid_rl.rollout.collector import Collector, StepPlan
+from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.generations import generations_of
 from hybrid_rl.rollout.lengths import length_metrics
 from hybrid_rl.rollout.observed import reward_metrics
-from hybrid_rl.rollout.scored import RolloutReport, ScoredRollout
 from hybrid_rl.rollout.tally import Tally
 from tests.turns import cut_in_turns
 from tests.unit.engines.engines import decode as letters
@@ -32,7 +32,7 @@ NAN = math.nan
 def collector_of(functions, clients, *, plan=None, share=1.0, keep=False, decode=decode, **options):
     """A collector over a rank per client, each with a reward runner of its own (functions None: without)."""
     runners = [None if functions is None else RewardRunner(functions, **options) for _ in clients]
-    ranks = [ScoredRollout(c, runner, decode, seed=11) for c, runner in zip(clients, runners, strict=True)]
+    ranks = [CompletionStream(c, runner, decode, seed=11) for c, runner in zip(clients, runners, strict=True)]
     names = runners[0].names if runners[0] else ()
     return Collector(Workers(ranks, keep=keep), names, plan, max_failure_share=share)
 
@@ -414,7 +414,7 @@ def test_the_turns_that_ranks_made_come_in_order_and_count_once(caplog):
             return cut_in_turns(batch), reports
 
     runner = RewardRunner(lambda completion_ids, **_: [NAN if len(ids) == 3 else 1.0 for ids in completion_ids])
-    workers = Turns([ScoredRollout(ScriptedClient(), runner, decode, seed=11) for _ in range(2)], keep=False)
+    workers = Turns([CompletionStream(ScriptedClient(), runner, decode, seed=11) for _ in range(2)], keep=False)
     collector = Collector(workers, ("f",), None, max_failure_share=0.25)
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         made = collector.rollout(ROWS, 2, SamplingParams(3), 9, STATE, purpose="test")

@@ -17,7 +17,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout import held_turns
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.dealing import TaskList
-from hybrid_rl.rollout.held import HoldRule
+from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.workers.apart import divided
 from tests.unit.rollout.holding import Run, Script, Setting, listen
 from tests.unit.rollout.holding_agents import AgentRun, Environments, sleepy

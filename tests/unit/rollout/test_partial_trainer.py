@@ -256,7 +256,7 @@ def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
     num_slots = 8  # all that is begun and unfinished
     for step in range(1, 5):
         batch, metrics = trainer.step()
-        held = trainer.policy._backend._worker._rollout.held(step)
+        held = trainer.policy._backend._worker._stream.held(step)
         num_held = sum(group.num_tokens for group in held)
         num_new = int(batch["completion_length"].sum())
         assert metrics["buffer/held_share"] == pytest.approx(num_held / (num_held + num_new))
@@ -274,7 +274,7 @@ def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
 def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
     trainer = make(oversample=1, **{"rollout.async_level": 1})
     trainer.step()
-    rollout = trainer.policy._backend._worker._rollout
+    rollout = trainer.policy._backend._worker._stream
     broken = Future()
     broken.set_exception(RewardError("gone"))
     for group in rollout.held(1):

@@ -13,7 +13,8 @@ from hybrid_rl.engines.base import SamplingParams, derive_seed
 from hybrid_rl.errors import RewardError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from hybrid_rl.rewards import RewardRunner
-from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.completion_stream import CompletionStream
 from tests.groups import OpenGroup
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, decode
 
@@ -30,7 +31,7 @@ def call(first_id=0, purpose="test", params=PARAMS, **options):
 
 def run(functions, script=SCRIPT, batches=None, between=lambda number: None, tasks=TASKS, **options):
     with RewardRunner(functions, **options) as rewards:
-        return ScoredRollout(ScriptedClient(script, batches, between), rewards, decode, seed=11).run(tasks, call())
+        return CompletionStream(ScriptedClient(script, batches, between), rewards, decode, seed=11).run(tasks, call())
 
 
 def length(completion_ids, **columns):
@@ -48,7 +49,7 @@ def no_interrupt():
 
 def test_requests_carry_prompts_groups_and_a_seed_of_their_own():
     client = ScriptedClient()
-    scored = ScoredRollout(client, None, decode, seed=11)
+    scored = CompletionStream(client, None, decode, seed=11)
     params = SamplingParams(3, temperature=0.5, stop_token_ids=(7,), seed=2)
     for first_id in (0, 4):
         scored.run(TASKS, call(first_id, "eval/3", params))
@@ -73,7 +74,7 @@ def test_requests_carry_prompts_groups_and_a_seed_of_their_own():
 def test_a_prompt_makes_the_same_requests_wherever_it_is_made():
     """Alone, or beside others: ids, groups and noise come from its place in the whole rollout."""
     client = ScriptedClient()
-    scored = ScoredRollout(client, None, decode, seed=11)
+    scored = CompletionStream(client, None, decode, seed=11)
     for tasks in (TASKS, TASKS[1:], TASKS[:1]):
         scored.run(tasks, call(first_id=40))
     whole, second, first = (requests for requests, _ in client.calls)
@@ -119,7 +120,7 @@ def test_the_oldest_version_behind_a_sample():
             return sample
 
     script = [([], "abort"), *SCRIPT[1:]]
-    batch, _ = ScoredRollout(Mixed(script), None, decode, seed=11).run(TASKS, call())
+    batch, _ = CompletionStream(Mixed(script), None, decode, seed=11).run(TASKS, call())
     # No token, one token (of version 9), and 9, 7 - index, 9 ...
     assert batch["oldest_version"].tolist() == [-1, 9, 5, 4]
     assert batch["policy_version"].values.tolist() == [9, 9, 5, 9, 9, 4]
@@ -142,7 +143,7 @@ def test_without_rewards_there_are_only_samples():
     closed = RewardRunner(length)
     closed.close()  # it refuses what it is asked
     for rewards, is_scored in ((None, True), (None, False), (closed, False)):
-        batch, _ = ScoredRollout(ScriptedClient(), rewards, decode, seed=0).run(TASKS, call(is_scored=is_scored))
+        batch, _ = CompletionStream(ScriptedClient(), rewards, decode, seed=0).run(TASKS, call(is_scored=is_scored))
         assert not {"rewards", "function_rewards", "extra"} & set(batch)
         assert batch["completion"] == ["ab", "c", "aaa", "bc"]
 
@@ -218,7 +219,7 @@ def test_failures_of_one_kind_bring_their_details_once():
 
 def test_failures_name_the_trajectory_of_the_batch():
     with RewardRunner(lambda completion_ids, **_: [math.nan] * len(completion_ids)) as rewards:
-        scored = ScoredRollout(ScriptedClient(), rewards, decode, seed=0)
+        scored = CompletionStream(ScriptedClient(), rewards, decode, seed=0)
         batch, report = scored.run(TASKS[1:], call(first_id=100))
     assert [failure.key.trajectory for failure in report.failures] == [102, 103]
     assert batch["trajectory"].tolist() == [102, 103] and batch["rewards"].isnan().all()
@@ -240,7 +241,7 @@ def test_a_reward_that_cannot_be_had_at_all_is_an_error():
     rewards = RewardRunner(length)
     rewards.close()
     with pytest.raises(RewardError, match="closed"):
-        ScoredRollout(ScriptedClient(), rewards, decode, seed=0).run(TASKS, call())
+        CompletionStream(ScriptedClient(), rewards, decode, seed=0).run(TASKS, call())
 
 
 # ------------------------------------------------------------------------------------------------------- interrupts
@@ -271,7 +272,7 @@ def test_a_reward_that_takes_long_can_be_interrupted(blocking):
         request_interrupt()
 
     with RewardRunner(blocking) as rewards:
-        scored = ScoredRollout(ScriptedClient(), rewards, decode, seed=0)
+        scored = CompletionStream(ScriptedClient(), rewards, decode, seed=0)
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             scored.run(TASKS, call())
@@ -288,7 +289,7 @@ def test_ctrl_c_really_sent_while_a_reward_takes_long(blocking):
     class Worker:
         def __init__(self, context):
             self.rewards = RewardRunner(blocking)
-            self.scored = ScoredRollout(ScriptedClient(), self.rewards, decode, seed=0)
+            self.scored = CompletionStream(ScriptedClient(), self.rewards, decode, seed=0)
 
         @dispatch()
         def run(self):

@@ -15,8 +15,9 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rewards import EngineJudge, RewardRunner, TrainerState
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.judged import JudgeRound, judge_encoder
-from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
 
@@ -61,7 +62,7 @@ def parse(text):
 def run(judges, answer, tasks=TASKS, call=CALL, **options):
     client = JudgingClient(answer)
     rewards = RewardRunner(judges)
-    scored = ScoredRollout(client, rewards, text_or_words, seed=11, encode=encode, **options)
+    scored = CompletionStream(client, rewards, text_or_words, seed=11, encode=encode, **options)
     batch, report = scored.run(tasks, call)
     rewards.close()
     return batch, report, client
@@ -193,12 +194,12 @@ def test_a_rank_without_samples_takes_part_in_the_round():
 
 def test_without_a_tokenizer_a_judge_is_refused():
     with pytest.raises(ConfigError, match="encode"):
-        ScoredRollout(ScriptedClient(), RewardRunner(EngineJudge()), decode, seed=0)
+        CompletionStream(ScriptedClient(), RewardRunner(EngineJudge()), decode, seed=0)
 
 
 def test_unscored_rollouts_ask_nobody():
     client = ScriptedClient()
-    scored = ScoredRollout(client, RewardRunner(EngineJudge()), decode, seed=0, encode=encode)
+    scored = CompletionStream(client, RewardRunner(EngineJudge()), decode, seed=0, encode=encode)
     batch, _ = scored.run(TASKS, RolloutCall(2, PARAMS, 9, STATE, "test", 0, is_scored=False))
     assert "rewards" not in batch and len(client.calls) == 1
 
@@ -235,7 +236,7 @@ def test_the_policy_judges_itself(chat):
     judge = EngineJudge("is {completion} {answer} to {prompt}", lambda answer: float(len(answer)), max_tokens=6)
     call = RolloutCall(3, SamplingParams(5, stop_token_ids=(EOS_ID,)), 1, TrainerState(1, 1, 0.0), "train/1", 0)
     with RewardRunner(judge) as rewards:
-        scored = ScoredRollout(EngineClient(engine), rewards, text, seed=0, encode=tokens, max_length=96)
+        scored = CompletionStream(EngineClient(engine), rewards, text, seed=0, encode=tokens, max_length=96)
         batch, report = scored.run(tasks, call)
     assert not report.failures and len(set(batch["completion"])) > 1
     plain = [
@@ -264,7 +265,7 @@ def test_questions_find_the_prefixes_of_the_samples_that_they_are_about():
 
     found = []
     with RewardRunner(EngineJudge("{prompt}x{completion}", lambda answer: 1.0, max_tokens=2)) as rewards:
-        scored = ScoredRollout(client, rewards, text, seed=0, encode=tokens, max_length=96)
+        scored = CompletionStream(client, rewards, text, seed=0, encode=tokens, max_length=96)
         for _ in range(2):
             scored.run(tasks, call)
             found.append(client.stats().num_prefix_tokens)

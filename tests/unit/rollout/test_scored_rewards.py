@@ -11,8 +11,9 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import FinishedSample, SamplingParams
 from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, format_reward, group_reward
 from hybrid_rl.rewards.results import THE_AGENT
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.late import LateScores, merge_late
-from hybrid_rl.rollout.scored import RolloutCall, RolloutTask, ScoredRollout
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
 
 TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]
@@ -23,7 +24,7 @@ NAN = math.nan
 
 def run(functions, batches=None, between=lambda number: None, tasks=TASKS, **options):
     with RewardRunner(functions, **options) as rewards:
-        scored = ScoredRollout(ScriptedClient(batches=batches, between=between), rewards, decode, seed=11)
+        scored = CompletionStream(ScriptedClient(batches=batches, between=between), rewards, decode, seed=11)
         return (*scored.run(tasks, CALL), rewards)
 
 
@@ -47,7 +48,7 @@ def test_samples_that_finish_one_by_one_share_few_calls():
     script = [([token], "stop") for token in range(1, 8)] * 3
     with RewardRunner(reward) as rewards:
         client = ScriptedClient(script, batches=[[index] for index in range(20)])
-        scored = ScoredRollout(client, rewards, decode, seed=11)
+        scored = CompletionStream(client, rewards, decode, seed=11)
         batch, _ = scored.run(TASKS[:1], RolloutCall(20, SamplingParams(3), 9, STATE, "test", FIRST_ID))
     assert sizes == [3] * 6 + [2]
     assert batch["rewards"].tolist() == [float(ids[0]) for ids, _ in script[:20]]
@@ -182,7 +183,7 @@ def test_functions_get_what_the_prompt_has_opened():
     rows = [PromptRow(0, "p", (7, 8), {}), PromptRow(1, "p", (8, 7), {})]
     with RewardRunner(look) as rewards:
         tasks = [RolloutTask(place, row) for place, row in enumerate(rows)]
-        batch, _ = ScoredRollout(Client(), rewards, decode, seed=11).run(tasks, CALL)
+        batch, _ = CompletionStream(Client(), rewards, decode, seed=11).run(tasks, CALL)
     said = "a</think><answer>b</answer>"
     assert sorted(seen) == [(said, "")] * 2 + [(said, "<think>\n")] * 2
     assert batch["rewards"].tolist() == [1.0, 1.0, 0.0, 0.0]

@@ -22,10 +22,9 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.collector import Collector, StepPlan
+from hybrid_rl.rollout.completion_stream import CompletionGroup, CompletionStream, in_order
 from hybrid_rl.rollout.dealing import TaskList
-from hybrid_rl.rollout.held import OpenGroup, in_order
 from hybrid_rl.rollout.lengths import LengthRecord, expected_length, group_lengths
-from hybrid_rl.rollout.scored import ScoredRollout
 from tests.unit.engines.engines import inplace, prompt
 from tests.unit.models.families import VOCABULARY
 from tests.unit.rollout import holding
@@ -152,7 +151,7 @@ def test_held_groups_start_with_what_is_begun_and_then_with_what_takes_longest()
     def group(number, num_samples, expected=None):
         ids = range(10 * number, 10 * number + num_samples)
         requests = {one: RolloutRequest(one, (4,), CALL.params, group=number) for one in ids}
-        return OpenGroup(row(number), number, 1, requests, expected=expected)
+        return CompletionGroup(row(number), number, 1, requests, expected=expected)
 
     def end(id_, num_tokens, reason):
         return FinishedSample(id_, [7] * num_tokens, [-1.0] * num_tokens, [0] * num_tokens, reason)
@@ -164,7 +163,7 @@ def test_held_groups_start_with_what_is_begun_and_then_with_what_takes_longest()
     assert [request.id for request in in_order(groups)] == [11, 10, 20, 21, 12, 1, 2]
     assert [one.num_missing for one in groups] == [12, 17 + 15 + 20, 80]
     assert [one.prompt(3).num_missing for one in groups] == [12, 52, 80]
-    again = [OpenGroup.of_json(one.to_json()) for one in groups]
+    again = [CompletionGroup.of_json(one.to_json()) for one in groups]
     assert [one.num_missing for one in again] == [12, 52, 80]
     assert in_order(again)[1].begun == Beginning((7,) * 25, (-1.0,) * 25, (0,) * 25)
 
@@ -182,7 +181,7 @@ def rolled_out(tasks, num_slots, num_ranks=1):
             return step()
 
         engine.step = counted_step
-        rollout = ScoredRollout(EngineClient(engine), None, lambda ids: str(len(ids)), seed=3)
+        rollout = CompletionStream(EngineClient(engine), None, lambda ids: str(len(ids)), seed=3)
         batch, _ = rollout.run(part, call)
         tokens, logprobs = batch["completion_ids"], batch["rollout_logprobs"]
         for place, trajectory in enumerate(batch["trajectory"].tolist()):
@@ -203,8 +202,9 @@ def test_order_and_dealing_change_no_sample_and_save_engine_steps(monkeypatch):
 
     monkeypatch.setattr(holding, "length_of", length_of)
     unknown, known = tasks_of([None] * 6), tasks_of(by_prompt)
-    rollout = ScoredRollout(EngineClient(KnownEngine(4, 100, Script(), 0)), None, str, seed=3)
-    seeds.update((request.params.seed, task.place) for task in known for request in rollout._requests(task, CALL))
+    rollout = CompletionStream(EngineClient(KnownEngine(4, 100, Script(), 0)), None, str, seed=3)
+    groups = [(rollout._begin(task, CALL), task.place) for task in known]
+    seeds.update((request.params.seed, place) for group, place in groups for request in group.requests.values())
     late, (late_steps,) = rolled_out(unknown, 4)
     early, (early_steps,) = rolled_out(known, 4)
     assert (late_steps, early_steps) == (24, 20)
@@ -285,14 +285,14 @@ def test_what_is_dropped_is_counted_and_nothing_is_held(tmp_path, monkeypatch):
     lengths = [9, 2, 2, 5, 3, 30, 4, 3]
     seeds = {}
     monkeypatch.setattr(holding, "length_of", lambda seed: lengths[seeds[seed]])
-    begun = holding.PartialRollout._begin
+    begun = holding.CompletionStream._begin
 
     def begin(rollout, task, call):
         found = begun(rollout, task, call)
         seeds.update((request.params.seed, task.row.index) for request in found.requests.values())
         return found
 
-    monkeypatch.setattr(holding.PartialRollout, "_begin", begin)
+    monkeypatch.setattr(holding.CompletionStream, "_begin", begin)
     setting = holding.Setting(2, 1, 0, 2, 0, "fifo", 2, num_ranks=1, slots=8, max_num_waiting=9, drops=True)
     run = holding.Run(setting, tmp_path)
     holding.listen(monkeypatch, lambda: run.script)
@@ -356,7 +356,7 @@ def test_a_real_engine_makes_the_same_samples_in_the_order_of_their_lengths():
         client.stream = lambda requests, version: started.append(requests) or stream(requests, version)
         sampler = SimpleNamespace(take=lambda num: rows[:num], metrics=dict, epoch=0.0)
         rewards = RewardRunner([lambda completions, **_: [0.0] * len(completions)])
-        workers = Workers([ScoredRollout(client, rewards, lambda ids: str(len(ids)), seed=11)])
+        workers = Workers([CompletionStream(client, rewards, lambda ids: str(len(ids)), seed=11)])
         collector = Collector(workers, ["zero"], StepPlan(sampler, 5, 3, params), max_failure_share=1.0, success=None)
         first = collector.collect(1, TrainerState(1, 10, 0.0)).batch
         if forgets:

@@ -14,7 +14,7 @@ from hybrid_rl.engines import client
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout import partial
+from hybrid_rl.rollout import stream
 from hybrid_rl.rollout.won import SecondsWon, num_steps
 from tests.unit.rollout import holding
 from tests.unit.rollout.holding import KnownEngine, Run, Setting, listen
@@ -109,7 +109,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(TimedEngine, "clock", clock, raising=False)
     monkeypatch.setattr(holding, "KnownEngine", TimedEngine)
-    for module in (client, partial):
+    for module in (client, stream):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     return clock
 

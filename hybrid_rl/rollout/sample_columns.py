@@ -1,0 +1,113 @@
+"""Finished samples as columns and as the inputs of reward functions; rewards as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hybrid_rl.batch import Jagged, SampleKey
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import FinishedSample
+from hybrid_rl.metrics import MetricSums
+from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult
+from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+
+# A submission wakes threads that take the interpreter from the engine; so finished samples wait until they are one in
+# so many of the rollout, or its last.
+MAX_SUBMISSIONS = 8
+
+
+def reward_input(
+    sample: FinishedSample, row: PromptRow, text: str, group: int, decode: Callable[[Sequence[int]], str]
+) -> RewardInput:
+    """Return what reward functions are given of a sample. text: of its completion; decode: as it was decoded."""
+    opening = opening_of(row.prompt, decode(row.prompt_ids[-TAIL_TOKENS:]))
+    return RewardInput(
+        SampleKey(sample.id), row.prompt, text, sample.completion_ids, row.columns, group=group, opening=opening
+    )
+
+
+def whole_groups(
+    unscored: dict[int, list[RewardInput]], finished: Sequence[RewardInput], num_generations: int
+) -> list[RewardInput]:
+    """Return the samples of groups that are whole now, in order of generation; the others wait in `unscored`."""
+    whole: list[RewardInput] = []
+    for sample in finished:
+        members = unscored.setdefault(sample.group, [])
+        members.append(sample)
+        if len(members) == num_generations:
+            whole += sorted(unscored.pop(sample.group), key=lambda member: member.key)
+    return whole
+
+
+def sample_columns(
+    tasks: Sequence[RolloutTask], samples: Sequence[FinishedSample], call: RolloutCall
+) -> dict[str, Any]:
+    """Make the columns of finished samples, one task each, before anything is scored."""
+    groups = [call.group(task) for task in tasks]
+    return columns_of([task.row for task in tasks], groups, samples, call.params.temperature)
+
+
+def columns_of(
+    rows: Sequence[PromptRow], groups: Sequence[int], samples: Sequence[FinishedSample], temperature: float
+) -> dict[str, Any]:
+    """Make the columns of finished samples, each with its prompt and the id of its group."""
+    completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
+    prompts = Jagged.from_rows([list(row.prompt_ids) for row in rows], torch.int64)
+    keys = torch.tensor([SampleKey(sample.id) for sample in samples], dtype=torch.int64).view(-1, 2)
+
+    def aligned(name: str, dtype: torch.dtype) -> Jagged:
+        return completions.with_values(
+            torch.tensor([value for s in samples for value in getattr(s, name)], dtype=dtype)
+        )
+
+    return {
+        "prompt_ids": prompts,
+        "completion_ids": completions,
+        "completion_mask": completions.with_values(torch.ones_like(completions.values, dtype=torch.bool)),
+        "rollout_logprobs": aligned("logprobs", torch.float32),
+        "policy_version": aligned("versions", torch.int64),
+        "oldest_version": torch.tensor([min(s.versions, default=-1) for s in samples], dtype=torch.int64),
+        "prompt_length": prompts.lengths,
+        "completion_length": completions.lengths,
+        "temperature": torch.full((len(samples),), temperature, dtype=torch.float64),
+        "group": torch.tensor(groups, dtype=torch.int64),
+        "trajectory": keys[:, 0],
+        "turn": keys[:, 1],
+        "finish_reason": [sample.finish_reason for sample in samples],
+        "prompt": [row.prompt for row in rows],
+        "row": [dict(row.columns) for row in rows],
+    }
+
+
+def reward_columns(result: RewardResult, *, is_dense: bool) -> dict[str, Any]:
+    """Make the columns of rewards. is_dense: on every rank alike, whatever the samples of this one got."""
+    columns: dict[str, Any] = {
+        "rewards": torch.from_numpy(result.rewards),
+        "function_rewards": result.values.tolist(),
+        "extra": [
+            {name: by_key[key] for name, by_key in result.extras.items() if key in by_key} for key in result.keys
+        ],
+    }
+    if is_dense:
+        tokens = [torch.from_numpy(row) for row in result.token_rewards]
+        columns["token_rewards"] = Jagged.from_rows(tokens, torch.float32)
+    return columns
+
+
+def first_in_full(failures: Sequence[RewardFailure]) -> list[RewardFailure]:
+    """Keep the details of the first failure of each kind only, which is what is shown."""
+    first = {(failure.function, failure.reason): failure for failure in reversed(failures)}
+    return [one if one is first[one.function, one.reason] else replace(one, detail="") for one in failures]
+
+
+def logged_means(result: RewardResult) -> MetricSums:
+    """Return what reward functions gave to log_metric, as means over samples."""
+    logged = MetricSums()
+    for name, numbers in result.metrics.items():
+        logged.mean(name, sum(n * count for n, count in numbers), sum(count for _, count in numbers))
+    return logged

@@ -1,0 +1,415 @@
+"""The stream of groups whose samples are trajectories: an agent makes each, turn by turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid_rl.agents.client import ChatFormat, Limits
+from hybrid_rl.agents.episode import Agent
+from hybrid_rl.agents.floor import RolloutFunction, check_rollout_func
+from hybrid_rl.agents.http_agent import HttpAgent
+from hybrid_rl.batch import Batch
+from hybrid_rl.config.agent_keys import AgentConfig
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import SlotUse
+from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.metrics import MetricSums, Timings, now
+from hybrid_rl.process import progress
+from hybrid_rl.rewards import RewardFailure, RewardRunner
+from hybrid_rl.rollout.agent_columns import (
+    AGENT,
+    Attempt,
+    agent_metrics,
+    as_written,
+    engine_metrics,
+    has_own_reward,
+    has_turn_reward,
+    own_rewards,
+    sample_inputs,
+    trajectory_columns,
+)
+from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.episodes import Episodes, EpisodeSettings, Room
+from hybrid_rl.rollout.held_files import check_tokens
+from hybrid_rl.rollout.held_json import read_fields
+from hybrid_rl.rollout.held_turns import HeldTurns
+from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
+from hybrid_rl.rollout.sample_columns import first_in_full, logged_means, reward_columns
+from hybrid_rl.rollout.stream import GroupStream, awaited
+from hybrid_rl.rollout.turns import EngineTurns
+
+logger = logging.getLogger("hybrid_rl")
+
+OPEN_PER_PLACE = 2  # trajectories under way for each that the engine runs at once: so many may wait for tools
+
+
+@dataclass(eq=False)
+class TrajectoryGroup:
+    """The trajectories of one prompt. call: the rollout that began them. episodes, running: while they are alive;
+    is_whole: whether all had ended when `look` was called last."""
+
+    task: RolloutTask
+    call: RolloutCall
+    episodes: Episodes | None = None
+    running: Future[None] | None = None
+    is_whole: bool = False
+
+    @property
+    def group(self) -> int:
+        """Its id."""
+        return self.call.group(self.task)
+
+    @property
+    def row(self) -> PromptRow:
+        """Its prompt."""
+        return self.task.row
+
+    @property
+    def born(self) -> int:
+        """The training step that began it first."""
+        return self.call.state.global_step
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the weights that made its oldest token; None if it has none."""
+        asked = [] if self.episodes is None else self.episodes.asked
+        return min((tokens.oldest_version for tokens in asked if tokens.oldest_version is not None), default=None)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that may be expected to be generated for it yet: nobody knows what agents will ask."""
+        return 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the policy in answers that are complete."""
+        attempts = [] if self.episodes is None else self.episodes.attempts
+        return sum(sum(sample.mask) for attempt in attempts for sample in attempt.trajectory.samples)
+
+    def prompt(self, data_rank: int) -> HeldPrompt:
+        """Return what the driver knows of it. data_rank: which of the ranks that have samples of their own holds it."""
+        call = self.call
+        return HeldPrompt(self.row, call.num_generations, call.params.temperature, self.oldest_version, data_rank)
+
+    def look(self) -> None:
+        """Note whether it is whole. Raises what ended its coroutines."""
+        if self.episodes is not None and self.running is not None:
+            if self.running.done():
+                self.running.result()
+            self.is_whole = self.episodes.is_made
+
+    def end(self) -> None:
+        """Forget its trajectories, which have ended."""
+        self.episodes, self.running, self.is_whole = None, None, False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what it takes to begin it again, in what JSON can hold exactly."""
+        call = {name: value for name, value in dataclasses.asdict(self.call).items() if name != "hold"}
+        return {"place": self.task.place, "row": dataclasses.asdict(self.row), "call": call}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> TrajectoryGroup:
+        """Make the group that `to_json` described. Raises CheckpointError, with a key, for anything else."""
+        kept = read_fields(_Kept, found, "")
+        check_tokens(kept.row.prompt_ids, "row.prompt_ids")
+        return cls(RolloutTask(kept.place, kept.row), kept.call)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What `TrajectoryGroup.to_json` gives."""
+
+    place: int
+    row: PromptRow
+    call: RolloutCall
+
+
+class TrajectoryStream(GroupStream[TrajectoryGroup]):
+    """Makes groups of trajectories, each of which an agent makes. Without a rule they run to their end, in what room
+    the held ones leave, and nothing of them outlives the call.
+
+    With a rule, coroutines, tools and environments of a trajectory that is held go on where they are; only what the
+    engine was generating is broken off, and asked for again under the new weights. Nothing but its prompt can be kept
+    of a trajectory once its coroutine is gone: a resumed run, and a step that was taken back, begin it again; so does
+    everything that is held after an error.
+
+    agent: makes one trajectory; rollout_func: all of those of a call, or of a held group, instead of an agent. limits:
+    of a trajectory; its length is that of the call. max_running: sequences that the engine runs at once. tokenizer:
+    offered to rollout_func. turn_rewards_problem: why turns may have no rewards of their own ("" = they may), which
+    `run` raises as ConfigError. options: the other arguments of GroupStream.
+
+    Raises ConfigError for a judge without `encode`, for a rollout_func that is not `async def`, and for neither or both
+    of agent and rollout_func.
+    """
+
+    has_agents = True
+
+    def __init__(
+        self,
+        client: EngineClient,
+        rewards: RewardRunner | None,
+        chat: ChatFormat,
+        agent: Agent | None,
+        limits: Limits,
+        *,
+        seed: int,
+        config: AgentConfig,
+        max_running: int,
+        rollout_func: RolloutFunction | None = None,
+        tokenizer: Any = None,
+        turn_rewards_problem: str = "",
+        **options: Any,
+    ) -> None:
+        if (agent is None) == (rollout_func is None):
+            raise ConfigError("a rollout of agents takes either an agent or a rollout_func")
+        if rollout_func is not None:
+            check_rollout_func(rollout_func)
+        self._agent, self._limits, self._turn_rewards_problem = agent, limits, turn_rewards_problem
+        self._turns, self._held_turns = EngineTurns(client), HeldTurns(client)
+        self._settings = EpisodeSettings(
+            turns=self._turns,
+            chat=chat,
+            agent=agent,
+            rollout_func=rollout_func,
+            config=config,
+            seed=seed,
+            max_open=config.max_open_trajectories or OPEN_PER_PLACE * max_running,
+            tokenizer=tokenizer,
+        )
+        self._alive_after: int | None = None  # the step after which trajectories that are alive are held
+        self._room, self._before = Room(1), client.stats()  # of held trajectories; when the present step began
+        self._num_ended = 0  # trajectories of the present call
+        self._is_closed = self._has_warned = False
+        super().__init__(client, rewards, chat.decode, seed=seed, **options)
+
+    def score_with(self, rewards: RewardRunner | None) -> None:
+        """Score with these functions from now on. What is held begins again: environments of what was scored have
+        served others since."""
+        super().score_with(rewards)
+        self._release()
+
+    def sample_at(self, temperature: float) -> None:
+        """Let agents that ask over HTTP get answers at this temperature from now on; others follow the call."""
+        if isinstance(self._agent, HttpAgent):
+            self._agent.sample_at(temperature)
+
+    def close(self) -> None:
+        """Cancel what is held, close the agent, if it has a method for that, and end the event loops that agents run
+        on; idempotent."""
+        self._release()
+        close = getattr(self._agent, "close", None)
+        if close is not None and not self._is_closed:
+            close()
+        self._is_closed = True
+        self._turns.close()
+
+    def _run_whole(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        rewards, limit = self._rewards if call.is_scored else None, self._num_free_environments
+        needs_group = rewards is not None and rewards.reads_environments and rewards.score_by == "group"
+        if limit is not None and limit < (call.num_generations if needs_group else 1):
+            self._release()  # else these would wait for environments of what waits for the next step
+        timings = Timings()
+        room = Room(max(1, self._settings.max_open - self._room.num_open), self._num_free_environments)
+        before = self._client.stats()
+        self._client.take_use()
+        with self._client.session():
+            episodes = self._episodes(tasks, call, self._turns, room)
+            start = now()
+            progress.count(len(episodes.attempts), "trajectories")
+            self._turns.run(episodes.run, call.version)
+            timings.add("rollout", episodes.made_at - start)
+            timings.add("reward", now() - episodes.made_at)
+            metrics = agent_metrics(episodes.attempts)
+            metrics.merge(engine_metrics(before, self._client.stats(), room.most_open))
+            use = self._use()
+            batch, report = self._scored([episodes], call, timings)
+        report.use, report.metrics = use, metrics
+        return batch, report
+
+    @property
+    def _num_free_environments(self) -> int | None:
+        """Environments that trajectories beside the held ones may have at once; None = any number."""
+        limit = self._settings.config.max_environments
+        return None if limit is None else limit - self._room.num_rented
+
+    def _episodes(
+        self, tasks: Sequence[RolloutTask], call: RolloutCall, turns: EngineTurns, room: Room, **options: Any
+    ) -> Episodes:
+        """Return the trajectories of these prompts, none of which has begun."""
+        attempts = [Attempt.begun(task, number, call) for task in tasks for number in range(call.num_generations)]
+        rewards, limits = self._rewards if call.is_scored else None, limits_of(self._limits, tasks, call)
+        settings = replace(self._settings, turns=turns)
+        return Episodes(settings, attempts, call, rewards, limits, room, call.state, **options)
+
+    # ------------------------------------------------------------------------------------------ groups of a rule
+
+    def _run_step(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
+        self._before, self._room.most_open = self._client.stats(), self._room.num_open
+        batch, report = super()._run_step(tasks, call, rule)
+        self._alive_after = None if rule.drops else call.state.global_step
+        return batch, report
+
+    def _going_on(self, step: int) -> tuple[list[TrajectoryGroup], MetricSums]:
+        if self._alive_after != step:
+            self._release()
+        if self._alive_after is None:
+            self._room = Room(self._settings.max_open, self._settings.config.max_environments)
+        held, metrics = self.held(step), MetricSums()
+        num_again = sum(group.call.num_generations for group in held if group.episodes is None)
+        metrics.total("buffer/restarted_trajectories", num_again)
+        if num_again and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "trajectories that were held between steps begin again from their prompts (%d now; "
+                "buffer/restarted_trajectories counts them): what they were doing is gone after a resume, an interrupt "
+                "or an error, and when other reward functions are set",
+                num_again,
+            )
+        return [TrajectoryGroup(one.task, one.call) if one.episodes is None else one for one in held], metrics
+
+    def _begin(self, task: RolloutTask, call: RolloutCall) -> TrajectoryGroup:
+        return TrajectoryGroup(task, replace(call, hold=None))
+
+    def _start(self, groups: Sequence[TrajectoryGroup], call: RolloutCall) -> None:
+        num_samples = sum(group.call.num_generations for group in groups)
+        self._num_ended = _num_ended(groups)
+        progress.count(num_samples - self._num_ended, "trajectories")
+        for group in groups:
+            if group.episodes is None:
+                options: Any = {"max_submissions": 1, "advance": lambda: None}
+                group.episodes = self._episodes([group.task], group.call, self._held_turns, self._room, **options)
+                group.running = self._held_turns.start(group.episodes.run)
+            group.episodes.state = call.state
+        self._held_turns.settle()
+        self._look(groups, call)
+
+    def _go_on(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._held_turns.step()
+            if self._held_turns.is_idle and not self._client.is_shared:
+                break
+
+    def _look(self, groups: Sequence[TrajectoryGroup], call: RolloutCall) -> None:
+        before, self._num_ended = self._num_ended, _num_ended(groups)
+        progress.advance(self._num_ended - before)
+        self._held_turns.check()
+        for group in groups:
+            group.look()
+
+    def _break_off(self) -> None:
+        self._held_turns.suspend()
+
+    def _answering(self, version: int) -> AbstractContextManager[None]:
+        return self._held_turns.rollout(version)
+
+    def _taken(
+        self, groups: Sequence[TrajectoryGroup], timings: Timings, call: RolloutCall
+    ) -> tuple[Batch, RolloutReport]:
+        with timings.measure("reward"), progress.doing("rewards"):
+            awaited(group.running for group in groups if group.running is not None)
+        made = [group.episodes for group in groups if group.episodes is not None]
+        batch, report = self._scored(made, call, timings)
+        report.metrics = agent_metrics([attempt for episodes in made for attempt in episodes.attempts])
+        for group in groups:
+            group.end()
+        return batch, report
+
+    def _metrics(self, left: Sequence[TrajectoryGroup], num_begun: int, *, drops: bool) -> MetricSums:
+        metrics = super()._metrics(left, num_begun, drops=drops)
+        metrics.merge(engine_metrics(self._before, self._client.stats(), self._room.most_open))
+        return metrics
+
+    def _num_begun(self, groups: Sequence[TrajectoryGroup]) -> int:
+        return self._held_turns.num_begun
+
+    def _num_left(self, groups: Sequence[TrajectoryGroup]) -> int:
+        return self._held_turns.num_begun + sum(group.num_tokens for group in groups)
+
+    def _use(self) -> SlotUse:
+        return SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
+
+    def _drop(self, groups: Sequence[TrajectoryGroup]) -> None:
+        self._release()  # nothing is alive that the next step needs
+
+    def _release(self) -> None:
+        """Cancel everything that is alive. Environments are given back."""
+        self._held_turns.release()
+        self._alive_after = None
+        for group in (group for groups in self._held.values() for group in groups):
+            group.end()
+
+    def _read_group(self, fields: Mapping[str, Any]) -> TrajectoryGroup:
+        return TrajectoryGroup.of_json(fields)
+
+    # ---------------------------------------------------------------------------------------------------- rewards
+
+    def _scored(self, made: Sequence[Episodes], call: RolloutCall, timings: Timings) -> tuple[Batch, RolloutReport]:
+        """Return the samples of trajectories that have ended and been scored."""
+        attempts = [attempt for episodes in made for attempt in episodes.attempts]
+        columns = trajectory_columns(attempts, call, self._decode)
+        failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
+        rewards = self._rewards if call.is_scored else None
+        if rewards is None:
+            return Batch(columns), RolloutReport(timings.seconds, first_in_full(failed))
+        batch, report = self._joined(columns, attempts, failed, made, rewards)
+        report.seconds = timings.seconds
+        return self._judged(batch, report, timings, call)
+
+    def _joined(
+        self,
+        columns: dict[str, Any],
+        attempts: Sequence[Attempt],
+        failed: Sequence[RewardFailure],
+        all_episodes: Sequence[Episodes],
+        rewards: RewardRunner,
+    ) -> tuple[Batch, RolloutReport]:
+        """Join rewards of functions with those that agents gave. failed: of agents."""
+        inputs = sample_inputs(
+            attempts, {key: one for episodes in all_episodes for key, one in episodes.inputs.items()}
+        )
+        parts = [part for episodes in all_episodes for part in episodes.parts]
+        if self._turn_rewards_problem and any(has_turn_reward(attempt.trajectory) for attempt in attempts):
+            raise ConfigError(
+                "an agent or rollout_func gave a reward to a turn (add_reward(value, turn)), which "
+                f"{self._turn_rewards_problem}; or give it to the trajectory: add_reward(value)"
+            )
+        own = [place for place, source in rewards.entries.given.items() if source.name == AGENT]
+        if own:
+            parts = [*parts, *((own[0], part) for part in own_rewards(attempts, inputs))]
+        elif any(has_own_reward(attempt.trajectory) for attempt in attempts):
+            raise ConfigError(f"an agent gave rewards, but GivenReward({AGENT!r}) is not among the reward functions")
+        result = rewards.join(inputs, parts, failed)
+        made = reward_columns(result, is_dense=rewards.is_dense)
+        said = [
+            attempt.trajectory.extra if key == attempt.keys[-1] else {} for attempt in attempts for key in attempt.keys
+        ]
+        made["extra"] = [
+            {name: as_written(value) for name, value in of_agent.items()} | extra
+            for of_agent, extra in zip(said, made["extra"], strict=True)
+        ]
+        report = RolloutReport({}, first_in_full(result.failures), logged_means(result), result.retried)
+        return Batch({**columns, **made}), report
+
+
+def _num_ended(groups: Sequence[TrajectoryGroup]) -> int:
+    return sum(len(group.episodes.inputs) for group in groups if group.episodes is not None)
+
+
+def limits_of(limits: Limits, tasks: Sequence[RolloutTask], call: RolloutCall) -> Limits:
+    """Return the limits of a call, which may have longer prompts and ask for longer completions than training does."""
+    longest = max((len(task.row.prompt_ids) for task in tasks), default=0)
+    longer_prompt = 0 if limits.max_prompt_length is None else max(0, longest - limits.max_prompt_length)
+    longer = longer_prompt + max(0, call.params.max_tokens - limits.max_completion_length)
+    return replace(
+        limits,
+        max_completion_length=call.params.max_tokens,
+        max_length=limits.max_length + longer,
+        max_prompt_length=None if limits.max_prompt_length is None else limits.max_prompt_length + longer_prompt,
+    )
