@@ -186,11 +186,17 @@ class Counted:
     def _probe(self, num_tokens: int) -> PassMemory:
         model = self.model()
         prompt = Jagged.from_rows([[0] * num_tokens], torch.int64)
+        num_passes = 1 if model.dtype.itemsize >= 4 else 2
 
         def run() -> None:
-            row = PackedRow.of(prompt, Jagged.from_rows([[0]], torch.int64), model.device)
+            # What is kept of it lies on the host.
+            width = model.head.out_features if self.device_type == "cpu" else 0
+            kept = torch.empty(num_passes, PROBE_TOKENS, width, device=model.device)
             with torch.no_grad():
-                torch.cat([model.row_distribution(row, 1.0) for _ in range(PROBE_TOKENS)]).float()
+                for labels in ([[0]], [[0] * PROBE_TOKENS])[:num_passes]:
+                    row = PackedRow.of(prompt, Jagged.from_rows(labels, torch.int64), model.device)
+                    model.row_distribution(row, 1.0)
+            del kept
 
         return self._count(model, run, is_first=True)
 

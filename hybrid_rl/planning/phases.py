@@ -24,7 +24,7 @@ from hybrid_rl.memory.cycle import (
 )
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.planning import adapters, engines
-from hybrid_rl.planning.activations import PassMemory
+from hybrid_rl.planning.activations import PROBE_TOKENS, PassMemory
 from hybrid_rl.planning.ledger import (
     ACTIVATIONS,
     ARENA,
@@ -212,7 +212,7 @@ class StepMemory:
         if phase.name in ("update", "update_critic"):
             yield from self._learning("update" if phase.name == "update" else "critic")
         elif phase.name == "check":
-            yield "", self._engine_pass(self.passes.longest_prompt(self.config), 1), 0
+            yield "", [*self._engine_pass(self.passes.longest_prompt(self.config), 1), *self._kept_probe()], 0
         elif phase.name == "generate":
             yield "", self._engine_work(), 0
         elif phase.name == "publish":
@@ -350,6 +350,16 @@ class StepMemory:
         if handoff:
             yield "handoff", handoff
         yield "probe" if handoff else "", probe
+
+    def _kept_probe(self) -> list[Share]:
+        """Return the trainer's half of the probe, which waits on the host for the engine's."""
+        config = self.config
+        if config.model.device != "cpu" or not config.rollout.probe_steps:
+            return []
+        num_passes = 1 if DTYPES[config.model.dtype].itemsize >= 4 else 2
+        num_rows = num_passes * min(PROBE_TOKENS, config.rollout.max_completion_length)
+        vocabulary = self.passes.shape.models.policy.config.get_text_config().vocab_size
+        return [Share(ACTIVATIONS, num_rows * vocabulary * 4, f"{num_rows} x {vocabulary:,} x 4 B of a probe")]
 
     def _handoff(self) -> list[Share]:
         """Return what publishing takes besides the weights of both sides."""
