@@ -235,7 +235,10 @@ class CompletionStream(GroupStream[CompletionGroup]):
         for group in (group for groups in self._held.values() for group in groups):
             group.scoring = None
 
-    def _run_whole(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+    def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        """Return samples as `GroupStream.run` says."""
+        if call.hold is not None:
+            return self._run_held(tasks, call, call.hold)
         timings, rewards = Timings(), self._rewards if call.is_scored else None
         groups = [self._begin(task, call) for task in tasks]
         group_of = {trajectory: group for group in groups for trajectory in group.requests}

@@ -88,16 +88,18 @@ class GroupStream(ABC, Generic[AnyGroup]):
     def sample_at(self, temperature: float) -> None:
         """Let those who ask beside the calls get answers at this temperature from now on."""
 
+    @abstractmethod
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Begin these prompts, and return the samples that this rank has for the call: of all of them, or of the groups
         that the call's rule takes, which may have been begun before. With a rule it is collective over all ranks.
 
         Raises KeyboardInterrupt if an interrupt was requested; with a rule on all ranks, if it was on one.
         """
-        if call.hold is None:
-            return self._run_whole(tasks, call)
+
+    def _run_held(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
+        """Do so with a rule. After an error nothing is alive."""
         try:
-            return self._run_step(tasks, call, call.hold)
+            return self._run_step(tasks, call, rule)
         except BaseException:
             self._release()
             raise
@@ -256,10 +258,6 @@ class GroupStream(ABC, Generic[AnyGroup]):
         return batch, report
 
     # --------------------------------------------------------------------------------------- groups of one kind
-
-    @abstractmethod
-    def _run_whole(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
-        """Return the samples of all of these prompts."""
 
     @abstractmethod
     def _going_on(self, step: int) -> tuple[list[AnyGroup], MetricSums]:

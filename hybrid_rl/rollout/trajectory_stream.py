@@ -210,7 +210,10 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         self._is_closed = True
         self._turns.close()
 
-    def _run_whole(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+    def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
+        """Return samples as `GroupStream.run` says."""
+        if call.hold is not None:
+            return self._run_held(tasks, call, call.hold)
         rewards, limit = self._rewards if call.is_scored else None, self._num_free_environments
         needs_group = rewards is not None and rewards.reads_environments and rewards.score_by == "group"
         if limit is not None and limit < (call.num_generations if needs_group else 1):
