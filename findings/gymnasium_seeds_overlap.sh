@@ -1,10 +1,10 @@
 #!/bin/bash
-# gymnasium 1.4.0: runs of neighbouring seeds share all but one of a vector environment's episodes.
+# gymnasium 1.4.0: vector environments of neighbouring seeds share all but one of their start states.
 #
 # Runs with seeds 0, 1 and 2 are expected to be independent, as error bars over seeds assume. reset(seed=s) gives the i-th of
 # the n environments the seed s + i, so that seed 1 has the environments 1 to n - 1 of seed 0 again, shifted by one. Seen
-# with 8 environments: 7 of 8 start states of seed 0 are those of seed 1, 6 of 8 those of seed 2. Means over seeds are then
-# of far fewer episodes than were counted. Way round: seeds n apart, or a list of seeds, one for each environment.
+# with 8 environments: 7 of 8 start states of seed 0 are those of seed 1, 6 of 8 those of seed 2, so the first
+# episodes of such runs are not independent. Way round: seeds n apart, or a list of seeds, one for each environment.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

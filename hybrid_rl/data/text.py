@@ -24,7 +24,8 @@ def text_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     asked = list(texts) if any(texts) else [*texts, tokenizer.eos_token or ""]
     encoded: list[list[int]] = tokenizer(asked, **IDS_ONLY)["input_ids"]
     added: list[int] = []
-    if tokenizer.num_special_tokens_to_add():
+    # A fast tokenizer says whether it adds any; code in Python may do so and not say it.
+    if not getattr(tokenizer, "is_fast", False) or tokenizer.num_special_tokens_to_add():
         probe, whole = min(zip(asked, encoded, strict=True), key=lambda pair: (not pair[0], len(pair[0])))
         bare = list(tokenizer(probe, add_special_tokens=False, **IDS_ONLY)["input_ids"])
         starts = (start for start in range(len(whole)) if bare and whole[start : start + len(bare)] == bare)

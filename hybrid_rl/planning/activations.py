@@ -37,6 +37,7 @@ from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations, autocast_on_meta
 from hybrid_rl.planning.storages import Held, LiveStorages, Peaks
+from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
@@ -45,7 +46,6 @@ from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from hybrid_rl.weights.sources import StateSource
 
 FEW_LAYERS = 4  # of a model in whose place one with more equal layers is counted; another has one more
-PROBE_TOKENS = 4  # of workers/handoff_probe.py
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Counted:
     def _probe(self, num_tokens: int) -> PassMemory:
         model = self.model()
         prompt = Jagged.from_rows([[0] * num_tokens], torch.int64)
-        num_passes = 1 if model.dtype.itemsize >= 4 else 2
+        num_passes = num_probe_passes(model.dtype)
 
         def run() -> None:
             # What is kept of it lies on the host.

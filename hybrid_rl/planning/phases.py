@@ -24,7 +24,7 @@ from hybrid_rl.memory.cycle import (
 )
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.planning import adapters, engines
-from hybrid_rl.planning.activations import PROBE_TOKENS, PassMemory
+from hybrid_rl.planning.activations import PassMemory
 from hybrid_rl.planning.ledger import (
     ACTIVATIONS,
     ARENA,
@@ -49,6 +49,7 @@ from hybrid_rl.planning.shapes import (
 from hybrid_rl.planning.sharded import padded_numel, units_of
 from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.planning.versions import versions_share
+from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 from hybrid_rl.resharding.plan import BUCKET_BYTES
 from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
@@ -356,8 +357,8 @@ class StepMemory:
         config = self.config
         if config.model.device != "cpu" or not config.rollout.probe_steps:
             return []
-        num_passes = 1 if DTYPES[config.model.dtype].itemsize >= 4 else 2
-        num_rows = num_passes * min(PROBE_TOKENS, config.rollout.max_completion_length)
+        num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
+        num_rows = num_probe_passes(DTYPES[config.model.dtype]) * num_tokens
         vocabulary = self.passes.shape.models.policy.config.get_text_config().vocab_size
         return [Share(ACTIVATIONS, num_rows * vocabulary * 4, f"{num_rows} x {vocabulary:,} x 4 B of a probe")]
 

@@ -64,8 +64,8 @@ class CompletionGroup:
     @property
     def is_scored(self) -> bool:
         """Whether it has its rewards, will have them, or a function has failed to give them."""
-        found = self.scoring
-        return found is not None and not (found.done() and (found.cancelled() or found.exception() is not None))
+        calls = self.scoring
+        return calls is not None and not (calls.done() and (calls.cancelled() or calls.exception() is not None))
 
     def forget_failure(self) -> None:
         """Have its rewards asked for again if a function has failed to give them. A call that could not be ended and
@@ -168,9 +168,9 @@ class CompletionGroup:
         }
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> CompletionGroup:
+    def of_json(cls, fields: Mapping[str, Any]) -> CompletionGroup:
         """Make the group that `to_json` described. Raises CheckpointError, with a key, for anything else."""
-        kept = read_fields(_Kept, found, "")
+        kept = read_fields(_Kept, fields, "")
         check_tokens(kept.prompt_ids, "prompt_ids")
         check(bool(kept.prompt_ids), "prompt_ids", kept.prompt_ids, "at least one token")
         check_tokens(kept.row.prompt_ids, "row.prompt_ids")
@@ -180,10 +180,10 @@ class CompletionGroup:
             check(trajectory in kept.seeds and sample.id == trajectory, f"{key}.id", sample.id, "one of the samples")
             check(sample.finish_reason != "abort", f"{key}.finish_reason", "abort", "that of a whole sample")
             check_tokens(sample.completion_ids, f"{key}.completion_ids", sample.versions, sample.logprobs)
-        for trajectory, one in kept.begun.items():
+        for trajectory, begun in kept.begun.items():
             is_open = trajectory in kept.seeds and trajectory not in kept.finished
-            check(is_open, f"begun.{trajectory}", one, "of an unfinished sample")
-            check_tokens(one.token_ids, f"begun.{trajectory}.token_ids", one.versions, one.logprobs)
+            check(is_open, f"begun.{trajectory}", begun, "of an unfinished sample")
+            check_tokens(begun.token_ids, f"begun.{trajectory}.token_ids", begun.versions, begun.logprobs)
         requests = {
             trajectory: RolloutRequest(
                 trajectory, kept.prompt_ids, dataclasses.replace(kept.params, seed=seed), group=kept.group
@@ -196,7 +196,7 @@ class CompletionGroup:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What `OpenGroup.to_json` gives."""
+    """What `CompletionGroup.to_json` gives."""
 
     row: PromptRow
     group: int
@@ -214,8 +214,9 @@ def in_order(groups: Iterable[CompletionGroup]) -> list[RolloutRequest]:
     """Return requests for the rest of these groups in the order in which they should start: what is begun already goes
     first, then what may be expected to take longest. Samples of a group that have not begun stay together: they share
     the keys and values of their prompt."""
-    found = [(request, group.missing(request)) for group in groups for request in group.remaining()]
-    return [request for request, _ in sorted(found, key=lambda one: (not one[0].begun.token_ids, -one[1]))]
+    requests = [(request, group.missing(request)) for group in groups for request in group.remaining()]
+    requests.sort(key=lambda pair: (not pair[0].begun.token_ids, -pair[1]))
+    return [request for request, _ in requests]
 
 
 class CompletionStream(GroupStream[CompletionGroup]):

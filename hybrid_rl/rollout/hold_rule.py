@@ -125,12 +125,12 @@ class HoldRule:
     def chosen(self, keys: Iterable[Key], everywhere: Sequence[Standing], version: int) -> set[int]:
         """Return the ids of the groups of the batch. keys: of the whole groups of all ranks."""
         line = sorted(keys, key=lambda key: key[1:])
-        found: list[Key] = []
+        batch: list[Key] = []
         for deadline, needed, _ in self.needed(everywhere, version):
-            due = [key for key in line if key[0] <= deadline and key not in found]
-            found += due[: max(0, needed - len(found))]
-        found += [key for key in line if key not in found][: self.num_groups - len(found)]
-        return {group for _, _, group in found}
+            due = [key for key in line if key[0] <= deadline and key not in batch]
+            batch += due[: max(0, needed - len(batch))]
+        batch += [key for key in line if key not in batch][: self.num_groups - len(batch)]
+        return {group for _, _, group in batch}
 
     def check(self, held: Iterable[HeldPrompt], version: int) -> None:
         """Check that what is held can be trained on in time, by a step at this version and those after it. Raises

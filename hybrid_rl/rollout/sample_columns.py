@@ -102,7 +102,10 @@ def reward_columns(result: RewardResult, *, is_dense: bool) -> dict[str, Any]:
 def first_in_full(failures: Sequence[RewardFailure]) -> list[RewardFailure]:
     """Keep the details of the first failure of each kind only, which is what is shown."""
     first = {(failure.function, failure.reason): failure for failure in reversed(failures)}
-    return [one if one is first[one.function, one.reason] else replace(one, detail="") for one in failures]
+    return [
+        failure if failure is first[failure.function, failure.reason] else replace(failure, detail="")
+        for failure in failures
+    ]
 
 
 def logged_means(result: RewardResult) -> MetricSums:

@@ -82,8 +82,9 @@ class GroupStream(ABC, Generic[AnyGroup]):
         if rewards is not None and rewards.entries.judges:
             if self._encode is None:
                 raise ConfigError(f"an EngineJudge needs the policy's tokenizer: pass encode= to {type(self).__name__}")
-            limits: Any = {"seed": self._seed, "max_length": self._max_length}
-            self._judges = JudgeRound(self._client, rewards, self._decode, self._encode, **limits)
+            self._judges = JudgeRound(
+                self._client, rewards, self._decode, self._encode, seed=self._seed, max_length=self._max_length
+            )
 
     def sample_at(self, temperature: float) -> None:
         """Let those who ask beside the calls get answers at this temperature from now on."""
@@ -97,7 +98,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
         """
 
     def _run_held(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
-        """Do so with a rule. After an error nothing is alive."""
+        """Run a call that has a rule, collectively over all ranks. After an error nothing is alive."""
         try:
             return self._run_step(tasks, call, rule)
         except BaseException:

@@ -115,9 +115,9 @@ class TrajectoryGroup:
         return {"place": self.task.place, "row": dataclasses.asdict(self.row), "call": call}
 
     @classmethod
-    def of_json(cls, found: Mapping[str, Any]) -> TrajectoryGroup:
+    def of_json(cls, fields: Mapping[str, Any]) -> TrajectoryGroup:
         """Make the group that `to_json` described. Raises CheckpointError, with a key, for anything else."""
-        kept = read_fields(_Kept, found, "")
+        kept = read_fields(_Kept, fields, "")
         check_tokens(kept.row.prompt_ids, "row.prompt_ids")
         return cls(RolloutTask(kept.place, kept.row), kept.call)
 
@@ -275,7 +275,8 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
                 "or an error, and when other reward functions are set",
                 num_again,
             )
-        return [TrajectoryGroup(one.task, one.call) if one.episodes is None else one for one in held], metrics
+        groups = [group if group.episodes else TrajectoryGroup(group.task, group.call) for group in held]
+        return groups, metrics
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> TrajectoryGroup:
         return TrajectoryGroup(task, replace(call, hold=None))
@@ -286,8 +287,9 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         progress.count(num_samples - self._num_ended, "trajectories")
         for group in groups:
             if group.episodes is None:
-                options: Any = {"max_submissions": 1, "advance": lambda: None}
-                group.episodes = self._episodes([group.task], group.call, self._held_turns, self._room, **options)
+                group.episodes = self._episodes(
+                    [group.task], group.call, self._held_turns, self._room, max_submissions=1, advance=lambda: None
+                )
                 group.running = self._held_turns.start(group.episodes.run)
             group.episodes.state = call.state
         self._held_turns.settle()

@@ -176,8 +176,9 @@ def check_rewards(
         if isinstance(entry, RewardModelEntry):
             if isinstance(entry.model, (str, Path)):
                 load_settings(str(entry.model), config)
-            code = {"trust_remote_code": config.model.trust_remote_code}
-            tokenizer = usable_tokenizer(entry.tokenizer, "reward_processing_classes", **code)
+            tokenizer = usable_tokenizer(
+                entry.tokenizer, "reward_processing_classes", trust_remote_code=config.model.trust_remote_code
+            )
             functions[place] = dataclasses.replace(entry, tokenizer=tokenizer)
     setup = RewardSetup([*functions, *sources, *added], columns, len(added), len(sources), has_environments)
     with setup.runner(config) as runner:

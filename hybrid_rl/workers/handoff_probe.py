@@ -19,8 +19,8 @@ from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParam
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.row import Layout
+from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 
-PROBE_TOKENS = 4
 PROBE_REQUEST = -1
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 # In 16 bits no number fits every model: one rounding of its embeddings moves SmolLM2's own logprobs by 0.08 to 0.3 (the
@@ -52,7 +52,8 @@ class HandoffProbe:
         their last place: what one rounding does to this model on these tokens. Collective if the model is sharded."""
         token_ids, num_passes = torch.tensor(self._prompt_ids, device=model.device), num_probe_passes(model.dtype)
         # Filled row by row: a vocabulary is wide, and this is what the probe keeps in memory.
-        expected = torch.empty(num_passes, self._num_tokens, model.head.out_features)
+        shape = (num_passes, self._num_tokens, model.head.out_features)
+        expected = torch.empty(shape, dtype=torch.float32, device="cpu")
         for place in range(self._num_tokens):
             length = len(token_ids)
             last = torch.full((1,), length - 1, device=model.device)
@@ -95,11 +96,6 @@ class HandoffProbe:
                 f"(tolerance {tolerance:.3g}): {causes(gap, proof)}"
             )
         return gap
-
-
-def num_probe_passes(dtype: torch.dtype) -> int:
-    """Return how often the trainer computes its half of a probe: twice in 16 bits, where its own noise is measured."""
-    return 1 if dtype.itemsize >= 4 else 2
 
 
 @contextmanager

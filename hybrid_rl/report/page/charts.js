@@ -37,7 +37,8 @@ function baseLayout(extra = {}) {
 const CONFIG = { displaylogo: false, responsive: true, displayModeBar: false };
 // Plotly would put a tick between two steps where there are few.
 function xAxis(traces) {
-  const values = traces.flatMap((trace) => trace.x), span = Math.max(...values) - Math.min(...values);
+  const ends = traces.filter((trace) => trace.x.length).flatMap((trace) => [trace.x[0], trace.x[trace.x.length - 1]]);
+  const span = ends.length ? Math.max(...ends) - Math.min(...ends) : 0;
   return { title: { text: AXES[view.axis], font: { size: 11 } }, ...(view.axis === "steps" && span < 8 ? { tick0: 0, dtick: 1 } : {}) };
 }
 

@@ -27,7 +27,14 @@ from hybrid_rl.weights.low_rank import LowRank
 Gather = Callable[[Any], list[Any]]  # from one object per participant to those of all, in a fixed order
 Parts = Sequence[Tensor | None]  # one rank's part of each tensor of a layout; None or empty: nothing
 
+PROBE_TOKENS = 4  # of the probe of a handoff: trainer and engine continue a prompt by so many
+
 LOCAL, PEER, HOST, REMOTE, DISK = "local", "peer", "host", "remote", "disk"
+
+
+def num_probe_passes(dtype: torch.dtype) -> int:
+    """Return how often the trainer computes its half of a probe: twice in 16 bits, for its own noise."""
+    return 1 if dtype.itemsize >= 4 else 2
 
 
 @dataclass(frozen=True)
