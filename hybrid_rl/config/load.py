@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import importlib.util
 import logging
 import math
 import re
@@ -102,6 +103,9 @@ def load_config(
     reward = (
         "\nverl chooses rewards by data_source: add reward=FILE.py:FUNCTION, in Python reward_funcs=" * lacks_reward
     )
+    absent = [name for name in values.get("report_to", ()) if name != "none" and not importlib.util.find_spec(name)]
+    if absent and problems:  # known of later, when keys are in order: said in the same round
+        problems.add("report_to", f"report_to={absent[0]} is not installed; pip install {' '.join(absent)}")
     problems.check(f"{reward}\nWhat is clear, in one line:\n  {pasted(line)}" if answered and line else "")
     if notice := args.notice([name for layer in (layers[1], *layers[3:]) for name in layer]):
         logger.warning(notice)

@@ -79,15 +79,15 @@ def deferred_interrupt(*, every: bool = False) -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def show_shortly(interrupt: KeyboardInterrupt, text: str) -> None:
-    """Have IPython show an interrupt as this text and the user's own line, instead of every frame of the package; its
-    hook for that is an attribute of the exception. It stays a KeyboardInterrupt: cells that wait do not run."""
+def show_shortly(error: BaseException, text: str) -> None:
+    """Have IPython show an exception as this text and the user's own line, instead of every frame of the package; its
+    hook for that is an attribute of the exception. It stays what it is: cells that wait do not run."""
 
     def render() -> list[str]:
-        lines = [f"KeyboardInterrupt: {text}"]
-        frames = traceback.extract_tb(interrupt.__traceback__)
+        lines = [f"{type(error).__name__}: {text}"]
+        frames = traceback.extract_tb(error.__traceback__)
         first = next((place for place, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)), len(frames))
         lines += [f"---> {frame.lineno} {frame.line}" for frame in frames[max(first - 1, 0) : first]]
         return ["\n".join(lines)]
 
-    vars(interrupt)["_render_traceback_"] = render
+    vars(error)["_render_traceback_"] = render

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from hybrid_rl.run.prepare import Run
 
 LIBRARY = __name__.partition(".")[0]
+NO_CALLS = (
+    "No answer called a tool (tools/call_frequency is 0): say in the prompt what the tools are for, or teach the "
+    "policy the form of calls first."
+)
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,7 @@ class Scoring:
                 f"answer: raise it (max_completion_length={self.limit}{more})."
             )
         if self.has_tools and metrics.get("tools/call_frequency") == 0.0:
-            yield (
-                "No answer called a tool (tools/call_frequency is 0): say in the prompt what the tools are for, or "
-                "teach the policy the form of calls first."
-            )
+            yield NO_CALLS
         if self.hidden and self.has_functions:
             yield (
                 f"{' and '.join(self.hidden)} are special tokens of this tokenizer, which the text of a completion "

@@ -152,7 +152,9 @@ class Tenant:
                 "there, or make a new one here"
             )
         if self._closed:
-            raise HybridRLError(f"this Trainer is closed{self._closed} make a new one")
+            error = HybridRLError(f"this Trainer is closed{self._closed} make a new one")
+            show_shortly(error, str(error))
+            raise error
 
     @property
     def _is_busy(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import BrokenModelError, DivergedError
-from hybrid_rl.run.causes import Scoring
+from hybrid_rl.run.causes import NO_CALLS, Scoring
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -122,6 +122,8 @@ class SignalWatch:
                 f"step {step}: all trajectories were ended by trajectory_timeout_seconds={self._seconds}, before their "
                 "agents were done; look for what they wait for (samples.jsonl), or raise the limit",
             )
+        if metrics.get("tools/call_frequency") == 0.0 and self._scoring.has_tools:
+            self._tell("calls", f"step {step}: {NO_CALLS}")
         if "skipped_updates" not in metrics:  # the policy is not updated while its critic warms up
             return
         is_mute = metrics.get("advantages/zero_share", 1.0) == 1.0  # absent if no token is in the loss

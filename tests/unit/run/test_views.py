@@ -12,6 +12,7 @@ import pytest
 import hybrid_rl
 from hybrid_rl import Callback, Trainer, TrainerConfig
 from hybrid_rl.config import load_config
+from hybrid_rl.errors import HybridRLError
 from hybrid_rl.process.interrupts import show_shortly
 from hybrid_rl.run.views import bars
 from tests.tiny import build_model
@@ -84,6 +85,16 @@ def test_an_interrupt_shows_the_users_line_alone(make_trainer) -> None:
     bare = KeyboardInterrupt()
     show_shortly(bare, "said")
     assert bare._render_traceback_() == ["KeyboardInterrupt: said"]
+
+
+def test_a_closed_trainer_shows_a_sentence_and_the_users_line(make_trainer) -> None:
+    trainer = make_trainer()
+    trainer.close()
+    with pytest.raises(HybridRLError) as found:
+        trainer.fit()
+    (shown,) = found.value._render_traceback_()
+    first, place = shown.splitlines()
+    assert first == "HybridRLError: this Trainer is closed; make a new one" and place.endswith("trainer.fit()")
 
 
 def test_a_script_beside_the_package_is_the_users() -> None:

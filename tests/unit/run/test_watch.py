@@ -9,6 +9,7 @@ import torch
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.errors import DivergedError
+from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
 from tests.tiny import build_model, build_tokenizer, spread, sums
@@ -154,6 +155,15 @@ def test_a_step_of_which_all_trajectories_ran_out_of_time_is_warned_of(caplog) -
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "step 3: all trajectories were ended by trajectory_timeout_seconds=7.0"
     ]
+
+
+def test_a_step_in_which_no_answer_called_a_tool_is_told_of(caplog) -> None:
+    """Also if rewards differ, so that the step teaches something."""
+    for has_tools in (False, True):
+        watch = SignalWatch(TrainerConfig(), Scoring(has_tools=has_tools))
+        for step, calls in enumerate((0.5, 0.0, 0.0), 1):
+            watch.look(step, TAUGHT | {"tools/call_frequency": calls})
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == ["step 2: No answer called a tool"]
 
 
 # --------------------------------------------------------------------------------------------------------- in a Trainer
