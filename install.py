@@ -192,8 +192,13 @@ def install_run(place: Place) -> None:
     """Install what running needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     # peft is small, and with it `make run ARGS="lora.r=8"` trains adapters.
-    extra = project["project"]["optional-dependencies"]["lora"]
-    needed = [*project["project"]["dependencies"], *extra, *project["build-system"]["requires"]]
+    extras = project["project"]["optional-dependencies"]
+    needed = [
+        *project["project"]["dependencies"],
+        *extras["report"],
+        *extras["lora"],
+        *project["build-system"]["requires"],
+    ]
     place.install("PyTorch, transformers and what else is needed", *needed)
     # Nothing is compiled: that takes longer than it saves in the quickstart.
     own = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]

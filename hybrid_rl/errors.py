@@ -5,6 +5,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 
+REPORT_EXTRA = 'pip install "hybrid_rl[report]"'  # pictures, the report, tables
+
 
 class HybridRLError(Exception):
     """Base class of all errors that this library raises on purpose."""

@@ -16,7 +16,7 @@ from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.batch.messages import is_chat, message_content, prompt_text
 from hybrid_rl.batch.texts import Reader, token_texts
 from hybrid_rl.batch.view import DEFAULT_COLOR, MAX_SHOWN, BatchView, ShownSample, check_color
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import REPORT_EXTRA, ConfigError, DataError
 
 if TYPE_CHECKING:
     import pandas
@@ -201,9 +201,13 @@ class Readable(Mapping[str, Any]):
     def to_pandas(self) -> pandas.DataFrame:
         """Return a pandas DataFrame with a row for each sample: prompt and completion as text, reward, a column
         `rewards/NAME` for each function, advantage, and every other column with one value per sample. The dataset's
-        other columns and those of log_extra follow; one whose name is taken becomes `row/NAME` or `extra/NAME`."""
-        import pandas
+        other columns and those of log_extra follow; one whose name is taken becomes `row/NAME` or `extra/NAME`.
 
+        Raises ConfigError if pandas is not installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError(f"to_pandas() needs pandas, which is not installed: {REPORT_EXTRA}") from error
         batch = self.load()
         return pandas.DataFrame(list(_records(batch, batch.samples())))
 

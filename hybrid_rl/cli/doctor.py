@@ -18,6 +18,7 @@ from rich.console import Console
 from hybrid_rl.cli.settings import Settings
 from hybrid_rl.cli.tables import show, table, wide_console
 from hybrid_rl.cli.version import NOT_INSTALLED, installed, version_of
+from hybrid_rl.errors import REPORT_EXTRA
 
 # Name, use, and how to get it if that is not pip install NAME.
 OPTIONAL = (
@@ -25,6 +26,9 @@ OPTIONAL = (
     ("vllm", "rollout.engine=vllm", "GPUs: pip install vllm; CPUs: make vllm in a clone"),
     ("flash-attn", "attention=flash_attn on GPUs", ""),
     ("peft", "adapters: lora.r=8, peft_config=", ""),
+    ("matplotlib", "curves.png and memory.png of a run", REPORT_EXTRA),
+    ("plotly", "hybrid-rl report", REPORT_EXTRA),
+    ("pandas", "batch.to_pandas()", REPORT_EXTRA),
     ("tensorboard", "report_to=tensorboard", ""),
     ("wandb", "report_to=wandb", ""),
     ("trackio", "report_to=trackio", ""),

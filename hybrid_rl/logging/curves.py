@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import re
@@ -32,15 +33,21 @@ Records = Sequence[Mapping[str, Any]]
 Config = Mapping[str, Any]
 
 
-def draw(records: Records, picture: Path) -> None:
-    """Draw the main metrics of a run over its training steps as a PNG; nothing if there is none of them. The folder of
-    the picture is the run's: its config.yaml and environment.json give the title."""
-    from matplotlib.figure import Figure
+def can_draw() -> bool:
+    """Whether matplotlib is installed: without it a run has no pictures, and all else."""
+    return importlib.util.find_spec("matplotlib") is not None
 
+
+def draw(records: Records, picture: Path) -> None:
+    """Draw the main metrics of a run over its training steps as a PNG; nothing if there is none of
+    them, or no matplotlib. The folder of
+    the picture is the run's: its config.yaml and environment.json give the title."""
     names = {name for record in records for name in record}
     panels = [panel for panel in PANELS if any(fnmatchcase(name, need) for name in names for need in panel.needs)]
-    if not panels:
+    if not panels or not can_draw():
         return
+    from matplotlib.figure import Figure
+
     config, columns = _config(picture.parent), min(len(panels), 3)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(1.2 + 3.9 * columns, 0.8 + 3.1 * rows), layout="constrained", facecolor="white")

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.errors import HybridRLError
+from hybrid_rl.errors import REPORT_EXTRA, ConfigError, HybridRLError
 
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "tokens.js", "samples.js", "main.js")
 
@@ -43,8 +43,12 @@ def packed(content: bytes) -> str:
 
 @functools.cache
 def plotly_packed() -> str:
-    """Return plotly's own minified script, compressed. Raises HybridRLError if the installed package lacks it."""
-    import plotly
+    """Return plotly's own minified script, compressed. Raises ConfigError if plotly is not installed, and HybridRLError
+    if the installed package lacks the script."""
+    try:
+        import plotly
+    except ImportError as error:
+        raise ConfigError(f"the report needs plotly, which is not installed: {REPORT_EXTRA}") from error
 
     path = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
     if not path.exists():

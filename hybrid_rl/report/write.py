@@ -11,7 +11,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.files import write_text
 from hybrid_rl.report import samples
 from hybrid_rl.report.charts import layout
-from hybrid_rl.report.page import render
+from hybrid_rl.report.page import plotly_packed, render
 from hybrid_rl.report.runs import RunData, check, load, names_of
 from hybrid_rl.report.series import MAX_POINTS
 
@@ -33,6 +33,7 @@ def write_report(runs: Sequence[str | Path] | str | Path, target: str | Path | N
         raise ConfigError("a report needs at least one run folder")
     for folder in folders:
         check(folder)
+    plotly_packed()  # if it is missing, that is said before runs are read
     unique = list({folder.resolve(): folder for folder in folders}.values())
     data = report_data(unique)
     if target is None:

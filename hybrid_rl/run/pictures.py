@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging import memory_picture
+from hybrid_rl.logging.curves import can_draw
 from hybrid_rl.memory.cycle import RESIDENTS
 from hybrid_rl.memory.history import StepMemory
 from hybrid_rl.planning.ledger import MemoryPlan
@@ -58,7 +59,8 @@ class MemoryPictures:
             steps = self._policy.memory_history()[0]
             if steps:
                 title = f"residents in memory of rank 0 (its process takes more), training step {step}"
-                memory_picture.draw_memory(steps[-1], path, title=title, expected=self._expected)
+                if can_draw():
+                    memory_picture.draw_memory(steps[-1], path, title=title, expected=self._expected)
                 record = {"step": step} | memory_picture.memory_record(steps[-1], self._expected)
                 path.with_suffix(".json").write_text(json.dumps(record))
             self._drawn = step

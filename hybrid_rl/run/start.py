@@ -27,7 +27,8 @@ from hybrid_rl.controller.session import shared_memory, temporary_folder
 from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource
-from hybrid_rl.errors import ConfigError, counted
+from hybrid_rl.errors import REPORT_EXTRA, ConfigError, counted
+from hybrid_rl.logging.curves import can_draw
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
@@ -172,9 +173,11 @@ def make_sampler(run: Run) -> PromptSampler:
 
 def notes_of(run: Run) -> list[str]:
     """Return what to say before a run: how much of the model is trained if that is not all of it, how the data is read,
-    and whether the last prompts of its epochs are never used."""
+    that there will be no pictures, and whether the last prompts of its epochs are never used."""
     source, config = run.data.train, run.config
     notes = [*([] if run.adapters is None else [str(run.adapters)]), *run.data.notes]
+    if not can_draw():
+        notes.append(f"no curves.png and memory.png, for matplotlib is not installed: {REPORT_EXTRA}")
     if not isinstance(source, SizedSource) or type(make_sampler(run)) is not PromptSampler:
         return notes
     num_unused = len(source) - run.max_steps * prompts_begun(config)
