@@ -8,10 +8,10 @@ import random
 import re
 from typing import Any
 
-from hybrid_rl.agents.calculator import calculator
 from hybrid_rl.agents.schemas import tool_schema
 from recipes.agents.chat import Message, call
 from recipes.agents.task import AgentTask
+from recipes.environments.calculator import calculator
 
 Row = dict[str, Any]
 

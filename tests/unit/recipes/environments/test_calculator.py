@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from hybrid_rl.agents.calculator import calculator
 from hybrid_rl.agents.schemas import tool_schema
+from recipes.environments.calculator import calculator
 
 BY_HAND = {
     "1 + 2 * 3": "7",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rl.agents.environments import EnvironmentKind
-from hybrid_rl.agents.word_game import WORDS, WordGame, feedback, word_game_rows
 from hybrid_rl.errors import ConfigError, DataError
+from recipes.environments.word_game import WORDS, WordGame, feedback, word_game_rows
 
 
 @pytest.mark.parametrize(

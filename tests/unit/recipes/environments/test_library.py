@@ -7,8 +7,8 @@ import math
 import pytest
 
 from hybrid_rl.agents.environments import EnvironmentKind
-from hybrid_rl.agents.library import Index, Library, library_rows
 from hybrid_rl.errors import DataError
+from recipes.environments.library import Index, Library, library_rows
 
 
 def test_scores_by_hand() -> None:
