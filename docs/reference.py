@@ -16,7 +16,7 @@ from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.habits import Kind, records
 from hybrid_rl.config.listing import Key, all_keys, section_title
 from hybrid_rl.config.load import leaf_names
-from hybrid_rl.run.live import LIVE
+from hybrid_rl.run.missing import LIVE
 
 FOLDER = Path(__file__).parent
 KEYS = (leaf_names() | CHOICES.keys()) - {"name", "path", "model"}

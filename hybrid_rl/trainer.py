@@ -3,55 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
 
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import resumed_folder
-from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
-from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.sampler import PromptSampler
-from hybrid_rl.errors import (
-    ConfigError,
-    DataError,
-    HybridRLError,
-    do_all,
-)
+from hybrid_rl.errors import ConfigError, HybridRLError, do_all
+from hybrid_rl.evaluation.samples import EvalSamples
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
-from hybrid_rl.rewards import TrainerState
+from hybrid_rl.report import write_report
+from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.rollout.tally import Collected
 from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.agents import AgentArguments
-from hybrid_rl.run.best import BestStep
+from hybrid_rl.run.attributes import refusing, setting, shown
 from hybrid_rl.run.callbacks import Callback
-from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.checks import check_modes
-from hybrid_rl.run.familiar import Familiar
+from hybrid_rl.run.crew import Crew
+from hybrid_rl.run.evaluator import RunEvaluator
+from hybrid_rl.run.familiar import Driver, Familiar, State
 from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
-from hybrid_rl.run.guard import StepGuard
-from hybrid_rl.run.live import checked_callbacks
 from hybrid_rl.run.memory import planned
-from hybrid_rl.run.missing import explained
-from hybrid_rl.run.others import bring_back, make_way, steps_of, warn_of_training
-from hybrid_rl.run.pictures import MemoryPictures, save_trace
+from hybrid_rl.run.missing import attribute_advice, explained
+from hybrid_rl.run.pictures import save_trace
 from hybrid_rl.run.planning import plan_prepared
+from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
-from hybrid_rl.run.restarts import Restarts, check_restarts
+from hybrid_rl.run.recovery import Recovery
+from hybrid_rl.run.rescue import Rescue
+from hybrid_rl.run.restarts import check_restarts
 from hybrid_rl.run.results import Metrics, StepResult, readable
-from hybrid_rl.run.start import make_collector, make_sampler, notes_of, start_workers, starting
-from hybrid_rl.run.timeline import Timeline
-from hybrid_rl.run.watch import LearningWatch, SignalWatch, broken_model_explained
+from hybrid_rl.run.saver import Saver
+from hybrid_rl.run.settings import Settings, checked_callbacks
+from hybrid_rl.run.signature import KeySignature
+from hybrid_rl.run.start import make_sampler, notes_of
+from hybrid_rl.run.stopper import Stopper
+from hybrid_rl.run.tenancy import Tenancy, bring_back, make_way, warn_of_training
+from hybrid_rl.run.views import View
+from hybrid_rl.run.watch import broken_model_explained
+from hybrid_rl.workers.groups import PolicyGroup
 
-logger = logging.getLogger("hybrid_rl")
 
-
-class Trainer(Familiar):
+@refusing
+class Trainer:
     """Trains a language model with reinforcement learning.
 
     model: a Hugging Face name or folder, or a module (which also needs tokenizer=); a module is trained in place. Of a
@@ -76,6 +80,68 @@ class Trainer(Familiar):
     Raises ConfigError, DataError, ModelError or RewardError before any work starts if something cannot be used.
     """
 
+    # No other attribute can be set: it would do nothing. A class of the user's has those that it likes.
+    __slots__ = (
+        *("_crew", "_evaluator", "_familiar", "_log", "_position", "_recovery", "_rescue", "_saver", "_settings"),
+        *("_stopper", "_tenancy", "_view", "__weakref__"),
+    )
+    __signature__ = KeySignature()
+
+    config: TrainerConfig = shown("_crew.config")
+    tokenizer: Any = shown("_crew.run.choice.tokenizer")
+    module: nn.Module | None = shown("_crew.run.module")  # the user's own if it is trained in place
+    train_dataset: PromptSampler = shown("_crew.sampler")  # of several datasets, `weights` can be assigned
+    policy: PolicyGroup = shown("_crew.policy")
+    collector: Collector = shown("_crew.collector")
+    run_folder: Path = shown("_crew.folder")  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
+    global_step: int = shown("_position.step")  # training steps completed
+    num_tokens: int = shown("_position.num_tokens")  # of all samples so far, prompts included
+    policy_version: int = shown("_position.policy_version")  # of the weights that the engine generates with
+    evaluations: Mapping[str, EvalSamples] = shown("_evaluator.latest")  # by set, "" for a single one
+
+    # What can be assigned between steps (`LIVE` says what that does), as `set` does for several at once.
+    max_steps: int = setting()
+    reward_funcs: tuple[Any, ...] = setting()
+    callbacks: Sequence[Callback] = setting()
+    learning_rate: float = setting()
+    critic_learning_rate: float = setting()
+    weight_decay: float = setting()
+    max_grad_norm: float | None = setting()
+    beta: float = setting()
+    epsilon: float = setting()
+    epsilon_high: float | None = setting()
+    entropy_coef: float = setting()
+    temperature: float = setting()
+    num_generations: int = setting()
+    max_completion_length: int = setting()
+    max_refills: int = setting()
+    reward_weights: Sequence[float] | None = setting()
+    max_reward_failure_share: float = setting()
+    eval_steps: int | None = setting()
+    eval_temperature: float = setting()
+    eval_top_p: float = setting()
+    eval_top_k: int = setting()
+    eval_min_p: float = setting()
+    num_generations_eval: int = setting()
+    success_reward: float | None = setting()
+    save_steps: int | None = setting()
+    log_completions: int = setting()
+
+    # Names of TRL and transformers.
+    args, processing_class, processor = config, tokenizer, tokenizer
+    model: Any = shown("_familiar.module")
+    model_wrapped = model
+    state: State = shown("_familiar.state")
+    save_model: Any = shown("_familiar.save_model")
+    push_to_hub: Any = shown("_familiar.push_to_hub")
+    log_metrics: Any = shown("_familiar.log_metrics")
+    save_metrics: Any = shown("_familiar.save_metrics")
+    save_state: Any = shown("_familiar.save_state")
+    is_world_process_zero: Any = shown("_familiar.is_world_process_zero")
+    is_local_process_zero = is_world_process_zero
+    accelerator = Driver()
+    is_fsdp_enabled = is_deepspeed_enabled = False  # of accelerate's plugins, for which scripts ask
+
     def __init__(
         self,
         model: Any = None,
@@ -94,72 +160,40 @@ class Trainer(Familiar):
         agent: Any = None,
         **overrides: Any,
     ) -> None:
-        super().__init__()
         model, overrides = with_adapters(model, peft_config, overrides)
-        self._callbacks = checked_callbacks(callbacks)
-        data, agents = (train_dataset, eval_dataset), AgentArguments(tools, environment_factory, rollout_func, agent)
+        hooks, agents = checked_callbacks(callbacks), AgentArguments(tools, environment_factory, rollout_func, agent)
+        given = model, tokenizer, reward_funcs, train_dataset, eval_dataset, config, overrides
         bring_back(model)
         with contextlib.ExitStack() as closing:
-            run = prepare(
-                model,
-                tokenizer,
-                reward_funcs,
-                *data,
-                config,
-                overrides,
-                reward_processing_classes,
-                agents,
-                closing=closing,
-            )
-            self._start(planned(run), closing)
-            self._closing = closing.pop_all()
+            run = prepare(*given, reward_processing_classes, agents, closing=closing)
+            self._start(planned(run), hooks, closing)
+            self._tenancy.enter(closing.pop_all())
 
-    def _start(self, run: Run, closing: contextlib.ExitStack) -> None:
+    def _start(self, run: Run, callbacks: tuple[Callback, ...], closing: contextlib.ExitStack) -> None:
+        """Make the parts of the run, and start its workers."""
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         check_restarts(run.config, is_in_place=run.module is not None)
         make_way(run.config, folder)
         warn_of_training(run.module, is_resumed=run.resume is not None)
-        self._run, self.module = run, run.module
-        self.config, self.tokenizer, self.max_steps = run.config, run.choice.tokenizer, run.max_steps
-        self._sampler, self._restarts = make_sampler(run), Restarts(run.config.max_restarts)
-        self._begun_at = self._sampler.state_dict(), steps_of(run.module)
-        self._first_length = run.config.rollout.max_completion_length
-        self._signal_watch, self._last_metrics = SignalWatch(run.config, Scoring.of(run)), Metrics()
-        self._log = RunLog(run.config, self.max_steps, run.resume, run.lock, run.about)
-        self.run_folder = self._log.path  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
-        closing.callback(self._log.close)
-        for note in notes_of(run):
-            self._log.display.message(note)
-        if run.memory.offload:
-            self._log.display.message(f"memory in the phases of a step:\n{run.memory.table()}")
-        self._workers = closing.enter_context(contextlib.ExitStack())
-        self._begin(run)
-        self._enter()
-
-    def _begin(self, run: Run) -> None:
-        put: Any = object.__setattr__  # what users cannot set, at a restart
-        with starting(self._log.display, run.config, self.run_folder):
-            put(self, "policy", start_workers(run, self.run_folder, self._workers))
-            self._workers.callback(self._finish_save)
-            put(self, "collector", make_collector(run, self.policy, self._sampler))
-            self._timeline = Timeline(self.policy, self.run_folder)
-            self._pictures = MemoryPictures(self.policy, self.run_folder, run.plan, self._timeline.phase)
-            self._best = BestStep(run.config.eval, self.run_folder)
-            self._watch = LearningWatch(optimizer_steps_per_training_step(run.config))
-            if run.resume is not None:
-                self._restore(run.resume)
-            else:
-                self._global_step = self._num_tokens = 0
-                self._sampler.load_state_dict(self._begun_at[0])
-            self._guard = StepGuard(self._sampler)
-            self._handoff = largest(self.policy.update_weights(self.global_step))
-        self._policy_version = self.global_step
-        self._has_begun = self._log.begin(self.global_step)
-
-    @property
-    def train_dataset(self) -> PromptSampler:
-        """Where training prompts come from; of several datasets by name, `weights` can be assigned between steps."""
-        return self._sampler
+        sampler = make_sampler(run)
+        self._position = position = Position(run.max_steps)
+        self._log = log = RunLog(run.config, run.max_steps, run.resume, run.lock, run.about)
+        closing.callback(log.close)
+        for note in [*notes_of(run), *run.memory.notes]:
+            log.display.message(note)
+        self._crew = crew = Crew(run, log, sampler, position)
+        closing.callback(crew.end)
+        common, held = (crew, position, log), (run.config, run.module, log.path)
+        self._tenancy = tenancy = Tenancy(*held, crew.guard, position, crew.publish_again)
+        self._settings = Settings(*common, tenancy, callbacks)
+        self._saver = saver = Saver(*common, tenancy, self._settings, self._notify)
+        self._stopper = Stopper(*common, tenancy, saver)
+        self._evaluator = RunEvaluator(*common, tenancy, saver, self._stopper, self._notify)
+        self._recovery = Recovery(*common, tenancy, saver, self._stopper)
+        self._rescue = Rescue(*common, tenancy, saver)
+        self._familiar = Familiar(*common, saver)
+        crew.start(saver.finish, self._settings.carry_on)
+        self._view = View(crew, position, tenancy)  # the last one: with it the Trainer is whole
 
     # --------------------------------------------------------------------------------------------- the loop
 
@@ -177,36 +211,31 @@ class Trainer(Familiar):
 
         If ranks are lost, it goes on from the last checkpoint as often as max_restarts says.
         """
-        self._make_again()
-        self._require_idle("call fit()")
-        last = self._length_for(steps)
-        self._is_stopping = steps is None and self._stops_at_once()
-        begun = self.global_step
-        with self._stoppable(), self._working("fit()"), self._run_shown():
-            for attempt in self._attempts():
+        self._recovery.make_again()
+        self._tenancy.require_idle("call fit()")
+        stopper, last, begun = self._stopper, self._settings.length_for(steps), self.global_step
+        stopper.begin(is_whole=steps is None)
+        with stopper.listening(), self._tenancy.working("fit()"), self._run_shown():
+            for attempt in self._recovery.attempts():
                 with attempt:
-                    if self._has_steps(last):
-                        self._stop.check()
-                    self._evaluate_at_start()
-                    while self._has_steps(last):
-                        self._stop.check()
+                    if stopper.has_steps(last):
+                        stopper.stop.check()
+                    self._evaluator.at_start()
+                    while stopper.has_steps(last):
+                        stopper.stop.check()
                         self.step()
-                    self._end_saves(keeps_last=steps is None and self.global_step > begun)
+                    self._saver.end(keeps_last=steps is None and self.global_step > begun)
                     if steps is None:
-                        self._load_best()
+                        self._evaluator.load_best()
         if self.global_step > begun:
-            self._note_fitted()
-        return self._last_metrics
+            self._rescue.note_fitted()
+        return Metrics(self._position.metrics)
 
     train = fit  # its name in TRL and transformers
 
-    def _has_steps(self, last: int | None) -> bool:
-        """Whether `fit()` has a step to train, up to this one; None = max_steps, which may change meanwhile."""
-        return self.global_step < (self.max_steps if last is None else last) and not self._is_stopping
-
     def steps(self) -> Iterator[StepResult]:
         """Yield the remaining training steps, one at a time."""
-        while self.global_step < self.max_steps and not self._best.is_over:
+        while self.global_step < self.max_steps and not self._crew.best.is_over:
             yield self.step()
 
     def step(self) -> StepResult:
@@ -214,88 +243,74 @@ class Trainer(Familiar):
 
         Ctrl-C before the update undoes the step; once the update has begun it waits until the step is logged.
         """
-        self._require_idle("call step()")
-        self._require_current()
+        crew, policy = self._crew, self.policy
+        self._tenancy.require_idle("call step()")
+        self._tenancy.require_current()
         check_modes(self.config)
         if self.global_step >= self.max_steps:
-            raise ConfigError(self._nothing_to_do())
-        self._follow()
-        self._look_at_save()
-        start, step, phase = now(), self.global_step + 1, self._timeline.phase
-        self.policy.label = f"training step {step}"
-        with self._working("step()"), self._guard.step(), self._timeline.step(step):
-            with broken_model_explained(self.policy.label, self.run_folder), phase("rollout"):
-                collected = self.collector.collect(self.policy_version, self._state(step))
+            raise ConfigError(f"{self._position.nothing_to_do} ({self.run_folder})")
+        self._settings.follow()
+        self._saver.look()
+        start, step, phase = now(), self.global_step + 1, crew.timeline.phase
+        policy.label = f"training step {step}"
+        with self._tenancy.working("step()"), crew.guard.step(), crew.timeline.step(step):
+            with broken_model_explained(policy.label, self.run_folder), phase("rollout"):
+                collected = self.collector.collect(self.policy_version, crew.state(step))
             batch, timings, update = collected.batch, collected.timings, dict[str, float]()
-            self._keep(batch, step)
+            crew.keep(batch, step)
             if self.config.mode != "rollout":
                 batch = batch.with_columns(mini_batch=mini_batches(batch["group"], self.config, step))
                 with timings.measure("logprobs"), phase("logprobs"):
-                    batch = self.policy.score(batch, step)
+                    batch = policy.score(batch, step)
                 with phase("advantages"):
-                    batch = self.policy.advantages(batch)
-                self._commit()
+                    batch = policy.advantages(batch)
+                crew.guard.commit()  # the weights change from here on: Ctrl-C waits
+                self._tenancy.note_training()
                 with timings.measure("update"), phase("update"):
-                    update = joined(self.policy.update(batch, step))
+                    update = joined(policy.update(batch, step))
                 with phase("handoff"):
-                    batch = self.policy.with_trained_logprobs(batch)
-                    self._handoff = largest(self.policy.update_weights(step))
+                    batch = policy.with_trained_logprobs(batch)
+                    crew.handoff = largest(policy.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
     @contextlib.contextmanager
     def _run_shown(self) -> Iterator[None]:
         """Notify callbacks and console of the start and end of `fit()`, and save what was learned if it fails."""
+        crew, log, begun = self._crew, self._log, self.global_step
         self._notify("on_fit_start")
-        if self.global_step >= self.max_steps:
-            self._log.display.message(self._nothing_to_do())
-        self._log.display.start(self.global_step)
+        if begun >= self.max_steps:
+            log.display.message(f"{self._position.nothing_to_do} ({self.run_folder})")
+        log.display.start(begun)
         ends = (
-            lambda begun=self.global_step: self._signal_watch.end(begun),
+            lambda: crew.signal_watch.end(begun),
             lambda: self._notify("on_fit_end"),
-            lambda: self._pictures.draw(self.global_step),
-            lambda: self._log.stop(self.policy.lost_samples()),
+            lambda: crew.pictures.draw(self.global_step),
+            lambda: log.stop(crew.policy.lost_samples()),
         )
         try:
             yield
         except BaseException as error:  # errors from here on keep it as their context
-            do_all(partial(self._end_run, error), *ends)
+            do_all(partial(self._stopper.end, error), *ends)
         else:
             do_all(*ends)
-
-    def _nothing_to_do(self) -> str:
-        done = f"nothing to do: step {self.global_step}, max_steps={self.max_steps}"
-        more = "trainer.fit(steps=20) trains 20 more, and trainer.max_steps += 1 allows another trainer.step()"
-        return f"{done}; {more} ({self.run_folder})"
-
-    def _keep(self, batch: AnyBatch, step: int) -> None:
-        """Start writing to the run folder, and save the rollout if that was asked for."""
-        self._log.take_up()
-        if self.config.save_rollouts or self.config.mode == "rollout":
-            self.policy.save_rollout(batch, step, self.run_folder / "rollouts", must=self.config.mode == "rollout")
-
-    def _commit(self) -> None:
-        """Mark the point from which the weights change: Ctrl-C waits, and other Trainers of the module are warned."""
-        self._guard.commit()
-        self._note_training()
 
     def _complete(
         self, step: int, batch: AnyBatch, update: Mapping[str, float], collected: Collected, start: float
     ) -> StepResult:
         """Count the step, then log, evaluate and save as due. update: metrics of the optimizer steps."""
-        self._global_step = step
+        crew, position = self._crew, self._position
+        position.step = step
         if self.config.mode != "rollout":
-            self._policy_version = step
-        self._num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
-        self._guard.complete()
-        metrics = {**update, **collected.metrics, **self._handoff, **largest(self.policy.memory_metrics())}
+            position.policy_version = step
+        position.num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
+        crew.guard.complete()
+        metrics = {**update, **collected.metrics, **crew.handoff, **largest(crew.policy.memory_metrics())}
         metrics |= cost_metrics(batch, collected.timings, now() - start)
-        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self._sampler.epoch, **self._set_metrics}
-        metrics |= self._save_metrics()
-        if self.config.max_restarts:
-            metrics["restarts"] = float(self._restarts.number)
-        result = StepResult(readable(batch, self._run), Metrics(with_logged(metrics, collected.logged)))
-        diverged = self._watch.look(step, result.metrics, self.policy.skipped_updates)
-        self._signal_watch.look(step, result.metrics)
+        metrics |= {"num_tokens": float(position.num_tokens), "epoch": crew.sampler.epoch, **self._settings.metrics()}
+        metrics |= self._saver.metrics() | self._recovery.metrics()
+        result = StepResult(readable(batch, crew.run), Metrics(with_logged(metrics, collected.logged)))
+        diverged = crew.watch.look(step, result.metrics, crew.policy.skipped_updates)
+        crew.signal_watch.look(step, result.metrics)
         self._after_step(result)
         if diverged is not None:
             raise diverged
@@ -303,23 +318,45 @@ class Trainer(Familiar):
 
     def _after_step(self, result: StepResult) -> None:
         """Evaluate, log and save. An error in the user's evaluation or callback is raised after log and checkpoint."""
-        metrics, step = result.metrics, self.global_step
-        self._last_metrics, self._is_unevaluated, self._owed = metrics, False, None
-        is_last, eval_steps, save_steps = step == self.max_steps, self.config.eval.eval_steps, self.config.save_steps
-        self._save_due |= save_steps is not None and (is_last or step % save_steps == 0)
+        crew, position, metrics = self._crew, self._position, result.metrics
+        step, save_steps, eval_steps = position.step, self.config.save_steps, self.config.eval.eval_steps
+        is_last = step == position.max_steps
+        position.metrics, position.is_unevaluated, position.owed = metrics, False, None
+        position.save_due |= save_steps is not None and (is_last or step % save_steps == 0)
         is_evaluated = is_last or (eval_steps is not None and step % eval_steps == 0)
         do_all(
-            lambda: metrics.update(self._evaluate_step(metrics) if is_evaluated and self._run.data.eval else {}),
-            lambda: self._note_best(metrics),
-            lambda: self._log_samples(step, result.batch),
+            lambda: metrics.update(self._evaluator.after_step(metrics) if is_evaluated and crew.run.data.eval else {}),
+            lambda: self._evaluator.note_best(metrics),
+            lambda: crew.log_samples(result.batch, step),
             lambda: self._log.metrics(step, metrics),
-            self._save_if_due,
-            lambda: self._best.write() if is_evaluated else None,
-            lambda: self._pictures.look(step, metrics),
+            self._saver.save_if_due,
+            lambda: crew.best.write() if is_evaluated else None,
+            lambda: crew.pictures.look(step, metrics),
         )
         self._notify("on_step_end", step, result.batch, metrics)
 
-    # ------------------------------------------------------------------------------ evaluation and generation
+    def _notify(self, hook: str, *arguments: Any) -> None:
+        for callback in self._settings.callbacks:
+            try:
+                getattr(callback, hook)(self, *arguments)
+            except StopIteration as error:
+                raise HybridRLError(
+                    f"{hook} of {type(callback).__name__} raised StopIteration; to end a run early call trainer.stop()"
+                ) from error
+
+    # ---------------------------------------------------------------------- evaluation, generation and settings
+
+    @explained
+    def evaluate(self, eval_dataset: Any = None) -> Metrics:
+        """Compute rewards on eval_dataset, greedily unless configured otherwise; metric names begin with `eval/`, or
+        with `eval/<set>/` if there are several sets.
+
+        eval_dataset: other rows for this time, in any form that the Trainer takes. eval/accuracy is the share of
+        samples that satisfy the first reward function (eval.success_functions). `evaluations` has the samples of the
+        last call by set: with estimates() of accuracy, pass@k and majority@k, within() of budgets of tokens, and
+        against() another evaluation of the same prompts. It prints as a table.
+        """
+        return self._evaluator.evaluate(eval_dataset)
 
     @explained
     def generate(
@@ -342,8 +379,8 @@ class Trainer(Familiar):
         max_completion_length, temperature and stop_strings default to those of the rollout; temperature 0 is greedy.
         The same seed gives the same samples. Raises AgentError if every trajectory ends with an error.
         """
-        self._require_idle("generate")
-        self._require_current()
+        self._tenancy.require_idle("generate")
+        self._tenancy.require_current()
         prompts = prompts_of(prompts)
         if not prompts:
             return []
@@ -351,9 +388,9 @@ class Trainer(Familiar):
         given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
         check_numbers(num_generations, given)
-        rows, params = generation_of(self._run, prompts, given, stop_strings)
-        call = (rows, num_generations, params, self.policy_version, self._state(self.global_step))
-        with self._computing():
+        rows, params = generation_of(self._crew.run, prompts, given, stop_strings)
+        call = (rows, num_generations, params, self.policy_version, self._crew.state(self.global_step))
+        with self._tenancy.computing():
             batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
         return generations_of(batch.load() if isinstance(batch, BatchRef) else batch)
 
@@ -363,53 +400,93 @@ class Trainer(Familiar):
         layouts: a folder of traces of vLLM's loader (benchmarks/layouts), for the bytes of a handoff by link. Raises
         ModelError for a model whose memory cannot be counted.
         """
-        return plan_prepared(self._run, None if layouts is None else Path(layouts))
+        return plan_prepared(self._crew.run, None if layouts is None else Path(layouts))
 
-    # --------------------------------------------------------------------------------------- saving and closing
+    def set(self, **changes: Any) -> None:
+        """Change settings between training steps, those given together in one go: `trainer.set(reward_funcs=[a, b],
+        reward_weights=[1, 0.2])`. `trainer.temperature = 0.7` is short for a single one.
+
+        Every rank, config.yaml, the metrics (`set/...`) and later checkpoints follow.
+
+        Raises ConfigError for what cannot be changed, or not to this value, before anything is changed, and
+        EngineStateError inside a step.
+        """
+        self._settings.set(changes)
+
+    def stop(self) -> None:
+        """End `fit()` after the step that is running: for callbacks. What save_steps promises is saved; a later `fit()`
+        goes on. Does nothing outside of `fit()`."""
+        self._stopper.ask()
+
+    # --------------------------------------------------------------------------------- saving, showing and closing
+
+    def save(self, folder: str | Path | None = None, *, merged: bool = False) -> Path:
+        """Write a checkpoint: weights and tokenizer as `from_pretrained` reads them, optimizer, position in the data.
+
+        A run with adapters writes the adapter as peft reads it, and names its base model; one that was passed as a
+        module is written once, into the run folder. merged: write the whole model with the adapter merged into it
+        instead, by itself: nothing can be resumed from it.
+
+        folder: default `checkpoint-<step>`, or `merged-<step>`, in the run folder. It is written completely or not at
+        all. Raises CheckpointError if it cannot be written.
+        """
+        return self._saver.save(folder, merged=merged)
 
     def save_memory_trace(self, path: str | Path) -> Path:
         """Write what was in memory on every rank over the last steps, and in which phase, as a JSON file for Perfetto
         (https://ui.perfetto.dev) or chrome://tracing. Returns its path."""
-        self._require_open()
+        self._tenancy.require_open()
         return save_trace(self.policy.memory_history(), path)
 
-    def _notify(self, hook: str, *arguments: Any) -> None:
-        for callback in self._callbacks:
-            try:
-                getattr(callback, hook)(self, *arguments)
-            except StopIteration as error:
-                raise HybridRLError(
-                    f"{hook} of {type(callback).__name__} raised StopIteration; to end a run early call trainer.stop()"
-                ) from error
+    def report(self, target: str | Path | None = None) -> Path:
+        """Write one page of HTML about this run so far, and return its path. target: default report.html in the run
+        folder."""
+        return write_report(self.run_folder, target)
 
-    def _state(self, step: int) -> TrainerState:
-        return TrainerState(step, self.max_steps, self._sampler.epoch)
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return self._view.text(name) if hasattr(self, "_view") else f"<{name} whose making failed>"
 
-    def _restore(self, checkpoint: Path) -> None:
-        state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
-        if not self._is_made:  # at a restart, what was set on the live Trainer stays as it is
-            self._carry_on(state)
-            self._log.announce_resume(state)
-        self.policy.load(checkpoint.resolve())
+    def _repr_html_(self) -> str | None:
+        return self._view.html() if hasattr(self, "_view") else None
+
+    def __dir__(self) -> list[str]:
+        """List what is there to be used or assigned, without the keys that are refused."""
+        return [name for name in super().__dir__() if getattr(getattr(type(self), name, None), "path", name)]
+
+    if not TYPE_CHECKING:  # or every misspelled attribute would pass the type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what to use in the place of a name that is not there."""
+            if name in Trainer.__slots__:
+                raise AttributeError("making this Trainer failed halfway; make a new one")
+            advice = "" if name.startswith("_") else attribute_advice(name, dir(self))
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}" + (f": {advice}" if advice else "")
+            )
+
+    def close(self, reason: str = "") -> None:
+        """Release workers, reward processes and trackers; a second call does nothing. reason: shown by later calls.
+
+        A forked child has only a copy of the Trainer and releases nothing: everything belongs to the parent.
+
+        Raises HybridRLError if a callback or reward function calls it while the Trainer is working.
+        """
+        self._tenancy.close(reason)
+
+    end = close  # its name in transformers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         try:
-            self._sampler.load_state_dict(state["sampler"])
-        except DataError as error:
-            raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
-        self._global_step, self._num_tokens = state["global_step"], state["num_tokens"]
-        self._best.load_state_dict(state.get("best", {}))
-        self._owed = state.get("owed")
-        if "collector" in state:
-            held = self.policy.held_prompts(self.global_step, checkpoint.resolve())
-            self.collector.load_state_dict(state["collector"], held, self.global_step)
+            if any(isinstance(error, Exception) for error in raised):
+                self._rescue.keep()
+        finally:
+            self.close()
 
-    def _log_samples(self, step: int, batch: AnyBatch) -> None:
-        """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
-        first = (int(batch["group"].min()), int(batch["trajectory"].min()))
-        if self.config.log_completions:
-            shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
-            self._log.samples(self.policy.records(shown, step, first))
-        with self._timeline.phase("samples written"):
-            self.policy.log_samples(batch, step, self._log.path, first)
-
-    def _update_weights_again(self) -> None:
-        self._handoff = largest(self.policy.update_weights_again(self.policy_version))
+    def __del__(self) -> None:
+        if sys is not None and not sys.is_finalizing():  # exit handlers have already run by then
+            with contextlib.suppress(Exception):
+                self.close()

@@ -99,7 +99,7 @@ def watched_run(
 def phases_of(trainer: Trainer) -> MemoryPhases:
     """Return residents and cycle of a Trainer."""
     return memory_phases(
-        trainer.config, has_reward_models=bool(trainer._run.rewards.runner(trainer.config).entries.models)
+        trainer.config, has_reward_models=bool(trainer._crew.run.rewards.runner(trainer.config).entries.models)
     )
 
 

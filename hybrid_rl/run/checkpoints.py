@@ -18,9 +18,9 @@ from hybrid_rl.metrics import finite
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.run.changed import leaves_of
 from hybrid_rl.run.evaluation import are_sets
-from hybrid_rl.run.others import make_way
 from hybrid_rl.run.prepare import Run, prepare
 from hybrid_rl.run.start import make_collector, make_evaluator, start_workers
+from hybrid_rl.run.tenancy import make_way
 
 # What a checkpoint was trained with and is evaluated with, unless the user says otherwise.
 KEPT = (

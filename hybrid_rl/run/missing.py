@@ -5,20 +5,51 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from hybrid_rl.config.habits import habit_of
 from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.config.load import leaf_names
 from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.changed import ANOTHER, SAMPLED
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Names there for what has another one here, if it is there: a model on several ranks is nowhere as a whole.
-ALIASES = {"args": "config", "processing_class": "tokenizer", "processor": "tokenizer"}
-ALIASES |= {"model": "module", "model_wrapped": "module"}
+# What may be set on a Trainer between two steps, and what that does. All else is built into models, engines, memory or
+# the order of the data.
+LIVE: Mapping[str, str] = {
+    "learning_rate": "the new peak; the schedule goes on from where it is",
+    "critic_learning_rate": "the same for the critic",
+    "weight_decay": "from the next update",
+    "max_grad_norm": "from the next update; None = never clip",
+    "beta": "weight of the KL penalty, above 0 and only in a run that began with one; an adaptive one restarts from it",
+    "epsilon": "lower clipping bound, of a policy loss that has one",
+    "epsilon_high": "upper clipping bound, of a policy loss that has one",
+    "entropy_coef": "weight of the entropy bonus; an adaptive one restarts from it",
+    "temperature": "of the rollouts, and of training on them; generate() uses it too",
+    "num_generations": "completions per prompt",
+    "max_completion_length": "up to the one that the run began with, for which engine and memory were planned",
+    "max_refills": "rollouts that may replace groups without a signal",
+    "reward_funcs": "functions or judges; they are checked like those of the start",
+    "reward_weights": "one weight per function; with another number of functions set both by trainer.set(...)",
+    "max_reward_failure_share": "share of samples that may have no reward",
+    "eval_steps": "evaluate every n steps",
+    "eval_temperature": "of evaluation; 0 = greedy, and the next four are forgotten",
+    "eval_top_p": "of sampled evaluation",
+    "eval_top_k": "of sampled evaluation",
+    "eval_min_p": "of sampled evaluation",
+    "num_generations_eval": "completions per prompt of sampled evaluation",
+    "success_reward": "what counts as a success",
+    "save_steps": "save every n steps; None = never",
+    "log_completions": "completions on the console after each step",
+    "callbacks": "instances of Callback",
+    "max_steps": "the length of the run; a linear or cosine schedule stretches with it",
+}
+# What Trainer is made from and works with, besides the keys of its configuration: none of it can be replaced.
+ARGUMENTS = frozenset({"model", "reward_funcs", "train_dataset", "eval_dataset", "config", "tokenizer", "callbacks"})
+PARTS = ("policy", "collector", "module", "run_folder")
 
 
 def attribute_advice(name: str, known: Iterable[str]) -> str:
@@ -26,6 +57,9 @@ def attribute_advice(name: str, known: Iterable[str]) -> str:
     elsewhere = read_table("trainer")["attributes"]
     if name in elsewhere:
         return str(elsewhere[name])
+    if name in LIVE:
+        where = ", it exists with eval_temperature above 0" if name in SAMPLED else ""
+        return f"this run has no such setting{where} (trainer.config shows all)"
     near = difflib.get_close_matches(name, [one for one in known if not one.startswith("_")], n=1, cutoff=0.8)
     if near:
         return f"did you mean trainer.{near[0]}?"
@@ -33,6 +67,21 @@ def attribute_advice(name: str, known: Iterable[str]) -> str:
         return "it is a key of the configuration: see trainer.config"
     habit = habit_of(name)
     return f"here it is called {habit.here}" if habit is not None and habit.here else ""
+
+
+def refusal(name: str) -> str:
+    """Return why an attribute of a Trainer cannot be set, and what to do instead."""
+    what = f"trainer.{name} would do nothing"
+    if name == "dataset_weights":
+        return f"{what}: set trainer.train_dataset.weights, which holds from the next draw on"
+    if name in PARTS:
+        return f"trainer.{name} is what the Trainer works with, and cannot be replaced. {ANOTHER}"
+    if name in ARGUMENTS or name in leaf_names():
+        return f"{what}: it is fixed when a Trainer is made. {ANOTHER}"
+    near = difflib.get_close_matches(name, LIVE, n=1)
+    habit = habit_of(name)
+    advice = habit.advice if habit else f"did you mean trainer.{near[0]}?" if near else ""
+    return f"{what}: a Trainer has no such attribute" + (f"; {advice}" if advice else "")
 
 
 def explained(method: Callable[P, R]) -> Callable[P, R]:

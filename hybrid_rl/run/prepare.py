@@ -68,7 +68,7 @@ from hybrid_rl.run.choice import ModelChoice, choose_model
 from hybrid_rl.run.evaluation import rows_of, success_rule
 from hybrid_rl.run.gpus import without_gpu
 from hybrid_rl.run.inputs import Data, load_data, paths_of
-from hybrid_rl.run.others import has_folder
+from hybrid_rl.run.tenancy import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.workers.setup import RewardSetup

@@ -40,6 +40,11 @@ class MemoryPhases:
         """Return the table of the cycle."""
         return cycle_table(self.cycle, self.residents, self.movable)
 
+    @property
+    def notes(self) -> list[str]:
+        """What to say before a run: the table, if anything of it is to leave memory."""
+        return [f"memory in the phases of a step:\n{self.table()}"] if self.offload else []
+
 
 def memory_phases(
     config: TrainerConfig, *, has_reward_models: bool, trains: bool = True, generates: bool = True

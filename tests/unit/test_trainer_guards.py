@@ -99,7 +99,7 @@ def test_samples_that_cannot_be_logged_cost_neither_metrics_nor_checkpoint(make_
     def refuse(*_: object) -> None:
         raise ZeroDivisionError("no samples today")
 
-    monkeypatch.setattr(trainer, "_log_samples", refuse)
+    monkeypatch.setattr(trainer._crew, "log_samples", refuse)
     with pytest.raises(ZeroDivisionError):
         trainer.step()
     assert [line["step"] for line in records(trainer)] == [1]

@@ -187,13 +187,13 @@ def test_a_keyboard_interrupt_of_a_reward_function_ends_the_run_like_a_ctrl_c(ma
 
 def test_ctrl_c_in_an_evaluation_loses_no_step(make_trainer, records, monkeypatch) -> None:
     trainer = make_trainer(max_steps=3, eval_dataset=sums(2), eval_steps=1, eval_on_start=False)
-    evaluate = trainer.evaluate
+    evaluate = trainer._evaluator.evaluate
 
     def interrupted():
         signal.raise_signal(signal.SIGINT)
         return evaluate()
 
-    monkeypatch.setattr(trainer, "evaluate", interrupted)
+    monkeypatch.setattr(trainer._evaluator, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert [line["step"] for line in records(trainer)] == [0, 1]

@@ -233,7 +233,7 @@ def test_a_flipped_bit_is_told_before_anything_is_loaded(make_trainer, monkeypat
     data = bytearray(path.read_bytes())
     data[-3] ^= 64
     path.write_bytes(data)
-    monkeypatch.setattr("hybrid_rl.trainer.start_workers", lambda *_: pytest.fail("the weights are loaded"))
+    monkeypatch.setattr("hybrid_rl.run.crew.start_workers", lambda *_: pytest.fail("the weights are loaded"))
     with pytest.raises(CheckpointError, match=f"{path} is damaged: its content is not what was written"):
         make_trainer(run_name="run", max_steps=4, resume="auto")
     if file == "model.safetensors":

@@ -48,7 +48,7 @@ def publish(trainer, worker):
     """Publish the next version. What a test broke is whole again afterwards."""
 
     def publish():
-        trainer._policy_version += 1
+        trainer._position.policy_version += 1
         return trainer.policy.update_weights(trainer.policy_version)[0]
 
     yield publish

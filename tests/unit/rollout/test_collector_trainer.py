@@ -48,16 +48,16 @@ def test_every_group_that_is_trained_on_has_signal_and_a_resumed_run_goes_on_beh
         again = resumed.step()
         assert again.batch["prompt"] == batch["prompt"] and again.batch["completion"] == batch["completion"]
         assert again.metrics["epoch"] == metrics["epoch"]
-    for name, weight in resumed._run.choice.module.state_dict().items():
-        assert torch.equal(weight, whole._run.choice.module.state_dict()[name])
+    for name, weight in resumed.module.state_dict().items():
+        assert torch.equal(weight, whole.module.state_dict()[name])
 
 
 def test_a_step_without_signal_takes_nothing_from_the_data(make):
     """The numbers say why; the next step begins where this one did."""
     trainer = make(reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids), max_refills=2)
-    before = trainer._sampler.state_dict()
+    before = trainer.train_dataset.state_dict()
     with pytest.raises(
         NoSignalError, match=r"step 1: 0 of 12 prompts .* Of the others, 12 had the reward 1 throughout"
     ):
         trainer.step()
-    assert trainer._sampler.state_dict() == before and trainer.global_step == 0
+    assert trainer.train_dataset.state_dict() == before and trainer.global_step == 0

@@ -104,7 +104,7 @@ def test_an_error_writes_no_checkpoint_that_is_not_needed(make_trainer, tmp_path
 def test_a_program_without_a_with_block_keeps_it_too(make_trainer, monkeypatch) -> None:
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda _, error, __: shown.append(error))
-    from hybrid_rl.run.familiar import _watch_script
+    from hybrid_rl.run.rescue import _watch_script
 
     _watch_script.cache_clear()
     trainer, error = make_trainer(max_steps=1), NameError("pritn")

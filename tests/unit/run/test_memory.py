@@ -46,7 +46,7 @@ def test_choices_reach_the_configuration_of_the_workers():
 
 
 def test_run_that_cannot_fit_is_refused_before_workers_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybrid_rl.trainer.start_workers", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr("hybrid_rl.run.crew.start_workers", lambda *_: pytest.fail("workers were started"))
     with pytest.raises(
         ConfigError, match=r"(?s)does not fit into memory: phase .*actor +21\.9 kB +5,472 parameters x 4 B"
     ):

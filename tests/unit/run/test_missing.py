@@ -8,8 +8,7 @@ import hybrid_rl
 from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.callbacks import Callback
-from hybrid_rl.run.live import checked_callbacks
-from hybrid_rl.run.missing import ALIASES
+from hybrid_rl.run.settings import checked_callbacks
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def test_attributes_of_others(trainer) -> None:
     with pytest.raises(AttributeError, match="attribute 'qwertz'$"):
         _ = trainer.qwertz
     elsewhere = read_table("trainer")["attributes"]
-    assert not [name for name in elsewhere.keys() - ALIASES.keys() if hasattr(trainer, name)]
+    assert not [name for name in elsewhere.keys() - {"model", "model_wrapped"} if hasattr(trainer, name)]
     named = {word for advice in elsewhere.values() for word in re.findall(r"trainer\.(\w+)", advice)}
     assert named and all(hasattr(trainer, name) for name in named)
 

@@ -233,9 +233,9 @@ def test_weights_that_are_broken_are_not_saved(make_trainer, caplog) -> None:
     """A checkpoint of them would be the newest: resume=auto would go on from it instead of a good one."""
     trainer = make_trainer(max_steps=9, save_steps=1)
     trainer.step()
-    look = trainer._watch.look
+    look = trainer._crew.watch.look
     cause = SkippedUpdate(float("nan"), float("nan"), [], [FIRST], 26)
-    trainer._watch.look = lambda step, metrics, why: look(
+    trainer._crew.watch.look = lambda step, metrics, why: look(
         step, metrics | {"skipped_updates": 1}, lambda: {"policy": cause}
     )
     trainer.step()

@@ -1,15 +1,14 @@
-"""Trainers in one process: resources that only one may hold, shared modules, attributes that users may set."""
+"""Trainers in one process: resources that only one may hold, shared modules, and what a closed or busy one refuses."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -19,100 +18,89 @@ from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, count
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.process.interrupts import show_shortly
 from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.position import Position
 from hybrid_rl.run.restarts import Loss
 
 logger = logging.getLogger("hybrid_rl")
 
-# The arguments of Trainer that are not configuration keys.
-ARGUMENTS = frozenset({"model", "reward_funcs", "train_dataset", "eval_dataset", "config", "tokenizer", "callbacks"})
-
-_open: weakref.WeakSet[Tenant] = weakref.WeakSet()
+_open: weakref.WeakSet[Tenancy] = weakref.WeakSet()
 # Objects that a fork copied into this process are kept alive here: dropping them would make Ray notify the parent's
 # cluster through the parent's own connection, which breaks it.
-_inherited: list[dict[str, Any]] = []
+_inherited: list[Tenancy] = []
 _steps: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _trained_by: weakref.WeakKeyDictionary[nn.Module, Path] = weakref.WeakKeyDictionary()  # run folder of the last trainer
 
 
-class Tenant:
-    """The base of Trainer that knows of other Trainers in the process: it can be closed by its user or for another.
+class Tenancy:
+    """A Trainer's place among others of its process: it can be closed by its user or for another, and one thing is done
+    with it at a time.
 
-    module: the user's own if it is trained in place, else None.
+    config: of the start. module: the user's own if it is trained in place, else None. publish_again: gives the engine
+    the weights of the module once more.
+
+    closed: the reason, once it is closed. lost: after which the ranks have ended; None once they are there again.
+    work: calls in progress: fit(), inside it step(), inside that evaluate().
     """
 
-    config: TrainerConfig
-    module: nn.Module | None = None
-    max_steps: int
-    run_folder: Path
-    _closed = ""  # the reason, once it is closed
-    _lost: Loss | None = None  # after which the ranks have ended; None once they are there again
-    _is_made = False
-    _guard: StepGuard
-    _work: Sequence[str] = ()  # calls in progress: fit(), inside it step(), inside that evaluate()
-    _is_computing = False  # outside of a training step, for evaluate() or generate()
-    _module_steps = 0
-    _global_step = _num_tokens = _policy_version = 0
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        module: nn.Module | None,
+        run_folder: Path,
+        guard: StepGuard,
+        position: Position,
+        publish_again: Callable[[], None],
+    ) -> None:
+        self.config, self.module, self.run_folder = config, module, run_folder
+        self._guard, self._position, self._publish_again = guard, position, publish_again
         self._pid = os.getpid()
         self._closing = contextlib.ExitStack()
+        self._is_computing = False  # outside of a training step, for evaluate() or generate()
+        self._module_steps = steps_of(module)
+        self.closed = ""
+        self.lost: Loss | None = None
+        self.work: Sequence[str] = ()
 
-    def _enter(self) -> None:
-        """Register the finished Trainer: others see it, and its settled attributes can no longer be set."""
-        self._module_steps, self._is_made = steps_of(self.module), True
+    def enter(self, closing: contextlib.ExitStack) -> None:
+        """Let others of the process see it. closing: what `close` releases."""
+        self._closing, self._module_steps = closing, steps_of(self.module)
         _open.add(self)
 
-    @property
-    def global_step(self) -> int:
-        """Training steps completed."""
-        return self._global_step
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples so far, prompts included."""
-        return self._num_tokens
-
-    @property
-    def policy_version(self) -> int:
-        """The version of the weights that the engine generates with."""
-        return self._policy_version
-
     def close(self, reason: str = "") -> None:
-        """Release workers, reward processes and trackers; a second call does nothing. reason: shown by later calls.
+        """Release all that the Trainer holds; a second call does nothing. reason: shown by later calls.
 
-        A forked child has only a copy of the Trainer and releases nothing: everything belongs to the parent.
-
-        Raises HybridRLError if a callback or reward function calls it while the Trainer is working.
+        Raises HybridRLError while the Trainer is working.
         """
-        if self._work and self._pid == os.getpid():
+        if self.work and self.is_own:
             raise HybridRLError(
-                f"close() was called while {self._work[0]} runs: to end a run early call trainer.stop() in a callback, "
+                f"close() was called while {self.work[0]} runs: to end a run early call trainer.stop() in a callback, "
                 "and close() after fit()"
             )
-        is_first, self._closed = not self._closed, self._closed or (f": {reason}" if reason else ";")
+        is_first, self.closed = not self.closed, self.closed or (f": {reason}" if reason else ";")
         _open.discard(self)
-        if self._pid == os.getpid():
+        if self.is_own:
             self._closing.close()
         elif is_first:
-            _inherited.append(dict(vars(self)))
+            _inherited.append(self)
 
     @contextlib.contextmanager
-    def _working(self, what: str) -> Iterator[None]:
-        """Refuse `close()` inside the block."""
-        self._work = [*self._work, what]
+    def working(self, what: str) -> Iterator[None]:
+        """Refuse `close` inside the block."""
+        self.work = [*self.work, what]
         try:
             yield
         except KeyboardInterrupt as interrupt:
             advice = "step() or fit() goes on" if not self._guard.is_torn else "make a new Trainer, with resume="
-            if self._lost is not None:
+            if self.lost is not None:
                 advice = "the ranks have ended, and fit() makes them again"
-            show_shortly(interrupt, f"interrupted after training step {self.global_step} of {self.max_steps}; {advice}")
+            at = f"training step {self._position.step} of {self._position.max_steps}"
+            show_shortly(interrupt, f"interrupted after {at}; {advice}")
             raise
         finally:
-            self._work = self._work[:-1]
+            self.work = self.work[:-1]
 
     @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         """Refuse whatever needs the workers inside the block."""
         self._is_computing = True
         try:
@@ -120,57 +108,50 @@ class Tenant:
         finally:
             self._is_computing = False
 
-    def __enter__(self) -> Self:
-        return self
+    @property
+    def is_own(self) -> bool:
+        """Whether it belongs to this process, rather than to the one that this is a fork of."""
+        return self._pid == os.getpid()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @property
+    def is_busy(self) -> bool:
+        """Whether the workers compute something."""
+        return self._guard.is_stepping or self._is_computing
 
-    def __del__(self) -> None:
-        if sys is not None and not sys.is_finalizing():  # exit handlers have already run by then
-            with contextlib.suppress(Exception):
-                self.close()
-
-    def _require_open(self) -> None:
-        self._require_own()
-        if self._lost is not None:
-            raise HybridRLError(
-                f"the ranks have ended after training step {self._lost.step} ({self._lost.cause}), and the restart was "
-                "broken off: fit() makes them again and goes on from the last checkpoint"
-            )
-        if self._guard.is_torn:
-            raise HybridRLError(
-                f"the update after step {self.global_step} was interrupted: make a new Trainer, with resume="
-            )
-
-    def _require_own(self) -> None:
-        if not self._is_made:
-            raise HybridRLError("making this Trainer failed halfway; make a new one")
-        if self._pid != os.getpid():
+    def require_own(self) -> None:
+        """Raise HybridRLError for one that is closed, or of another process."""
+        if not self.is_own:
             raise HybridRLError(
                 f"this is process {os.getpid()}, a fork of process {self._pid}, to which the Trainer belongs: use it "
                 "there, or make a new one here"
             )
-        if self._closed:
-            error = HybridRLError(f"this Trainer is closed{self._closed} make a new one")
+        if self.closed:
+            error = HybridRLError(f"this Trainer is closed{self.closed} make a new one")
             show_shortly(error, str(error))
             raise error
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether the workers compute something."""
-        return self._guard.is_stepping or self._is_computing
+    def require_open(self) -> None:
+        """Raise HybridRLError also for one without ranks, or with weights between two steps."""
+        self.require_own()
+        if self.lost is not None:
+            raise HybridRLError(
+                f"the ranks have ended after training step {self.lost.step} ({self.lost.cause}), and the restart was "
+                "broken off: fit() makes them again and goes on from the last checkpoint"
+            )
+        if self._guard.is_torn:
+            raise HybridRLError(
+                f"the update after step {self._position.step} was interrupted: make a new Trainer, with resume="
+            )
 
-    def _require_idle(self, what: str) -> None:
-        """Require an open Trainer whose workers are free: a reward function that called them would wait for itself."""
-        self._require_open()
-        if self._is_busy:
+    def require_idle(self, what: str) -> None:
+        """Require an open one whose workers are free: a reward function that called them would wait for itself."""
+        self.require_open()
+        if self.is_busy:
             busy = "a training step" if self._guard.is_stepping else "an evaluation or generation"
             raise EngineStateError(f"{busy} is running; {what} before or after it, or from a callback's on_step_end")
 
-    def _require_current(self) -> None:
-        """Require an open Trainer. If another one has trained the module, publish its weights to the engine again."""
-        self._require_open()
+    def require_current(self) -> None:
+        """If another Trainer has trained the module, publish its weights to the engine again."""
         if self.module is not None and self._module_steps != steps_of(self.module):
             logger.warning(
                 "the Trainer of %s has trained the module of this one (%s) in the meantime, so the state of this one's "
@@ -180,13 +161,10 @@ class Tenant:
                 self.run_folder,
             )
             self._module_steps = steps_of(self.module)
-            self._update_weights_again()
+            self._publish_again()
 
-    def _update_weights_again(self) -> None:
-        raise NotImplementedError
-
-    def _note_training(self) -> None:
-        """Count one more training step of the module."""
+    def note_training(self) -> None:
+        """Count one more training step of the module, of which other Trainers that have it are to be warned."""
         if self.module is not None:
             self._module_steps = _steps[self.module] = steps_of(self.module) + 1
             _trained_by[self.module] = self.run_folder
@@ -197,9 +175,9 @@ def has_folder(folder: Path) -> bool:
     return any(other.run_folder.resolve() == folder.resolve() for other in open_here())
 
 
-def open_here() -> list[Tenant]:
+def open_here() -> list[Tenancy]:
     """List the open Trainers of this process, without copies made by a fork."""
-    return [other for other in _open if other._pid == os.getpid()]
+    return [other for other in _open if other.is_own]
 
 
 def make_way(config: TrainerConfig, folder: Path | None) -> None:
@@ -216,8 +194,8 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
             what = f"the {engine} engine, which can run only once in a process"
         if not what:
             continue
-        if other._work:
-            raise ConfigError(f"a Trainer of this process has {what}, and its {other._work[0]} is running; wait for it")
+        if other.work:
+            raise ConfigError(f"a Trainer of this process has {what}, and its {other.work[0]} is running; wait for it")
         logger.warning(
             "closing the Trainer of %s because a new Trainer in this process needs %s", other.run_folder, what
         )
@@ -233,10 +211,10 @@ def bring_back(module: Any) -> None:
     for other in open_here():
         if other.module is not module or module is None or ACTOR not in (other.config.memory.offload or ()):
             continue
-        if other._work:
+        if other.work:
             raise ConfigError(
                 f"a Trainer of this process moves this module to host memory and back (memory.offload names {ACTOR}), "
-                f"and its {other._work[0]} is running; wait for it, or pass a copy.deepcopy made before"
+                f"and its {other.work[0]} is running; wait for it, or pass a copy.deepcopy made before"
             )
         logger.warning(
             "closing the Trainer of %s because a new Trainer is made of its module, which is in memory only when that "

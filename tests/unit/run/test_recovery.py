@@ -19,8 +19,9 @@ from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import ConfigError, HybridRLError, RewardError, StorageError, WorkerError
 from hybrid_rl.logging.report import RunFolder
 from hybrid_rl.process.stopping import SIGNALS, own_process
-from hybrid_rl.run import lasting, restarts
+from hybrid_rl.run import recovery, restarts
 from hybrid_rl.run.callbacks import Callback
+from hybrid_rl.run.evaluator import RunEvaluator
 from hybrid_rl.workers.groups import PolicyGroup
 from tests.engine_faults import InjectedFault
 from tests.tiny import sums
@@ -234,7 +235,7 @@ class Stopping(Callback):
 def test_a_run_that_was_stopped_trains_again_what_a_restart_has_lost(make_trainer, monkeypatch) -> None:
     """stop() in step 3, whose checkpoint the engine does not outlive; the one before is that of step 2."""
     trainer = make_trainer(max_steps=5, save_steps=2, max_restarts=1, callbacks=[Stopping()])
-    save = trainer._keep_last_step
+    save = trainer._saver.keep_last_step
     failures = [True]
 
     def fails() -> None:
@@ -244,14 +245,14 @@ def test_a_run_that_was_stopped_trains_again_what_a_restart_has_lost(make_traine
             raise error
         save()
 
-    monkeypatch.setattr(Trainer, "_keep_last_step", lambda self: fails())
+    monkeypatch.setattr(trainer._saver, "keep_last_step", fails)
     trainer.fit()
     assert trainer.global_step == 3 and (trainer.run_folder / "checkpoint-3").is_dir()
 
 
 class StoppingAtCheckpoint(Callback):
     def on_step_end(self, trainer, step, batch, metrics):
-        trainer._wait_for_save()
+        trainer._saver.wait()
         if step == 2:
             trainer.stop()
 
@@ -259,9 +260,7 @@ class StoppingAtCheckpoint(Callback):
 def test_a_run_that_was_stopped_at_its_last_checkpoint_stays_stopped(make_trainer, monkeypatch) -> None:
     trainer = make_trainer(**STEPS, max_restarts=1, callbacks=[StoppingAtCheckpoint()])
     failures = [lost(InjectedFault("gone"))]
-    monkeypatch.setattr(
-        Trainer, "_end_saves", lambda self, **_: (_ for _ in ()).throw(failures.pop()) if failures else 0
-    )
+    monkeypatch.setattr(trainer._saver, "end", lambda **_: (_ for _ in ()).throw(failures.pop()) if failures else 0)
     trainer.fit()
     assert trainer.global_step == 2
 
@@ -276,7 +275,7 @@ def test_fit_makes_the_ranks_again_after_a_ctrl_c_in_the_wait_before_a_restart(
     straight, trainer = make_trainer(**STEPS), make_trainer(**STEPS | {"run_name": "other"}, max_restarts=1)
     straight.fit()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), dying(patch, method, 4):
-        patch.setattr(lasting, "wait", interrupted)
+        patch.setattr(recovery, "wait", interrupted)
         trainer.fit()
     assert "the ranks have ended: fit() makes them again" in capsys.readouterr().err
     for call in (trainer.step, trainer.save, trainer.evaluate, lambda: trainer.generate("1+2=")):
@@ -352,7 +351,7 @@ def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
     if method == "begin_save":
         keys |= {"save_steps": 2}
     stopped = make_trainer(**keys, enable_jit_checkpoint=True)
-    owner = Trainer if method == "evaluate" else HybridWorker
+    owner = RunEvaluator if method == "evaluate" else HybridWorker
     original = getattr(owner, method)
 
     def signalled(self: Any, *arguments: Any) -> Any:
@@ -538,7 +537,7 @@ def test_a_second_ctrl_c_in_an_evaluation_leaves_it_to_a_later_fit(make_trainer,
 def test_an_evaluation_that_is_owed_is_left_out_by_a_run_without_its_data(make_trainer, monkeypatch, caplog) -> None:
     trainer = make_trainer(max_steps=3, save_steps=1, run_name="run")
     trainer.step()
-    trainer._owed = {"reward": 1.0}  # as a second Ctrl-C leaves it
+    trainer._position.owed = {"reward": 1.0}  # as a second Ctrl-C leaves it
     trainer.save()
     trainer.close()
     resumed = make_trainer(max_steps=3, save_steps=1, run_name="run", resume="auto")
@@ -552,7 +551,7 @@ def test_an_error_of_processes_that_the_signal_ended_too_is_a_stop(make_trainer)
 
     def broken(completion_ids, trainer_state, **_):
         if trainer_state.global_step == 2:
-            trainer._stop.reason = "SIGTERM"
+            trainer._stopper.stop.reason = "SIGTERM"
             raise LookupError("its process has ended")
         return [float(len(ids)) for ids in completion_ids]
 

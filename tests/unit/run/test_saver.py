@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hybrid_rl.checkpoint.background import GIVEN_UP, Progress
-from hybrid_rl.run.saving import Saving
+from hybrid_rl.run.position import Position
+from hybrid_rl.run.saver import Saver
 
 FULL, GONE = "OSError: No space left on device", "FileNotFoundError: the hidden folder"
 
@@ -24,16 +25,19 @@ FULL, GONE = "OSError: No space left on device", "FileNotFoundError: the hidden 
         ((GIVEN_UP, GIVEN_UP), f"rank 0: {GIVEN_UP}"),
     ],
 )
-def test_the_rank_is_named_that_failed_by_itself(errors: tuple[str, str], told: str, tmp_path: Path) -> None:
-    ended, failures = list[bool](), list[Exception]()
+def test_the_rank_is_named_that_failed_by_itself(errors: tuple[str, str], told: str, tmp_path: Path, caplog) -> None:
+    ended = list[bool]()
     policy = SimpleNamespace(
         has_ended=False,
         save_progress=lambda _: [Progress(is_done=bool(error), error=error, seconds=1.0) for error in errors],
         end_save=lambda *, is_given_up: ended.append(is_given_up),
     )
-    run: Any = SimpleNamespace(policy=policy, _saving=tmp_path / "checkpoint-5", _save_due=False)
-    run._cleared_up, run._note_failure = lambda *_, **__: nullcontext(), failures.append
-    Saving._look_at_save(run)
-    assert ended == [True] and run._saving is None and run._save_due
-    (failure,) = failures
-    assert told in str(failure) and "checkpoint-5" in str(failure)
+    crew: Any = SimpleNamespace(policy=policy)
+    position = Position(max_steps=9, step=5)
+    nothing: Any = None
+    saver = Saver(crew, position, nothing, nothing, nothing, lambda *_: pytest.fail("it is announced"))
+    saver._saving = tmp_path / "checkpoint-5"
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        saver.look()
+    assert ended == [True] and saver._saving is None and position.save_due
+    assert told in caplog.text and "checkpoint-5" in caplog.text

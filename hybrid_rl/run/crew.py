@@ -1,0 +1,128 @@
+"""The workers of a run, and what the driver works with them: all of it is made anew at a restart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.batch import AnyBatch
+from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
+from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
+from hybrid_rl.data.sampler import PromptSampler
+from hybrid_rl.errors import DataError
+from hybrid_rl.logging.run_log import RunLog
+from hybrid_rl.metrics import largest
+from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.run.best import BestStep
+from hybrid_rl.run.causes import Scoring
+from hybrid_rl.run.guard import StepGuard
+from hybrid_rl.run.pictures import MemoryPictures
+from hybrid_rl.run.position import Position
+from hybrid_rl.run.prepare import Run
+from hybrid_rl.run.start import make_collector, start_workers, starting
+from hybrid_rl.run.timeline import Timeline
+from hybrid_rl.run.watch import LearningWatch, SignalWatch
+from hybrid_rl.workers.groups import PolicyGroup
+
+CarryOn = Callable[[Mapping[str, Any]], None]
+
+
+class Crew:
+    """A run as it is set now, its workers, and what the driver has made to work with them.
+
+    run: with the configuration of now. folder: of the run. handoff: metrics of the last one.
+    """
+
+    policy: PolicyGroup
+    collector: Collector
+    timeline: Timeline
+    best: BestStep
+    watch: LearningWatch
+    handoff: dict[str, float]
+
+    def __init__(self, run: Run, log: RunLog, sampler: PromptSampler, position: Position) -> None:
+        self.run, self.sampler, self.folder = run, sampler, log.path
+        self.guard = StepGuard(sampler)
+        self.signal_watch = SignalWatch(run.config, Scoring.of(run))
+        self._log, self._position = log, position
+        self._first_data = sampler.state_dict()
+        self._workers = contextlib.ExitStack()  # ends the workers when it is closed; used again
+
+    @property
+    def config(self) -> TrainerConfig:
+        """The configuration, as it is set now."""
+        return self.run.config
+
+    def start(self, finish: Callable[[], None], carry_on: CarryOn | None = None) -> None:
+        """Start the workers, and put them where the checkpoint is from which the run resumes.
+
+        finish: called before they end. carry_on: takes the state of the checkpoint before its weights are loaded; None
+        at a restart, where what was set on the live Trainer stays as it is.
+        """
+        run, position = self.run, self._position
+        with starting(self._log.display, run.config, self.folder):
+            self.policy = start_workers(run, self.folder, self._workers)
+            self._workers.callback(finish)
+            self.collector = make_collector(run, self.policy, self.sampler)
+            self.timeline = Timeline(self.policy, self.folder)
+            self.pictures = MemoryPictures(self.policy, self.folder, run.plan, self.timeline.phase)
+            self.best = BestStep(run.config.eval, self.folder)
+            self.watch = LearningWatch(optimizer_steps_per_training_step(run.config))
+            if run.resume is not None:
+                self._restore(run.resume, carry_on)
+            else:
+                position.step = position.num_tokens = 0
+                self.sampler.load_state_dict(self._first_data)
+            self.guard.complete()  # the weights are those of a step, whatever was broken off before
+            self.handoff = largest(self.policy.update_weights(position.step))
+        position.policy_version = position.step
+        position.has_begun = self._log.begin(position.step)
+
+    def end(self) -> None:
+        """End the workers."""
+        self._workers.close()
+
+    def _restore(self, checkpoint: Path, carry_on: CarryOn | None) -> None:
+        position = self._position
+        state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
+        if carry_on is not None:
+            carry_on(state)
+            self._log.announce_resume(state)
+        self.policy.load(checkpoint.resolve())
+        try:
+            self.sampler.load_state_dict(state["sampler"])
+        except DataError as error:
+            raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
+        position.step, position.num_tokens = state["global_step"], state["num_tokens"]
+        self.best.load_state_dict(state.get("best", {}))
+        position.owed = state.get("owed")
+        if "collector" in state:
+            held = self.policy.held_prompts(position.step, checkpoint.resolve())
+            self.collector.load_state_dict(state["collector"], held, position.step)
+
+    def state(self, step: int) -> TrainerState:
+        """Return what reward functions and agents are told of the run in this step."""
+        return TrainerState(step, self._position.max_steps, self.sampler.epoch)
+
+    def publish_again(self) -> None:
+        """Give the engine the weights again, as another version of the same step."""
+        self.handoff = largest(self.policy.update_weights_again(self._position.policy_version))
+
+    def keep(self, batch: AnyBatch, step: int) -> None:
+        """Start writing to the run folder, and save the rollout if that was asked for."""
+        self._log.take_up()
+        must = self.config.mode == "rollout"
+        if self.config.save_rollouts or must:
+            self.policy.save_rollout(batch, step, self.folder / "rollouts", must=must)
+
+    def log_samples(self, batch: AnyBatch, step: int) -> None:
+        """Have each rank write its own samples; only the texts of a few come to the driver, to be shown."""
+        first = (int(batch["group"].min()), int(batch["trajectory"].min()))
+        if self.config.log_completions:
+            shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
+            self._log.samples(self.policy.records(shown, step, first))
+        with self.timeline.phase("samples written"):
+            self.policy.log_samples(batch, step, self.folder, first)

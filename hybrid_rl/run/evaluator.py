@@ -1,0 +1,138 @@
+"""Evaluations of a run: on its data or on rows given for once, its best step, and the end it may call for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybrid_rl.errors import ConfigError, do_all
+from hybrid_rl.evaluation.samples import EvalSamples, Evaluations
+from hybrid_rl.logging.run_log import RunLog
+from hybrid_rl.metrics import finite, now
+from hybrid_rl.process.interrupts import undisturbed
+from hybrid_rl.run.checks import check_modes
+from hybrid_rl.run.crew import Crew
+from hybrid_rl.run.evaluation import load_sets, rows_of
+from hybrid_rl.run.position import Position
+from hybrid_rl.run.restarts import may_restart
+from hybrid_rl.run.results import Metrics
+from hybrid_rl.run.saver import Saver
+from hybrid_rl.run.start import make_evaluator
+from hybrid_rl.run.stopper import Stopper
+from hybrid_rl.run.tenancy import Tenancy
+from hybrid_rl.run.watch import broken_model_explained
+
+logger = logging.getLogger("hybrid_rl")
+
+
+class RunEvaluator:
+    """Evaluates the policy of a run.
+
+    notify: calls a hook of the callbacks. latest: the samples of the last evaluation by set, "" for a single one.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        position: Position,
+        log: RunLog,
+        tenancy: Tenancy,
+        saver: Saver,
+        stopper: Stopper,
+        notify: Callable[..., None],
+    ) -> None:
+        self._crew, self._position, self._log = crew, position, log
+        self._tenancy, self._saver, self._stopper, self._notify = tenancy, saver, stopper, notify
+        self.latest: Mapping[str, EvalSamples] = Evaluations()
+
+    def evaluate(self, eval_dataset: Any = None) -> Metrics:
+        """Evaluate now, on the data of the run or on these rows, as `Trainer.evaluate` says."""
+        self._tenancy.require_idle("evaluate")
+        self._tenancy.require_current()
+        crew, step = self._crew, self._position.step
+        if eval_dataset is None and not crew.run.data.eval:
+            raise ConfigError(
+                "there is no evaluation data: pass eval_dataset= or set data.eval_path, or give rows: evaluate(rows)"
+            )
+        check_modes(crew.config, learns=False)
+        rows = crew.run.eval_rows if eval_dataset is None else rows_of(load_sets(eval_dataset, crew.run.data.encoder))
+        start, doing = now(), f"evaluation after step {step}"
+        evaluator = make_evaluator(crew.run, crew.policy, crew.collector)
+        with self._tenancy.working("evaluate()"):
+            explained, phase = broken_model_explained(doing, crew.folder), crew.timeline.phase("evaluation")
+            with self._tenancy.computing(), explained, phase:
+                call = (self._position.policy_version, crew.state(step), self._log.samples_folder)
+                numbers, latest = evaluator.evaluate(rows, *call)
+            self.latest = Evaluations(latest)
+            metrics = Metrics(numbers, **{"timing/evaluate": now() - start})
+            self._notify("on_evaluate", step, metrics)
+        return metrics
+
+    def note_best(self, metrics: Mapping[str, float]) -> None:
+        """Have the best step so far saved, and end `fit()` if it is time to stop."""
+        if self._crew.best.look(self._position.step, metrics):
+            self._position.save_due |= self._crew.config.save_steps is not None
+        self._stopper.look()
+
+    def at_start(self) -> None:
+        """Evaluate before the first step, and a step whose evaluation was broken off, unless both are done."""
+        if self._position.owed is not None:
+            self._evaluate_owed(self._position.owed)
+        if self._position.has_begun or self._position.step:
+            return
+        record = dict(self._crew.handoff)
+        if self._crew.run.data.eval and self._crew.config.eval.eval_on_start:
+            record |= self.evaluate()
+            self._crew.best.look(0, record)
+        # Before the record, so that a Ctrl-C between the two does not make a second one.
+        self._position.has_begun = True
+        self._log.metrics(0, record)
+
+    def _evaluate_owed(self, owed: Mapping[str, float]) -> None:
+        """Make the evaluation of the last step that was broken off, and record it with the metrics of the step."""
+        if not self._crew.run.data.eval:
+            logger.warning(
+                "the evaluation after step %d was broken off, and is left out, as this run has no eval_dataset; to "
+                "make it, resume that checkpoint with one",
+                self._position.step,
+            )
+            self._position.owed = None
+            return
+        self._log.take_up()
+        self._position.metrics = metrics = Metrics(owed, **self.evaluate())
+        self._position.owed, step = None, self._position.step
+        # The checkpoint of the step says that this is still to be done.
+        self._position.save_due |= self._crew.config.save_steps is not None
+        do_all(
+            lambda: self.note_best(metrics),
+            lambda: self._log.metrics(step, metrics),
+            self._saver.save_if_due,
+            self._crew.best.write,
+        )
+
+    def after_step(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Evaluate after a step with these metrics. A Ctrl-C waits. If a second one breaks it off, the evaluation is
+        made before the next step, also by a resumed run. If the engine is lost, the step is not saved: a restarted run
+        makes it again."""
+        try:
+            with undisturbed():
+                return self.evaluate()
+        except KeyboardInterrupt:
+            self._position.owed = finite(metrics)
+            raise
+        except Exception as error:
+            self._position.is_unevaluated = may_restart(error)
+            raise
+
+    def load_best(self) -> None:
+        """Take the weights of the best step, if that was asked for."""
+
+        def load(checkpoint: Path) -> None:
+            self._crew.policy.load(checkpoint.resolve())
+            self._tenancy.note_training()
+            self._crew.publish_again()
+
+        if told := self._crew.best.load(self._position.step, load):
+            self._log.display.message(told)
