@@ -102,8 +102,8 @@ def test_the_last_best_checkpoint_stays_until_the_next_is_there(tmp_path):
 
 
 def test_less_may_be_better(make):
-    assert make(greater_is_better=False)._best._sign == -1
-    assert make(metric_for_best_model="completions/mean_length")._best._sign == -1
+    assert make(greater_is_better=False)._crew.best._sign == -1
+    assert make(metric_for_best_model="completions/mean_length")._crew.best._sign == -1
     trainer = make(greater_is_better=False, max_steps=5)
     trainer.fit()
     assert (best_of(trainer)["step"], best_of(trainer)["evaluations_since_better"]) == (1, 4)
@@ -193,7 +193,7 @@ def test_a_killed_run_keeps_its_best_and_its_patience(make):
         run.step()
     run.close()
     resumed = make(**(keys | {"resume": "auto", "model": build_model()}))
-    assert (resumed.global_step, resumed._best.step, resumed._best.value, resumed._best.num_worse) == (
+    assert (resumed.global_step, resumed._crew.best.step, resumed._crew.best.value, resumed._crew.best.num_worse) == (
         *(5, 4, pytest.approx(0.61), 1),
     )
     resumed.fit()
@@ -223,7 +223,7 @@ def test_the_best_of_the_run_before_is_found_in_its_folder(make):
 
 
 def test_an_evaluation_without_the_metric_is_told_and_does_not_count(make, caplog):
-    best = make()._best
+    best = make()._crew.best
     assert best.look(1, {best.name: 0.5}) and not best.look(2, {"eval/reward": 1.0})
     assert "the evaluation after step 2 has no eval/rewards/scripted/mean" in caplog.text
     assert (best.step, best.num_worse) == (1, 0)
@@ -236,7 +236,7 @@ def test_another_metric_begins_again(make, caplog):
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         other = make(metric_for_best_model="reward", resume=str(run.run_folder / "checkpoint-2"))
     assert "eval/reward now, and was eval/rewards/scripted/mean: the best step so far is forgotten" in caplog.text
-    assert other._best.step is None
+    assert other._crew.best.step is None
 
 
 def test_metrics_that_cannot_exist_are_refused_before_anything_is_loaded(make):

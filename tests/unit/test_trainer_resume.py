@@ -324,7 +324,7 @@ def test_the_evaluation_before_training_is_recorded_once(make_trainer, records) 
     keys = {"run_name": "run", "resume": "auto", "max_steps": 2, "eval_dataset": sums(2), "save_steps": 2}
     for _ in range(2):
         broken = make_trainer(**keys)
-        broken._evaluate_at_start()  # and then it dies
+        broken._evaluator.at_start()  # and then it dies
         broken.close()
     trainer = make_trainer(**keys)
     trainer.fit()
