@@ -183,17 +183,16 @@ class Trainer:
             log.display.message(note)
         self._crew = crew = Crew(run, log, sampler, position)
         closing.callback(crew.end)
-        common, held = (crew, position, log), (run.config, run.module, log.path)
+        held = run.config, run.module, log.path
         self._tenancy = tenancy = Tenancy(*held, crew.guard, position, crew.publish_again)
-        self._settings = Settings(*common, tenancy, callbacks)
-        self._saver = saver = Saver(*common, tenancy, self._settings, self._notify)
-        self._stopper = Stopper(*common, tenancy, saver)
-        self._evaluator = RunEvaluator(*common, tenancy, saver, self._stopper, self._notify)
-        self._recovery = Recovery(*common, tenancy, saver, self._stopper)
-        self._rescue = Rescue(*common, tenancy, saver)
-        self._familiar = Familiar(*common, saver)
+        self._settings = Settings(crew, tenancy, callbacks)
+        self._saver = saver = Saver(crew, tenancy, self._settings, self._notify)
+        self._stopper = Stopper(crew, tenancy, saver)
+        self._evaluator = RunEvaluator(crew, tenancy, saver, self._stopper, self._notify)
+        self._recovery = Recovery(crew, tenancy, saver, self._stopper)
+        self._rescue, self._familiar = Rescue(crew, tenancy, saver), Familiar(crew, saver)
         crew.start(saver.finish, self._settings.carry_on)
-        self._view = View(crew, position, tenancy)  # the last one: with it the Trainer is whole
+        self._view = View(crew, tenancy)  # the last one: with it the Trainer is whole
 
     # --------------------------------------------------------------------------------------------- the loop
 

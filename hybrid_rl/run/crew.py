@@ -33,7 +33,7 @@ CarryOn = Callable[[Mapping[str, Any]], None]
 class Crew:
     """A run as it is set now, its workers, and what the driver has made to work with them.
 
-    run: with the configuration of now. folder: of the run. handoff: metrics of the last one.
+    run: with the configuration of now. position: how far it is. folder: of the run. handoff: metrics of the last one.
     """
 
     policy: PolicyGroup
@@ -47,7 +47,7 @@ class Crew:
         self.run, self.sampler, self.folder = run, sampler, log.path
         self.guard = StepGuard(sampler)
         self.signal_watch = SignalWatch(run.config, Scoring.of(run))
-        self._log, self._position = log, position
+        self.log, self.position = log, position
         self._first_data = sampler.state_dict()
         self._workers = contextlib.ExitStack()  # ends the workers when it is closed; used again
 
@@ -62,8 +62,8 @@ class Crew:
         finish: called before they end. carry_on: takes the state of the checkpoint before its weights are loaded; None
         at a restart, where what was set on the live Trainer stays as it is.
         """
-        run, position = self.run, self._position
-        with starting(self._log.display, run.config, self.folder):
+        run, position = self.run, self.position
+        with starting(self.log.display, run.config, self.folder):
             self.policy = start_workers(run, self.folder, self._workers)
             self._workers.callback(finish)
             self.collector = make_collector(run, self.policy, self.sampler)
@@ -79,18 +79,18 @@ class Crew:
             self.guard.complete()  # the weights are those of a step, whatever was broken off before
             self.handoff = largest(self.policy.update_weights(position.step))
         position.policy_version = position.step
-        position.has_begun = self._log.begin(position.step)
+        position.has_begun = self.log.begin(position.step)
 
     def end(self) -> None:
         """End the workers."""
         self._workers.close()
 
     def _restore(self, checkpoint: Path, carry_on: CarryOn | None) -> None:
-        position = self._position
+        position = self.position
         state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
         if carry_on is not None:
             carry_on(state)
-            self._log.announce_resume(state)
+            self.log.announce_resume(state)
         self.policy.load(checkpoint.resolve())
         try:
             self.sampler.load_state_dict(state["sampler"])
@@ -105,15 +105,15 @@ class Crew:
 
     def state(self, step: int) -> TrainerState:
         """Return what reward functions and agents are told of the run in this step."""
-        return TrainerState(step, self._position.max_steps, self.sampler.epoch)
+        return TrainerState(step, self.position.max_steps, self.sampler.epoch)
 
     def publish_again(self) -> None:
         """Give the engine the weights again, as another version of the same step."""
-        self.handoff = largest(self.policy.update_weights_again(self._position.policy_version))
+        self.handoff = largest(self.policy.update_weights_again(self.position.policy_version))
 
     def keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
-        self._log.take_up()
+        self.log.take_up()
         must = self.config.mode == "rollout"
         if self.config.save_rollouts or must:
             self.policy.save_rollout(batch, step, self.folder / "rollouts", must=must)
@@ -123,6 +123,6 @@ class Crew:
         first = (int(batch["group"].min()), int(batch["trajectory"].min()))
         if self.config.log_completions:
             shown = batch.select(range(min(self.config.log_completions, batch.num_samples)))
-            self._log.samples(self.policy.records(shown, step, first))
+            self.log.samples(self.policy.records(shown, step, first))
         with self.timeline.phase("samples written"):
             self.policy.log_samples(batch, step, self.folder, first)

@@ -9,13 +9,11 @@ from typing import Any
 
 from hybrid_rl.errors import ConfigError, do_all
 from hybrid_rl.evaluation.samples import EvalSamples, Evaluations
-from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.metrics import finite, now
 from hybrid_rl.process.interrupts import undisturbed
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.evaluation import load_sets, rows_of
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.restarts import may_restart
 from hybrid_rl.run.results import Metrics
 from hybrid_rl.run.saver import Saver
@@ -34,16 +32,9 @@ class RunEvaluator:
     """
 
     def __init__(
-        self,
-        crew: Crew,
-        position: Position,
-        log: RunLog,
-        tenancy: Tenancy,
-        saver: Saver,
-        stopper: Stopper,
-        notify: Callable[..., None],
+        self, crew: Crew, tenancy: Tenancy, saver: Saver, stopper: Stopper, notify: Callable[..., None]
     ) -> None:
-        self._crew, self._position, self._log = crew, position, log
+        self._crew, self._position, self._log = crew, crew.position, crew.log
         self._tenancy, self._saver, self._stopper, self._notify = tenancy, saver, stopper, notify
         self.latest: Mapping[str, EvalSamples] = Evaluations()
 

@@ -13,10 +13,8 @@ from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.files import write_text
 from hybrid_rl.logging.report import read_jsonl
-from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.run.crew import Crew
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.saver import Saver
 
 
@@ -52,8 +50,8 @@ class Driver:
 class Familiar:
     """Names of TRL and transformers that do or show something of a run."""
 
-    def __init__(self, crew: Crew, position: Position, log: RunLog, saver: Saver) -> None:
-        self._crew, self._position, self._log, self._saver = crew, position, log, saver
+    def __init__(self, crew: Crew, saver: Saver) -> None:
+        self._crew, self._position, self._log, self._saver = crew, crew.position, crew.log, saver
 
     @property
     def module(self) -> Any:

@@ -14,10 +14,8 @@ from pathlib import Path
 from hybrid_rl.checkpoint.finding import check_resumed, newest_checkpoint
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import HybridRLError
-from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.process.stopping import Stop
 from hybrid_rl.run.crew import Crew
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.restarts import Loss, Restarts
 from hybrid_rl.run.saver import Saver
 from hybrid_rl.run.stopper import Stopper
@@ -32,16 +30,8 @@ class Recovery:
     log: of the run, which goes back with it. saver: waits for its checkpoint before the workers end.
     """
 
-    def __init__(
-        self,
-        crew: Crew,
-        position: Position,
-        log: RunLog,
-        tenancy: Tenancy,
-        saver: Saver,
-        stopper: Stopper,
-    ) -> None:
-        self._crew, self._position, self._log = crew, position, log
+    def __init__(self, crew: Crew, tenancy: Tenancy, saver: Saver, stopper: Stopper) -> None:
+        self._crew, self._position, self._log = crew, crew.position, crew.log
         self._tenancy, self._stopper, self._saver = tenancy, stopper, saver
         self._restarts = Restarts(crew.config.max_restarts)
         self._first_steps = steps_of(crew.run.module)  # training steps of the module at the start

@@ -8,9 +8,7 @@ import sys
 import weakref
 from types import TracebackType
 
-from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.run.crew import Crew
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.saver import Saver
 from hybrid_rl.run.tenancy import Tenancy
 
@@ -22,8 +20,8 @@ _fitted: weakref.WeakSet[Rescue] = weakref.WeakSet()  # of the runs of this proc
 class Rescue:
     """Saves what a complete `fit()` has trained and nobody has saved, when the script ends with an error."""
 
-    def __init__(self, crew: Crew, position: Position, log: RunLog, tenancy: Tenancy, saver: Saver) -> None:
-        self._crew, self._position, self._log = crew, position, log
+    def __init__(self, crew: Crew, tenancy: Tenancy, saver: Saver) -> None:
+        self._crew, self._position, self._log = crew, crew.position, crew.log
         self._tenancy, self._saver = tenancy, saver
         self._fitted_step = 0  # the last one of a `fit()` that came to its end
 

@@ -17,11 +17,9 @@ from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.checkpoint.writing import failure
 from hybrid_rl.config import to_dict
 from hybrid_rl.errors import CheckpointError, ConfigError, do_all
-from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.metrics import now
 from hybrid_rl.process.stopping import Stop, note_checkpoint
 from hybrid_rl.run.crew import Crew
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.settings import Settings
 from hybrid_rl.run.tenancy import Tenancy
 
@@ -36,16 +34,8 @@ class Saver:
     notify: calls a hook of the callbacks. stop: what may ask for the end of the `fit()` under way.
     """
 
-    def __init__(
-        self,
-        crew: Crew,
-        position: Position,
-        log: RunLog,
-        tenancy: Tenancy,
-        settings: Settings,
-        notify: Callable[..., None],
-    ) -> None:
-        self._crew, self._position, self._log = crew, position, log
+    def __init__(self, crew: Crew, tenancy: Tenancy, settings: Settings, notify: Callable[..., None]) -> None:
+        self._crew, self._position, self._log = crew, crew.position, crew.log
         self._settings, self._tenancy, self._notify = settings, tenancy, notify
         self.stop = Stop()
         self._base_record: dict[str, Any] | None = None  # of the base model of adapters, once it was looked for

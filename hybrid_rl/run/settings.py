@@ -13,7 +13,6 @@ from typing import Any
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.process.interrupts import deferred_interrupt
 from hybrid_rl.rewards import RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rollout.successes import Grades
@@ -24,7 +23,6 @@ from hybrid_rl.run.changed import ANOTHER, changed_config, leaves_of
 from hybrid_rl.run.checks import check_rewards
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.missing import LIVE, callback_advice, refusal
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import sampling_params
 from hybrid_rl.run.start import make_collector
 from hybrid_rl.run.tenancy import Tenancy
@@ -55,11 +53,9 @@ class Change:
 class Settings:
     """What can be changed of a run between training steps, and what was."""
 
-    def __init__(
-        self, crew: Crew, position: Position, log: RunLog, tenancy: Tenancy, callbacks: tuple[Callback, ...] = ()
-    ) -> None:
-        self._crew, self._position, self._log, self._tenancy = crew, position, log, tenancy
-        self.callbacks = callbacks
+    def __init__(self, crew: Crew, tenancy: Tenancy, callbacks: tuple[Callback, ...] = ()) -> None:
+        self._crew, self._position, self._log = crew, crew.position, crew.log
+        self._tenancy, self.callbacks = tenancy, callbacks
         self._changed: tuple[Change, ...] = ()
         self._first_length = crew.config.rollout.max_completion_length
 

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import CheckpointError, ConfigError, DivergedError, NoSignalError
-from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.process.stopping import DEADLINE, RunStopped, Stop, is_own_process, seconds_of, seconds_since_start
 from hybrid_rl.run.crew import Crew
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.restarts import Loss
 from hybrid_rl.run.saver import Saver
 from hybrid_rl.run.tenancy import Tenancy
@@ -23,8 +21,8 @@ class Stopper:
     stop: what asks for the end from outside. is_asked: whether `fit()` is to end after the step that is running.
     """
 
-    def __init__(self, crew: Crew, position: Position, log: RunLog, tenancy: Tenancy, saver: Saver) -> None:
-        self._crew, self._position, self._log = crew, position, log
+    def __init__(self, crew: Crew, tenancy: Tenancy, saver: Saver) -> None:
+        self._crew, self._position, self._log = crew, crew.position, crew.log
         self._tenancy, self._saver = tenancy, saver
         self.stop = Stop()
         self.is_asked = False

@@ -10,7 +10,6 @@ from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.config.views import changed_html
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.run.crew import Crew
-from hybrid_rl.run.position import Position
 from hybrid_rl.run.tenancy import Tenancy
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -20,8 +19,8 @@ MAX_BARS = 40
 class View:
     """A run as it shows itself in terminals and notebooks."""
 
-    def __init__(self, crew: Crew, position: Position, tenancy: Tenancy) -> None:
-        self._crew, self._position, self._tenancy = crew, position, tenancy
+    def __init__(self, crew: Crew, tenancy: Tenancy) -> None:
+        self._crew, self._position, self._tenancy = crew, crew.position, tenancy
 
     def text(self, name: str) -> str:
         """Return a title, which begins with this name, and a few lines."""

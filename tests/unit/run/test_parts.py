@@ -24,9 +24,10 @@ from hybrid_rl.run.tenancy import Tenancy, open_here
 from hybrid_rl.run.views import View
 
 
-def parts(**more: Any) -> Any:
+def parts(position: Position | None = None, **more: Any) -> Any:
     """What a part is given, of which each takes what it needs; `said` has what was told."""
-    found = SimpleNamespace(said=[], config=load_config({"max_restarts": 1})[0], **more)
+    found = SimpleNamespace(said=[], config=load_config({"max_restarts": 1})[0], position=position, **more)
+    found.log = found
     found.display = SimpleNamespace(message=found.said.append, retotal=found.said.append, start=lambda *_, **__: None)
     return found
 
@@ -86,8 +87,8 @@ def test_a_module_that_another_has_trained_is_published_again() -> None:
 
 def test_settings_refuse_before_they_change_anything() -> None:
     position = Position(max_steps=3)
-    given = parts(require_open=lambda: None, is_busy=True)
-    settings = Settings(given, position, given, given)
+    given = parts(position, require_open=lambda: None, is_busy=True)
+    settings = Settings(given, given)
     assert settings.value("learning_rate") == given.config.optimizer.learning_rate and settings.value("max_steps") == 3
     for changes in ({"max_steps": 0}, {"seed": 1}, {"max_steps": 5, "callbacks": [3]}):
         with pytest.raises(ConfigError):
@@ -130,6 +131,7 @@ def test_attributes_are_shown_assigned_or_refused() -> None:
 
 def evaluator_of(position: Position, **more: Any) -> tuple[RunEvaluator, Any]:
     given = parts(
+        position,
         handoff={"handoff": 1.0},
         run=SimpleNamespace(data=SimpleNamespace(eval={})),
         metrics=lambda step, record: given.said.append((step, record)),
@@ -137,7 +139,7 @@ def evaluator_of(position: Position, **more: Any) -> tuple[RunEvaluator, Any]:
         best=SimpleNamespace(look=lambda step, metrics: metrics["eval/reward"] > 0),
         **more,
     )
-    return RunEvaluator(given, position, given, given, given, given, lambda *_: None), given
+    return RunEvaluator(given, given, given, given, lambda *_: None), given
 
 
 def test_the_record_before_the_first_step_is_written_once() -> None:
@@ -188,10 +190,10 @@ def test_work_goes_on_after_one_loss_but_not_after_two(monkeypatch: pytest.Monke
         finish()
         position.step = 0
 
-    given = parts(run=Prepared(), folder=tmp_path, end=lambda: done.append("ended"), start=start, lost=None)
+    given = parts(position, run=Prepared(), folder=tmp_path, end=lambda: done.append("ended"), start=start, lost=None)
     given.is_taken_up, given.finish = False, lambda: done.append("started")
     given.resume = lambda checkpoint, step: done.append(f"log at {step}")
-    recovery = Recovery(given, position, given, given, given, stopper)  # type: ignore[arg-type]
+    recovery = Recovery(given, given, given, stopper)  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match="second"):
         for number, attempt in enumerate(recovery.attempts()):
             with attempt:
@@ -232,8 +234,15 @@ def test_a_crew_tells_of_the_run_and_keeps_rollouts_when_asked(monkeypatch: pyte
 def test_a_view_tells_the_step_and_how_to_go_on(tmp_path: Path) -> None:
     data = SimpleNamespace(train=[1, 2])
     run = SimpleNamespace(adapters=None, choice=SimpleNamespace(path="m"), data=data, num_parameters=1, reward_names=[])
-    given = parts(run=run, folder=tmp_path, closed="", lost=None, guard=SimpleNamespace(is_torn=False))
-    view = View(given, Position(max_steps=3, step=1), given)
+    given = parts(
+        Position(max_steps=3, step=1),
+        run=run,
+        folder=tmp_path,
+        closed="",
+        lost=None,
+        guard=SimpleNamespace(is_torn=False),
+    )
+    view = View(given, given)
     assert "step 1 of 3" in view.text("Mine") and "fit() the 2 that are left" in view.text("Mine")
     (tmp_path / "checkpoint-1").mkdir()
     given.closed = ";"
@@ -242,6 +251,7 @@ def test_a_view_tells_the_step_and_how_to_go_on(tmp_path: Path) -> None:
 
 def test_names_of_others_work_with_the_run_folder(tmp_path: Path) -> None:
     given = parts(
+        Position(max_steps=3, step=2),
         folder=tmp_path,
         run=SimpleNamespace(module=None),
         best=SimpleNamespace(step=2, value=0.5),
@@ -249,7 +259,7 @@ def test_names_of_others_work_with_the_run_folder(tmp_path: Path) -> None:
         save=lambda target: target,
         saved_folder=tmp_path / "checkpoint-2",
     )
-    familiar = Familiar(given, Position(max_steps=3, step=2), given, given)
+    familiar = Familiar(given, given)
     assert familiar.save_model(tmp_path / "new") == tmp_path / "new"
     familiar.save_metrics("train", {"loss": 1.0})
     assert familiar.save_model(tmp_path) == tmp_path / "checkpoint-2"

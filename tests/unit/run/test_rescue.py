@@ -22,7 +22,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def rescue_of(parts: Any, position: Position) -> rescue.Rescue:
-    return rescue.Rescue(parts, position, parts, parts, parts)
+    parts.position, parts.log = position, parts
+    return rescue.Rescue(parts, parts, parts)
 
 
 def test_only_what_a_whole_fit_has_trained_is_kept(parts: Any) -> None:

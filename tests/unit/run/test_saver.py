@@ -32,10 +32,10 @@ def test_the_rank_is_named_that_failed_by_itself(errors: tuple[str, str], told: 
         save_progress=lambda _: [Progress(is_done=bool(error), error=error, seconds=1.0) for error in errors],
         end_save=lambda *, is_given_up: ended.append(is_given_up),
     )
-    crew: Any = SimpleNamespace(policy=policy)
     position = Position(max_steps=9, step=5)
+    crew: Any = SimpleNamespace(policy=policy, position=position, log=None)
     nothing: Any = None
-    saver = Saver(crew, position, nothing, nothing, nothing, lambda *_: pytest.fail("it is announced"))
+    saver = Saver(crew, nothing, nothing, lambda *_: pytest.fail("it is announced"))
     saver._saving = tmp_path / "checkpoint-5"
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         saver.look()

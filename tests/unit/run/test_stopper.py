@@ -30,7 +30,8 @@ def made(folder: Path, *, is_over: bool = False, evaluated_step: int = 0) -> tup
         finish=lambda: done.append("waited"),
         keep_last_step=lambda: done.append("kept"),
     )
-    return Stopper(parts, Position(max_steps=9, step=3), parts, parts, parts), parts, done
+    parts.position, parts.log = Position(max_steps=9, step=3), parts
+    return Stopper(parts, parts, parts), parts, done
 
 
 def test_fit_ends_when_it_is_asked_to(tmp_path: Path) -> None:
