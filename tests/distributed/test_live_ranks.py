@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.run.test_live import logprobs_of
 
 from hybrid_rl import Trainer
 from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.unit.run.test_settings import logprobs_of
 
 pytestmark = pytest.mark.slow  # processes are started
 
