@@ -254,7 +254,7 @@ class Trainer:
         policy.label = f"training step {step}"
         with self._tenancy.working("step()"), crew.guard.step(), crew.timeline.step(step):
             with broken_model_explained(policy.label, self.run_folder), phase("rollout"):
-                collected = self.collector.collect(self.policy_version, crew.state(step))
+                collected = self.collector.take(self.policy_version, crew.state(step))
             batch, timings, update = collected.batch, collected.timings, dict[str, float]()
             crew.keep(batch, step)
             if self.config.mode != "rollout":

@@ -96,12 +96,10 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
         return buffer
     name = "rollout.partial=true" if config.rollout.partial else f"rollout.async_level={ahead}"
     name = f"rollout_ranks={rollout_ranks(config)}" if rollout_ranks(config) else name
-    others = {
-        "max_refills above 0, which draws prompts again until a step has enough": config.algorithm.max_refills > 0,
-        "demonstrations, which nothing generates": learns_from_demonstrations(config),
-    }
-    if found := [what for what, is_so in others.items() if is_so]:
-        raise ConfigError(f"{name} cannot be combined with {found[0]}; leave one of them out")
+    if learns_from_demonstrations(config):
+        raise ConfigError(
+            f"{name} cannot be combined with demonstrations, which nothing generates; leave one of them out"
+        )
     if buffer.oversample is not None and not config.rollout.partial:
         raise ConfigError(f"oversample={buffer.oversample} would do nothing without rollout.partial=true; set both")
     if buffer.unfinished == "drop":

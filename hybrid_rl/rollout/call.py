@@ -28,7 +28,7 @@ class RolloutCall:
     first_id: the first of the ids of its trajectories and groups, which no other rollout of the run uses. purpose: the
     noise of a sample depends on this, the seed and the sample's place only: the rank that makes it and the samples
     next to it do not matter. is_scored: whether rewards are computed. hold: of a partial rollout, which groups it
-    delivers; None = all.
+    delivers; None = all. is_refill: whether the step has been given groups before: it goes on with what those left.
     """
 
     num_generations: int
@@ -39,6 +39,7 @@ class RolloutCall:
     first_id: int
     is_scored: bool = True
     hold: HoldRule | None = None
+    is_refill: bool = False
 
     def group(self, task: RolloutTask) -> int:
         """Return the id of the group of a prompt."""
@@ -58,7 +59,7 @@ class RolloutReport:
     """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
     numbers of log_metric. retried: as in `RewardResult`. metrics: of the samples themselves. use: of the engine while
     it generated them; 0 steps = not counted. num_missing: tokens that may be expected to be generated yet for what the
-    worker holds."""
+    worker holds. left: metrics of that; of a step with several rollouts the last ones count."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure] = field(default_factory=list)
@@ -67,3 +68,4 @@ class RolloutReport:
     metrics: MetricSums = field(default_factory=MetricSums)
     use: SlotUse = SlotUse()
     num_missing: int = 0
+    left: MetricSums = field(default_factory=MetricSums)

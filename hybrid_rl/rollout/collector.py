@@ -24,7 +24,7 @@ from hybrid_rl.metrics import Timings
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
-from hybrid_rl.rollout.dealing import TaskList
+from hybrid_rl.rollout.dealing import TaskList, split_off
 from hybrid_rl.rollout.held_files import check_row
 from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 from hybrid_rl.rollout.lengths import LengthRecord, group_lengths, length_metrics
@@ -49,6 +49,10 @@ class RolloutGroup(Protocol):
         """Return the dataset's own completions of these prompts, in the same form."""
         ...
 
+    def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
+        """Begin these prompts, for the next step, and return at once."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -63,7 +67,8 @@ class StepPlan:
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
     demonstrates: whether the completions are the data set's own.
     hold: which groups a step takes, and which it holds or drops; num_extra: prompts that are under way beyond
-        num_prompts.
+        num_prompts; num_later: of those of a step, the ones that are begun when its batch has come, by ranks that
+        generate while it trains.
     """
 
     sampler: PromptSampler
@@ -76,6 +81,7 @@ class StepPlan:
     demonstrates: bool = False
     hold: HoldRule | None = None
     num_extra: int = 0
+    num_later: int = 0
 
     def num_begun(self, step: int) -> int:
         """Return how many prompts a training step takes: with groups that are held the first takes more."""
@@ -128,8 +134,8 @@ class Collector:
             self._open.check(other._plan.kept, self._plan.kept)
         return self
 
-    def collect(self, version: int, state: TrainerState) -> Collected:
-        """Collect the batch of the training step in `state`, for a learner at this policy version.
+    def take(self, version: int, state: TrainerState) -> Collected:
+        """Take the batch of the training step in `state`, for a learner at this policy version.
 
         The noise of a sample depends on the seed, the step, the rollout within the step and its place there only.
         Raises NoSignalError if groups are missing after the last rollout.
@@ -149,36 +155,38 @@ class Collector:
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
         tally = Tally(self._max_failure_share, self._next_id, self._won)
-        metrics: dict[str, float] = {}
-        if plan.max_refills and not plan.demonstrates:
-            refill = Refill(plan.num_prompts, plan.max_refills, self._weights, self._shaping)
-            rows, batch = self._refilled(plan.sampler, call, tally, refill)
-            metrics |= refill.metrics()
-        else:
-            held = self._open.held(state.global_step - 1)
-            num_missing = plan.num_prompts + plan.num_extra - len(held)
-            rows = plan.sampler.take(num_missing) if num_missing > 0 else []  # more are held if the plan was larger
-            if plan.hold is not None and not plan.hold.drops:
-                for row in rows:
-                    check_row(row)
-            loads = self._open.loads(state.global_step - 1)
-            tasks, call = self._tasks(rows, replace(call, hold=plan.hold), self._lengths, loads)
-            make = self._workers.demonstrations if plan.demonstrates else self._workers.rollout
-            answer = make(tasks, call)
-            batch = self._counted(answer, call, tally)
-            if plan.demonstrates:
-                return tally.collected(batch, {})
-            if plan.hold is not None:
-                begun = held | {call.group(task): task.row for task in tasks}
-                rows = self._open.deliver(batch, begun, state.global_step, drops=plan.hold.drops)
+        if plan.demonstrates:
+            tasks, call = self._tasks(plan.sampler.take(plan.num_prompts), call, self._lengths)
+            return tally.collected(self._counted(self._workers.demonstrations(tasks, call), call, tally), {})
+        refill = Refill(plan.num_prompts, plan.max_refills, self._weights, self._shaping)
+        parts, later = list[tuple[list[PromptRow], Any]](), None
+        while refill.num_missing:
+            begun, tasks, its = self._round(plan, call, refill)
+            if plan.num_later and not its.is_refill:
+                tasks, next_tasks = split_off(tasks, plan.num_later)
+                later = next_tasks, its
+            answer = self._workers.rollout(tasks, its)
+            made = self._counted(answer, its, tally)
+            rows = [begun[group] for group in sorted(begun)]
+            if its.hold is not None:
+                rows = self._open.deliver(made, begun, state.global_step, drops=its.hold.drops)
                 self._open.load(state.global_step, {part: report.num_missing for part, report in enumerate(answer[1])})
-            self._observe(plan.sampler, rows, batch)
+            self._observe(plan.sampler, rows, made)
+            parts += refill.kept(rows, made)
+            del answer, made  # so that nothing keeps the dropped samples while the next are made
+            refill.check(state.global_step)
+        rows, batch = joined_groups(parts)
+        metrics = dict[str, float]()
+        if plan.max_refills:
+            metrics |= refill.metrics()
         if plan.greedy_baseline:
             batch = self._with_baseline(rows, batch, call, tally)
             metrics |= baseline_metrics(batch)
         metrics |= reward_metrics(batch, self._names) | dataset_metrics(rows, batch) | plan.sampler.metrics()
         if not plan.max_refills:  # of the groups that were kept each has a success
             metrics |= self._success(batch)
+        if later is not None:
+            self._workers.begin(*later)
         collected = tally.collected(batch, metrics | tally.use())
         self._warn_of_no_numbers(collected.logged, state.global_step)
         return collected
@@ -273,25 +281,22 @@ class Collector:
                     *(call.purpose, function, cause_of(detail), counted(number, "sample")),
                 )
 
-    def _refilled(
-        self, sampler: PromptSampler, call: RolloutCall, tally: Tally, refill: Refill
-    ) -> tuple[list[PromptRow], AnyBatch]:
-        """Return prompts whose groups have signal, and their samples."""
-        kept_rows: list[PromptRow] = []
-        parts: list[Any] = []
-        purpose = call.purpose
-        while refill.num_missing:
-            rows = sampler.take(refill.num_wanted)
-            made = self._roll_out(rows, replace(call, purpose=purpose), tally, self._lengths)
-            self._observe(sampler, rows, made)
-            places, samples = refill.keep(made)
-            kept_rows += [rows[place] for place in places]
-            if places:
-                parts.append(made.select(samples))
-            del made  # so that nothing keeps the dropped samples while the next are made
-            refill.check(call.state.global_step)
-            purpose = f"{call.purpose}/refill/{refill.num_rollouts}"
-        return kept_rows, parts[0] if len(parts) == 1 else type(parts[0]).concat(parts)
+    def _round(
+        self, plan: StepPlan, call: RolloutCall, refill: Refill
+    ) -> tuple[dict[int, PromptRow], TaskList, RolloutCall]:
+        """Return all prompts of the next rollout of a step by group, a task for each that it begins, and its call."""
+        rule, since = plan.hold, call.state.global_step - 1
+        if refill.num_rollouts:  # it goes on with what the one before has left
+            call = replace(call, purpose=f"{call.purpose}/refill/{refill.num_rollouts}", is_refill=True)
+            rule, since = None if rule is None else replace(rule, wanted=refill.num_wanted), since + 1
+        held = self._open.held(since)
+        num_missing = refill.num_wanted + plan.num_extra - len(held)
+        rows = plan.sampler.take(num_missing) if num_missing > 0 else []  # more are held if the plan was larger
+        if rule is not None and not rule.drops:
+            for row in rows:
+                check_row(row)
+        tasks, call = self._tasks(rows, replace(call, hold=rule), self._lengths, self._open.loads(since))
+        return held | {call.group(task): task.row for task in tasks}, tasks, call
 
     def _observe(self, sampler: PromptSampler, rows: Sequence[PromptRow], batch: AnyBatch) -> None:
         """Note how long the completions of these prompts are, and tell the sampler how often they were solved, by the
@@ -308,6 +313,20 @@ class Collector:
         rewards = made["rewards"][Trajectories.of(made).first]
         _, group = batch["group"].unique(return_inverse=True)
         return batch.with_columns(baseline_rewards=rewards[group])
+
+
+def joined_groups(parts: Sequence[tuple[list[PromptRow], Any]]) -> tuple[list[PromptRow], AnyBatch]:
+    """Return the groups of several rollouts with their prompts, in the order of their ids. parts: prompts in the order
+    of the groups of a batch."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = {
+        group: row
+        for of_part, batch in parts
+        for group, row in zip(batch["group"].unique_consecutive().tolist(), of_part, strict=True)
+    }
+    batch = type(parts[0][1]).concat([batch for _, batch in parts])
+    return [rows[group] for group in sorted(rows)], _in_order(batch)
 
 
 def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Collected:

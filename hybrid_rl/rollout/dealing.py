@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 
 from hybrid_rl.controller.exchange import DealtList
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
@@ -35,3 +36,11 @@ class TaskList(DealtList[RolloutTask]):
             parts[part].append(task)
             loads[part] += self._costs[task.place]
         return parts
+
+
+def split_off(tasks: TaskList, number: int) -> tuple[TaskList, TaskList]:
+    """Return the prompts but the last, and the last ones, so many; each are dealt to ranks as all would be."""
+    first, last = copy(tasks), copy(tasks)
+    first[:] = [task for task in tasks if task.place < len(tasks) - number]
+    last[:] = [task for task in tasks if task.place >= len(tasks) - number]
+    return first, last

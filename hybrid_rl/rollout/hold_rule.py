@@ -70,7 +70,9 @@ class HoldRule:
     num_groups: of the batch, over all ranks. max_staleness: how many policy versions a token may lag behind the weights
     that train on it. ahead: groups that must be whole besides, for the next step. order: whether of whole groups the
     oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole. drops: what
-    is not delivered is dropped, so that nothing is held; then max_staleness is 0 and ahead is 0.
+    is not delivered is dropped, so that nothing is held; then max_staleness is 0 and ahead is 0. wanted: groups that
+    are delivered now; None = num_groups. A step that replaces groups which teach nothing wants as many as it lacks:
+    what was due was delivered before.
 
     A group is due at the version of its oldest token plus max_staleness. As a step delivers num_groups, at most n *
     num_groups of what is held may be due within the n next steps: groups beyond that are finished and delivered now,
@@ -83,6 +85,12 @@ class HoldRule:
     order: str = "fifo"
     check_steps: int = 8
     drops: bool = False
+    wanted: int | None = None
+
+    @property
+    def num_wanted(self) -> int:
+        """How many groups are delivered now."""
+        return self.num_groups if self.wanted is None else self.wanted
 
     def deadline(self, oldest_version: int | None, version: int) -> int:
         """Return the last version that may train on a group. version: the present one, which made the oldest token if
@@ -114,7 +122,7 @@ class HoldRule:
         """Whether a step's rollout ends."""
         if not any(of_rank.num_unfinished for of_rank in everywhere):
             return True
-        is_enough = sum(of_rank.num_whole for of_rank in everywhere) >= self.num_groups + self.ahead
+        is_enough = sum(of_rank.num_whole for of_rank in everywhere) >= self.num_wanted + self.ahead
         return is_enough and all(needed <= whole for _, needed, whole in self.needed(everywhere, version))
 
     def key(self, group: Group, version: int) -> Key:
@@ -129,7 +137,7 @@ class HoldRule:
         for deadline, needed, _ in self.needed(everywhere, version):
             due = [key for key in line if key[0] <= deadline and key not in batch]
             batch += due[: max(0, needed - len(batch))]
-        batch += [key for key in line if key not in batch][: self.num_groups - len(batch)]
+        batch += [key for key in line if key not in batch][: self.num_wanted - len(batch)]
         return {group for _, _, group in batch}
 
     def check(self, held: Iterable[HeldPrompt], version: int) -> None:

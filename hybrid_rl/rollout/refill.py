@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch import AnyBatch, Trajectories
+from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.errors import NoSignalError
 from hybrid_rl.metrics import mean_and_std
 
@@ -65,6 +66,7 @@ def judged_rewards(batch: AnyBatch, weights: Sequence[float], shaping: Collectio
 
 class Refill:
     """Counts the groups of a training step until num_prompts of them have signal; at most 1 + max_refills rollouts.
+    With max_refills=0 there is one rollout, all of whose groups are kept.
 
     names, weights: of the reward functions.
     """
@@ -92,20 +94,29 @@ class Refill:
         expected = -(-self.num_missing * self.num_rolled // self.num_with_signal)  # rounded up
         return min(expected, self.num_prompts)
 
-    def keep(self, batch: AnyBatch) -> tuple[list[int], Tensor]:
-        """Count a rollout. Returns which of its groups to train on, by place, and their samples (int64 [M], in order):
-        the first with signal, as many as are missing."""
+    def kept(self, rows: Sequence[PromptRow], batch: AnyBatch) -> list[tuple[list[PromptRow], AnyBatch]]:
+        """Count a rollout, and return those of its groups that are trained on, with their prompts: the first with
+        signal, as many as are missing. Empty if none has; all of them if max_refills is 0.
+
+        rows: the prompts of the groups, in their order.
+        """
+        self.num_rollouts += 1
+        if not self.max_refills:
+            self.num_with_signal = self.num_prompts
+            return [([*rows], batch)]
         judged = judged_rewards(batch, self._weights, self._shaping)
         trajectories = Trajectories.of(batch)
         groups = GroupRewards.of(judged[trajectories.first], batch["group"][trajectories.first])
-        found = groups.has_signal.nonzero()[:, 0]
-        kept = found[: self.num_missing]
-        self.num_rollouts += 1
+        with_signal = groups.has_signal.nonzero()[:, 0]
+        places = with_signal[: self.num_missing]
         self.num_rolled += len(groups.low)
-        self.num_with_signal += len(found)
+        self.num_with_signal += len(with_signal)
         self._groups.append(groups)
         self._rewards.append(batch["rewards"][trajectories.first])
-        return kept.tolist(), torch.isin(groups.group[trajectories.index], kept).nonzero()[:, 0]
+        if not len(places):
+            return []
+        samples = torch.isin(groups.group[trajectories.index], places).nonzero()[:, 0]
+        return [([rows[place] for place in places.tolist()], batch.select(samples))]
 
     def check(self, step: int) -> None:
         """Raise NoSignalError if groups are missing after the last rollout."""

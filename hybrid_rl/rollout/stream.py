@@ -119,11 +119,12 @@ class GroupStream(ABC, Generic[AnyGroup]):
         assert rule is not None, "nothing else has a next step"
         ending = Ending(rule, learner, is_outdated)
         try:
-            groups, num_begun, _ = self._groups(step, tasks, call)
+            groups, metrics = self._groups(step, tasks, call)
             with self._client.session(), self._answering(call.version):
                 everywhere = self._generate(groups, call, ending)
             self._held[step] = groups
-            metrics = self._metrics(groups, num_begun, drops=False)
+            metrics.merge(self._left_metrics(groups, drops=False))
+            metrics.merge(self._engine_metrics())
             return ending.goes_on(everywhere), metrics, self._use()
         except BaseException:
             self._release()
@@ -150,7 +151,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
 
     def _run_step(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
         step, timings = call.state.global_step, Timings()
-        groups, num_begun, metrics = self._groups(step - 1, tasks, call)
+        groups, metrics = self._groups(step if call.is_refill else step - 1, tasks, call)
         with self._client.session():
             with timings.measure("rollout"), self._answering(call.version):
                 self._generate(groups, call, Ending(rule, call.version))
@@ -158,10 +159,12 @@ class GroupStream(ABC, Generic[AnyGroup]):
             chosen = self._chosen(groups, call, rule)
             mine = [group for group in groups if group.group in chosen]
             left = [group for group in groups if group.group not in chosen]
-            self._num_taken = sum(group.num_tokens for group in mine)
-            metrics.merge(self._metrics(left, num_begun, drops=rule.drops))
+            self._num_taken = sum(group.num_tokens for group in mine) + call.is_refill * self._num_taken
+            of_left = self._left_metrics(left, drops=rule.drops)
+            metrics.merge(self._engine_metrics())
             batch, report = self._taken(mine, timings, call)
         report.metrics.merge(metrics)
+        (report.metrics if rule.drops else report.left).merge(of_left)
         report.use, report.num_missing = use, 0 if rule.drops else sum(group.num_missing for group in left)
         self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
         if rule.drops:
@@ -169,16 +172,15 @@ class GroupStream(ABC, Generic[AnyGroup]):
             self._held[step] = []
         return batch, report
 
-    def _groups(
-        self, step: int, tasks: Sequence[RolloutTask], call: RolloutCall
-    ) -> tuple[list[AnyGroup], int, MetricSums]:
-        """Return what goes on after a step, with the groups of new prompts; how many tokens it has that were broken
-        off; and metrics."""
+    def _groups(self, step: int, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[list[AnyGroup], MetricSums]:
+        """Return what goes on after a step, with the groups of new prompts; and metrics, also of how many tokens it has
+        that were broken off."""
         self._waited_seconds = 0.0
         groups, metrics = self._going_on(step)
-        num_begun = self._num_begun(groups)
+        if call.hold is None or not call.hold.drops:
+            metrics.total("buffer/continued_tokens", self._num_begun(groups))
         self._client.take_use()
-        return [*groups, *(self._begin(task, call) for task in tasks)], num_begun, metrics
+        return [*groups, *(self._begin(task, call) for task in tasks)], metrics
 
     def _chosen(self, groups: Sequence[AnyGroup], call: RolloutCall, rule: HoldRule) -> set[int]:
         """Return the ids of the groups that the step takes, of all ranks."""
@@ -233,17 +235,20 @@ class GroupStream(ABC, Generic[AnyGroup]):
                 raise PeerFailedError(f"rank {rank} failed in its rollout: {theirs}")
         return [outcome for outcome, _, _ in outcomes]
 
-    def _metrics(self, left: Sequence[AnyGroup], num_begun: int, *, drops: bool) -> MetricSums:
-        """Return what this rank does not deliver, which it holds or drops. num_begun: tokens of completions that were
-        broken off before. How old the tokens of a step are is counted by the update (staleness/...)."""
+    def _left_metrics(self, left: Sequence[AnyGroup], *, drops: bool) -> MetricSums:
+        """Return what this rank does not deliver, which it holds or drops. How old the tokens of a step are is counted
+        by the update (staleness/...)."""
         metrics, what = MetricSums(), "dropped" if drops else "held"
         num_left = self._num_left(left)
         metrics.total(f"buffer/{what}_groups", len(left))
         metrics.total(f"buffer/{what}_tokens", num_left)
         if not drops:
             metrics.mean("buffer/held_share", num_left, num_left + self._num_taken)
-            metrics.total("buffer/continued_tokens", num_begun)
         return metrics
+
+    def _engine_metrics(self) -> MetricSums:
+        """Return what the engine did in the present call, as far as a kind of groups has metrics of it."""
+        return MetricSums()
 
     def _judged(
         self, batch: Batch, report: RolloutReport, timings: Timings, call: RolloutCall

@@ -42,7 +42,7 @@ class Tally:
         self._num_samples = self._num_failed = self._num_retried = 0
         self._failures: list[RewardFailure] = []
         self._timings = Timings()
-        self._logged, self._metrics = MetricSums(), MetricSums()
+        self._logged, self._metrics, self._left = MetricSums(), MetricSums(), MetricSums()
         self._uses: list[SlotUse] = []
         self._won, self._seconds_won = won, list[float | None]()
 
@@ -57,8 +57,10 @@ class Tally:
         self._uses.append(SlotUse.of_ranks(uses))
         self._seconds_won.append(None if self._won is None else self._won.of(uses, batch))
         if not call.purpose.endswith(GREEDY):
+            self._left = MetricSums()
             for report in reports:
                 self._metrics.merge(report.metrics)
+                self._left.merge(report.left)
         failures = [
             replace(failure, key=SampleKey(failure.key.trajectory - self._first_id, failure.key.turn))
             for report in reports
@@ -103,7 +105,7 @@ class Tally:
         """Return the batch with all timings and metrics."""
         if "rewards/num_failed" in metrics:
             metrics = metrics | {"rewards/num_retried": float(self._num_retried)}
-        metrics = length_metrics(batch) | self._metrics.result() | metrics
+        metrics = length_metrics(batch) | self._metrics.result() | self._left.result() | metrics
         return Collected(batch, self._timings, metrics, self._logged.result())
 
 

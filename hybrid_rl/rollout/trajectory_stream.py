@@ -326,10 +326,8 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
             group.end()
         return batch, report
 
-    def _metrics(self, left: Sequence[TrajectoryGroup], num_begun: int, *, drops: bool) -> MetricSums:
-        metrics = super()._metrics(left, num_begun, drops=drops)
-        metrics.merge(engine_metrics(self._before, self._client.stats(), self._room.most_open))
-        return metrics
+    def _engine_metrics(self) -> MetricSums:
+        return engine_metrics(self._before, self._client.stats(), self._room.most_open)
 
     def _num_begun(self, groups: Sequence[TrajectoryGroup]) -> int:
         return self._held_turns.num_begun

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
-from hybrid_rl.config.algorithm import ranks_apart
+from hybrid_rl.config.algorithm import ranks_apart, rollout_ranks
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.config.validate import prompts_begun
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
@@ -224,8 +224,9 @@ def _held(config: TrainerConfig) -> dict[str, Any]:
     size = config.data.prompts_per_step
     ahead = config.rollout.async_level * size
     drops = buffer.unfinished == "drop"
-    rule = HoldRule(size, buffer.max_staleness or 0, ahead, buffer.buffer_order, drops=drops)
-    return {"hold": rule, "num_extra": ahead + (buffer.oversample or 0)}
+    later = ahead if rollout_ranks(config) else 0  # those generate what is ahead when they have delivered the batch
+    rule = HoldRule(size, buffer.max_staleness or 0, ahead - later, buffer.buffer_order, drops=drops)
+    return {"hold": rule, "num_extra": ahead + (buffer.oversample or 0), "num_later": later}
 
 
 def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:

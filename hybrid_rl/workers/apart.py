@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +36,7 @@ from hybrid_rl.rollout.tally import use_metrics
 from hybrid_rl.sharding.build import policy_on_meta
 from hybrid_rl.training.cycle import memory_phases
 from hybrid_rl.workers.generating import GeneratingWorker, load_policy
-from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
+from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.rollout_side import EmbeddedSide, FilesSide, RolloutSide
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
@@ -55,18 +54,6 @@ def rollout_setup(setup: WorkerSetup) -> WorkerSetup:
     """Return the arguments of the ranks that only generate beside them."""
     config = rollout_config(setup.config)
     return replace(setup, config=config, teacher=None, critic=None, expected=None, is_trained=False)
-
-
-def divided(tasks: list[RolloutTask], call: RolloutCall) -> tuple[list[RolloutTask], list[RolloutTask], RolloutCall]:
-    """Return the prompts of a training step that must be begun before its batch is there, those that are begun after
-    it, for the next batch, and the call for both."""
-    rule = call.hold
-    assert rule is not None, "other rollouts have no next batch"
-    num_now = max(0, len(tasks) - rule.num_groups)
-    present, next_ = copy(tasks), copy(tasks)  # each is dealt to ranks as all would be
-    present[:] = [task for task in tasks if task.place < num_now]
-    next_[:] = [task for task in tasks if task.place >= num_now]
-    return present, next_, replace(call, hold=replace(rule, ahead=0))
 
 
 class RolloutWorker(GeneratingWorker):
@@ -164,8 +151,12 @@ class RolloutWorker(GeneratingWorker):
         self._roll_out_with(rollout_config(config), rewards)
 
 
-class RolloutGroup(PolicyGroup):
+class RolloutGroup(GeneratingGroup):
     """Ranks that only generate (`RolloutWorker`)."""
+
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps."""
+        self._ranks.call(RolloutWorker.reconfigure, config, num_steps, rewards)
 
     def take_weights(self, root: Path, version: int) -> list[dict[str, float]]:
         """Have all ranks take a version of the weights. Returns metrics of each."""
@@ -235,18 +226,22 @@ class SplitGroup(PolicyGroup):
     # ---------------------------------------------------------------------------------------------- a training step
 
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """Return samples of the generating ranks. Of a training step, its batch; they go on with the next one. Only if
-        there is none yet, at the start of a run, is anything generated before the batch comes."""
+        """Return samples of the generating ranks. Of a training step they have most since the step before: only at the
+        start of a run, and in the place of groups that teach nothing, is anything generated before the batch comes."""
         if call.hold is None:
             return self._generating.rollout(tasks, call)
         self._settled()
+        if call.is_refill:
+            return self._generating.rollout(tasks, call)
         self._entered = now()
-        present, next_, call = divided(tasks, call)
-        answer = self._generating.rollout(present, call)
-        self._begun = now()
-        self._ahead = self._generating.submit(RolloutGroup.go_ahead, next_, call, self._root)
+        batch, reports = self._generating.rollout(tasks, call)
         # Its samples were made beside the training of the step before: what that took is no part of this step.
-        return answer[0], [replace(report, use=replace(report.use, cost=None)) for report in answer[1]]
+        return batch, [replace(report, use=replace(report.use, cost=None)) for report in reports]
+
+    def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
+        """Have the generating ranks go on with the next step's batch, beginning with these prompts."""
+        self._begun = now()
+        self._ahead = self._generating.submit(RolloutGroup.go_ahead, tasks, call, self._root)
 
     @property
     def _ranks(self) -> Backend:

@@ -10,13 +10,14 @@ from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
 from hybrid_rl.checkpoint.background import Progress
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
-from hybrid_rl.errors import StorageError, WorkerError, counted
+from hybrid_rl.errors import EngineStateError, StorageError, WorkerError, counted
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.base import WorkerBase
+from hybrid_rl.workers.generating import GeneratingWorker
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import RankProbe
 from hybrid_rl.workers.reference import ReferenceWorker
@@ -53,7 +54,30 @@ class ReferenceGroup(RankGroup):
         return self._ranks.call(ReferenceWorker.score, batch, step)
 
 
-class PolicyGroup(RankGroup):
+class GeneratingGroup(RankGroup):
+    """Ranks with an engine (`GeneratingWorker`): what they answer whether they train or not."""
+
+    def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """Generate and score samples of these prompts, in any order. A report comes of each rank that had some."""
+        return self._ranks.call(GeneratingWorker.rollout, tasks, call)
+
+    def update_weights_again(self, version: int) -> list[dict[str, float]]:
+        """Do the same for a version that the engines already hold, if somebody else has changed their weights."""
+        return self._ranks.call(GeneratingWorker.update_weights_again, version)
+
+    def held_texts(self, step: int) -> list[str]:
+        """Return what each rank holds after a training step, as checkpoints have it."""
+        return self._ranks.call(GeneratingWorker.held_texts, step)
+
+    def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
+        """Return the prompts of the groups that all ranks hold after a training step, by group. folder: of a checkpoint
+        of that step; go on with what it holds. Raises CheckpointError for damaged files."""
+        return dict(
+            pair for of_rank in self._ranks.call(GeneratingWorker.held_prompts, step, folder) for pair in of_rank
+        )
+
+
+class PolicyGroup(GeneratingGroup):
     """Ranks that train and generate (`HybridWorker`). reference: ranks that hold the reference model, None if these do,
     or there is none. has_scores: whether these ranks compute anything before advantages."""
 
@@ -70,9 +94,9 @@ class PolicyGroup(RankGroup):
 
     # ---------------------------------------------------------------------------------------------- a training step
 
-    def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """Generate and score samples of these prompts, in any order. A report comes of each rank that had some."""
-        return self._ranks.call(HybridWorker.rollout, tasks, call)
+    def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
+        """Raise: these ranks do nothing while they train."""
+        raise EngineStateError("ranks that generate and train in turn begin nothing ahead")
 
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
         """Score the data set's own completions of these prompts."""
@@ -113,10 +137,6 @@ class PolicyGroup(RankGroup):
     def update_weights(self, version: int) -> list[dict[str, float]]:
         """Give the engines the weights as this policy version, and prove it. Returns metrics of each rank."""
         return self._ranks.call(HybridWorker.update_weights, version)
-
-    def update_weights_again(self, version: int) -> list[dict[str, float]]:
-        """Do the same for a version that the engines already hold, if somebody else has changed their weights."""
-        return self._ranks.call(HybridWorker.update_weights_again, version)
 
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
         """Return the last update that policy and critic each skipped."""
@@ -194,15 +214,6 @@ class PolicyGroup(RankGroup):
         """Write the weights as this policy version for ranks that only generate. root: the folder of all versions.
         Returns seconds. Raises HandoffError if they cannot be written."""
         return self._ranks.call(HybridWorker.write_weights, root, version)
-
-    def held_texts(self, step: int) -> list[str]:
-        """Return what each rank holds after a training step, as checkpoints have it."""
-        return self._ranks.call(HybridWorker.held_texts, step)
-
-    def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
-        """Return the prompts of the groups that all ranks hold after a training step, by group. folder: of a checkpoint
-        of that step; go on with what it holds. Raises CheckpointError for damaged files."""
-        return dict(pair for of_rank in self._ranks.call(HybridWorker.held_prompts, step, folder) for pair in of_rank)
 
     def save_merged(self, folder: Path) -> None:
         """Write the policy as a model without adapters. Raises CheckpointError."""

@@ -132,6 +132,24 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):
     assert len(set(used)) == len(used) == 6 * 4
 
 
+def parity(completion_ids, **_):
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+def test_groups_that_teach_nothing_are_replaced_before_the_next_batch_is_begun(make):
+    """Half of all groups of two have equal rewards. Those in their place are made by the newest weights."""
+    trainer, used, ages = make(parity, max_refills=30), list[int](), list[int]()
+    for step in range(4):
+        result = trainer.step()
+        batch = loaded(result.batch)
+        rewards = torch.as_tensor(batch["rewards"]).view(4, 2)
+        assert (rewards.sum(1) == 1).all() and result.metrics["buffer/held_groups"] == 4
+        used += numbers(batch)
+        ages += [step - min(row.tolist()) for row in batch["policy_version"]]
+    held = [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(4).values()]
+    assert len({*used, *held}) == len(used) + len(held) and {*ages} == {0, 1}
+
+
 class WaitsForWeights:
     """A reward that, on the rank that generates, delays the second look of each call for newer weights until they are
     there, so that they come in the middle of completions."""

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,7 +217,8 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration that validate allows, and the machine under it. is_shared: all ranks step one engine."""
+    """A configuration that validate allows, and the machine under it. is_shared: all ranks step one engine. is_apart:
+    ranks that only generate make what is ahead. max_refills: groups whose samples are equally long are replaced."""
 
     num_prompts: int
     num_generations: int
@@ -231,12 +232,21 @@ class Setting:
     max_num_waiting: int
     is_shared: bool = False
     drops: bool = False
+    is_apart: bool = False
+    max_refills: int = 0
 
     @property
     def rule(self) -> HoldRule:
-        return HoldRule(
-            self.num_prompts, self.max_staleness, self.ahead, self.order, self.check_steps, drops=self.drops
-        )
+        ahead = 0 if self.is_apart else self.ahead
+        return HoldRule(self.num_prompts, self.max_staleness, ahead, self.order, self.check_steps, drops=self.drops)
+
+
+def with_refills(setting: Setting) -> Setting:
+    """Return a setting of which every third replaces groups whose samples are equally long; which one follows from the
+    setting itself."""
+    if random.Random(repr(setting)).random() < 0.7:
+        return setting
+    return replace(setting, max_refills=200, num_generations=max(2, setting.num_generations))
 
 
 @dataclass
@@ -253,7 +263,7 @@ class Run:
     def __init__(self, setting: Setting, folder: Path) -> None:
         self.setting, self.folder, self.script = setting, folder, Script()
         self.step, self.steps = 0, list[Step]()
-        self.prompts = Prompts()
+        self.prompts, self.delivered = Prompts(), dict[int, list[int]]()
         self._start(setting.num_ranks)
 
     def _start(self, num_ranks: int) -> None:
@@ -277,8 +287,10 @@ class Run:
             setting.num_prompts,
             setting.num_generations,
             SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP,)),
+            max_refills=setting.max_refills,
             hold=setting.rule,
             num_extra=setting.ahead + setting.oversample,
+            num_later=setting.ahead if setting.is_apart else 0,
         )
         workers: Any = self
         self.collector = Collector(workers, ["length"], plan, max_failure_share=1.0, success=None)
@@ -312,7 +324,13 @@ class Run:
                         raise failure
             raise failures[0]
         mesh = RankMesh(dp_shard=self.num_ranks)
-        return collect("rollout", record, parts, mesh, dict(enumerate(answers)))
+        batch, reports = collect("rollout", record, parts, mesh, dict(enumerate(answers)))
+        _, call = args
+        if call.hold is not None:
+            earlier = self.delivered.get(call.state.global_step, []) if call.is_refill else []
+            prompts = {row.tolist()[0] for row in batch["prompt_ids"]}
+            self.delivered[call.state.global_step] = [*earlier, *prompts]
+        return batch, reports
 
     def one_step(self, *, scores: bool = True) -> None:
         """Collect and train: or, if that is interrupted or fails, take the step back and raise. scores: False = it is
@@ -321,7 +339,7 @@ class Run:
         for engine in self.engines:
             engine.policy_version = self.step
         try:
-            batch = self.collector.collect(self.step, TrainerState(step, 100, 0.0)).batch
+            batch = self.collector.take(self.step, TrainerState(step, 100, 0.0)).batch
             if not scores:
                 raise KeyboardInterrupt
         except BaseException:
@@ -385,12 +403,23 @@ class Run:
             found.samples[prompt, generation] = (tuple(tokens), tuple(made), float(batch["rewards"][place]))
         assert len({prompt for prompt, _ in found.samples}) == setting.num_prompts
         assert len(found.samples) == len(prompts)
+        if setting.max_refills:
+            for prompt in {*prompts}:
+                lengths = {len(ids[place]) for place, other in enumerate(prompts) if other == prompt}
+                assert len(lengths) > 1, f"prompt {prompt} teaches nothing"
         return found
 
     def check_prompts(self) -> None:
         """Nothing is lost and nothing used twice: what was trained on and what is held is what was begun."""
         used = [prompt for step in self.steps for prompt in {prompt for prompt, _ in step.samples}]
         held = [group.row.index for rollout in self.ranks for group in rollout.held(self.step)]
+        if self.setting.max_refills:  # what a step was given and did not train on taught nothing, or was not wanted
+            given = [prompt for step in range(1, self.step + 1) for prompt in self.delivered[step]]
+            assert {*used} <= {*given} and len({*used}) == len(used)
+            used = given
+        if self.setting.drops and self.setting.max_refills:
+            assert len({*used}) == len(used) and not held
+            return
         if self.setting.drops:
             size = self.setting.num_prompts + self.setting.oversample
             assert len({*used}) == len(used) and not held and self.prompts.position == size * len(self.steps)

@@ -108,7 +108,7 @@ class Rig:
         self.collector._plan = StepPlan(
             self.sampler, num_prompts, num_generations, PARAMS, max_refills=max_refills, **options
         )
-        return self.collector.collect(9, state)
+        return self.collector.take(9, state)
 
     def rolled(self) -> list[list[int]]:
         """The row indices of each rollout, in the order of its prompts."""

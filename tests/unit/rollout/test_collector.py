@@ -90,7 +90,7 @@ def test_the_noise_of_a_training_step_depends_on_the_step():
     collector = collector_of(length, [client], plan=StepPlan(Sampler(), 2, 2, SamplingParams(3)))
     seeds = []
     for step in (1, 2, 1):
-        collector.collect(9, TrainerState(step, 10, 0.0))
+        collector.take(9, TrainerState(step, 10, 0.0))
         seeds.append(sorted(request.params.seed for request in client.calls[-1][0]))
     assert seeds[0] == seeds[2]
     assert not set(seeds[0]) & set(seeds[1])

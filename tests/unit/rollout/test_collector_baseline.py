@@ -121,11 +121,11 @@ def test_a_batch_of_demonstrations():
     workers = Teachers()
     plan = StepPlan(ListSampler(rows), 3, 1, SamplingParams(3, stop_token_ids=(EOS_ID,)), demonstrates=True)
     collector = Collector(workers, ["demonstration"], plan, max_failure_share=0.0)
-    first = collector.collect(5, STATE)
+    first = collector.take(5, STATE)
     assert [ids.tolist() for ids in first.batch["completion_ids"]] == [[*ids_of(str(i)), EOS_ID] for i in (1, 2, 3)]
     assert first.batch["group"].tolist() == first.batch["trajectory"].tolist() == [0, 1, 2]
     assert first.metrics["completions/mean_length"] == 2 and "reward" not in first.metrics
     assert set(first.timings.seconds) == {"rollout", "reward"}
-    second = collector.collect(5, STATE)
+    second = collector.take(5, STATE)
     assert second.batch["group"].tolist() == [3, 4, 5]
     assert [call.num_generations for call in workers.calls] == [1, 1]

@@ -242,9 +242,10 @@ def test_a_group_of_several_turns_is_kept_whole():
             "function_rewards": [[value] for value in (1.0, 3, 3, 0, 7, 3, 0, 2, 2)],
         }
     )
-    refill = Refill(2, 0, (1.0,))
-    places, samples = refill.keep(batch)
-    assert places == [1] and samples.tolist() == [0, 3, 6]
+    refill, rows = Refill(2, 1, (1.0,)), [row_of(place) for place in (4, 5, 6)]
+    ((kept_rows, kept),) = refill.kept(rows, batch)
+    assert kept_rows == rows[1:2] and kept["trajectory"].tolist() == [52, 51, 51]
+    refill.num_rollouts += 1
     assert refill.metrics()["collect/reward_all"] == (1 + 3 + 0 + 2 + 2) / 5
     with pytest.raises(NoSignalError, match="1 had fewer than two scored samples"):
         refill.check(1)

@@ -16,10 +16,9 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout import held_turns
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.dealing import TaskList
+from hybrid_rl.rollout.dealing import TaskList, split_off
 from hybrid_rl.rollout.hold_rule import HoldRule
-from hybrid_rl.workers.apart import divided
-from tests.unit.rollout.holding import Run, Script, Setting, listen
+from tests.unit.rollout.holding import Run, Script, Setting, listen, with_refills
 from tests.unit.rollout.holding_agents import AgentRun, Environments, sleepy
 
 NUM_STEPS = 6
@@ -30,7 +29,7 @@ def setting_of(rng: random.Random) -> Setting:
     num_prompts = rng.randint(1, 4)
     oversample = rng.choice((0, rng.randint(1, 2 * num_prompts)))
     least = 1 - (-oversample // num_prompts)
-    return Setting(
+    setting = Setting(
         num_prompts,
         rng.randint(1, 3),
         ahead=num_prompts,
@@ -41,7 +40,9 @@ def setting_of(rng: random.Random) -> Setting:
         num_ranks=rng.randint(1, 4),
         slots=rng.randint(1, 8),
         max_num_waiting=rng.choice((4, 100)),
+        is_apart=True,
     )
+    return with_refills(setting)
 
 
 class SplitRun(Run):
@@ -52,14 +53,8 @@ class SplitRun(Run):
     num_taken = 0
     later: Any = None
 
-    def rollout(self, *args: Any) -> Any:
-        tasks, call = args
-        if call.hold is None:
-            return super().rollout(tasks, call)
-        present, later, call = divided(tasks, call)
-        answer = super().rollout(present, call)
-        self.later = later, call
-        return answer
+    def begin(self, *later: Any) -> None:
+        self.later = later
 
     def go_ahead(self) -> None:
         tasks, call = self.later
@@ -194,6 +189,7 @@ def test_without_what_comes_in_between_it_is_one_step_off(tmp_path, monkeypatch)
             num_ranks=2,
             slots=4,
             max_num_waiting=100,
+            is_apart=kind is SplitRun,
         ),
         tmp_path / name,
     )
@@ -215,7 +211,7 @@ def test_the_next_batch_has_the_last_places_whatever_is_expected_of_prompts():
     call = RolloutCall(1, SamplingParams(max_tokens=40), 0, TrainerState(1, 9, 0.0), "train/1", 0, hold=rule)
     expected = (3, 9, 2, 30)
     tasks = TaskList([RolloutTask(place, row, expected[place]) for place, row in enumerate(rows)], call, {1: 5})
-    present, following, changed = divided(tasks, call)
+    present, following = split_off(tasks, 2)
     assert [task.place for task in present] == [1, 0] and [task.place for task in following] == [3, 2]
-    assert changed.hold == HoldRule(2, 1) and [task.place for task in tasks] == [3, 1, 0, 2]
+    assert [task.place for task in tasks] == [3, 1, 0, 2]
     assert [[task.place for task in part] for part in present.dealt(2)] == [[1], [0]]

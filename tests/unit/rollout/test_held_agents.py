@@ -136,14 +136,14 @@ def test_what_is_dropped_is_gone_and_all_that_was_generated_is_delivered_or_drop
     """Trajectories of one to four turns beside each other, so that the longest are dropped on their way."""
     environments, made = Environments(), Counter[str]()
     run = AgentRun(Setting(2, 1, 0, 2, 0, "fifo", 1, 1, 4, 100, drops=True), tmp_path, environments=environments)
-    collect = run.collector.collect
+    collect = run.collector.take
 
     def counting(*arguments: Any) -> Any:
         collected = collect(*arguments)
         made.update({name: collected.metrics[f"buffer/dropped_{name}"] for name in ("groups", "tokens")})
         return collected
 
-    monkeypatch.setattr(run.collector, "collect", counting)
+    monkeypatch.setattr(run.collector, "take", counting)
     for _ in range(4):
         run.one_step()
         run.check_prompts()

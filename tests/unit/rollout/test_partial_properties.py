@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.errors import PeerFailedError
-from tests.unit.rollout.holding import RankFailedError, Run, Script, Setting, listen
+from tests.unit.rollout.holding import RankFailedError, Run, Script, Setting, listen, with_refills
 
 NUM_STEPS = 5
 BROKEN_OFF = (KeyboardInterrupt, RankFailedError, PeerFailedError)
@@ -22,7 +22,7 @@ def setting_of(rng: random.Random) -> Setting:
     oversample = rng.randint(0 if ahead else 1, 2 * num_prompts)
     least = ahead // num_prompts + -(-oversample // num_prompts)
     drops = not ahead and rng.random() < 0.2
-    return Setting(
+    setting = Setting(
         num_prompts,
         rng.randint(1, 3),
         ahead,
@@ -36,6 +36,7 @@ def setting_of(rng: random.Random) -> Setting:
         is_shared=rng.random() < 0.3,
         drops=drops,
     )
+    return with_refills(setting)
 
 
 class Schedule:

@@ -123,6 +123,46 @@ def test_a_resumed_run_tells_rewards_when_a_group_became_whole_and_ends_with_the
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
 
 
+FORMS = {
+    "in turn": {"rollout.partial": False},
+    "partial": {"oversample": 2},
+    "dropping": {"unfinished": "drop", "oversample": 1},
+    "one step off": {"rollout.partial": False, "rollout.async_level": 1},
+    "both": {"oversample": 1, "rollout.async_level": 1},
+}
+
+
+def parity(completion_ids, **_):
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_that_teach_nothing_are_replaced_in_every_form_and_a_resumed_run_is_the_whole_one(make, form):
+    """Half of all groups of two have equal rewards; no batch has one, no prompt is used twice, nothing is too old."""
+    keys = {"max_refills": 30, "save_steps": 1, "reward_funcs": parity, "rows": sums(200), **FORMS[form]}
+    whole = make("whole", **keys)
+    results, used = [whole.step() for _ in range(KEYS["max_steps"])], list[str]()
+    for step, result in enumerate(results):
+        rewards = torch.as_tensor(result.batch["rewards"]).view(2, 2)
+        assert (rewards.sum(1) == 1).all()
+        used += [str(prompt) for prompt in result.batch["prompt"][::2]]
+        oldest = min(min(row.tolist()) for row in result.batch["policy_version"])
+        assert step - oldest <= (getattr(whole.config.buffer, "max_staleness", 0) or 0)
+        assert torch.equal(result.batch["group"], result.batch["group"].sort().values)
+    assert len(set(used)) == len(used)
+    assert sum(result.metrics["collect/groups_dropped"] for result in results) > 0
+    held = {result.metrics.get("buffer/held_groups") for result in results}
+    assert held == {{"partial": 2.0, "one step off": 2.0, "both": 3.0}.get(form)}
+    broken = make("broken", **keys)
+    for _ in range(3):
+        broken.step()
+    broken.close()
+    resumed = make("broken", resume="auto", **keys)
+    resumed.fit()
+    theirs = weights_of(whole)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
+
+
 def late(completion_ids, **_):
     """A reward that takes another time in every run."""
     time.sleep(0.05 * random.SystemRandom().random())

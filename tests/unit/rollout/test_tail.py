@@ -296,14 +296,14 @@ def test_what_is_dropped_is_counted_and_nothing_is_held(tmp_path, monkeypatch):
     setting = holding.Setting(2, 1, 0, 2, 0, "fifo", 2, num_ranks=1, slots=8, max_num_waiting=9, drops=True)
     run = holding.Run(setting, tmp_path)
     holding.listen(monkeypatch, lambda: run.script)
-    collect, metrics = run.collector.collect, []
+    collect, metrics = run.collector.take, []
 
     def noted(*args):
         found = collect(*args)
         metrics.append({name: found.metrics[name] for name in found.metrics if name.startswith("buffer/")})
         return found
 
-    monkeypatch.setattr(run.collector, "collect", noted)
+    monkeypatch.setattr(run.collector, "take", noted)
     run.one_step()
     run.one_step()
     assert [sorted(prompt for prompt, _ in step.samples) for step in run.steps] == [[1, 2], [4, 6]]
@@ -321,7 +321,6 @@ def test_what_is_dropped_is_counted_and_nothing_is_held(tmp_path, monkeypatch):
         ({"rollout.async_level": 1}, "holds no groups, but async_level=1 trains on groups that are held"),
         ({"max_staleness": 2}, "max_staleness=2 would do nothing with unfinished=drop"),
         ({"buffer_order": "freshest"}, "buffer_order=freshest would do nothing with unfinished=drop"),
-        ({"max_refills": 2}, "partial=true cannot be combined with max_refills"),
     ],
 )
 def test_keys_that_cannot_be_joined_with_dropping_are_refused(keys, match):
@@ -358,10 +357,10 @@ def test_a_real_engine_makes_the_same_samples_in_the_order_of_their_lengths():
         rewards = RewardRunner([lambda completions, **_: [0.0] * len(completions)])
         workers = Workers([CompletionStream(client, rewards, lambda ids: str(len(ids)), seed=11)])
         collector = Collector(workers, ["zero"], StepPlan(sampler, 5, 3, params), max_failure_share=1.0, success=None)
-        first = collector.collect(1, TrainerState(1, 10, 0.0)).batch
+        first = collector.take(1, TrainerState(1, 10, 0.0)).batch
         if forgets:
             collector._lengths = LengthRecord()
-        second = collector.collect(1, TrainerState(2, 10, 0.0)).batch
+        second = collector.take(1, TrainerState(2, 10, 0.0)).batch
         return group_lengths(first), [request.prompt_ids for request in started[1][::3]], second
 
     lengths, order, sorted_ = second_visit(forgets=False)

@@ -122,7 +122,7 @@ def test_a_synchronous_run_wins_nothing(clock, tmp_path, monkeypatch, slots):
     run.collector._plan = replace(run.collector._plan, hold=None, num_extra=0)
     for step in range(4):
         run.engines[0].policy_version = step
-        metrics = run.collector.collect(step, TrainerState(step + 1, 9, 0.0)).metrics
+        metrics = run.collector.take(step, TrainerState(step + 1, 9, 0.0)).metrics
         assert metrics["timing/won"] == pytest.approx(0, abs=1e-9)
     assert clock.seconds > 10
 
@@ -135,7 +135,7 @@ def test_a_run_that_holds_wins_what_the_same_samples_would_have_taken(clock, tmp
     listen(monkeypatch, lambda: run.script)
     for step in range(8):
         run.engines[0].policy_version, before, num_before = step, clock.seconds, len(clock.groups)
-        collected = run.collector.collect(step, TrainerState(step + 1, 9, 0.0))
+        collected = run.collector.take(step, TrainerState(step + 1, 9, 0.0))
         lengths = collected.batch["completion_length"].tolist()
         alive = Counter(place for length in lengths for place in range(length))
         truth = sum(STEP + SEQUENCE * number for number in alive.values())

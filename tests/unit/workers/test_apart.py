@@ -17,7 +17,6 @@ def test_busy_shares_are_of_the_whole_step_with_its_wait_for_rewards(monkeypatch
     the step takes 9 s."""
     clock = [100.0]
     monkeypatch.setattr(apart, "now", lambda: clock[0])
-    monkeypatch.setattr(apart, "divided", lambda tasks, call: ([], tasks, call))
 
     class Generating:
         def rollout(self, tasks: list[Any], call: Any) -> tuple[str, list[Any]]:
@@ -41,7 +40,9 @@ def test_busy_shares_are_of_the_whole_step_with_its_wait_for_rewards(monkeypatch
     ranks: Any = SimpleNamespace(role="policy", num_ranks=1, label="", has_ended=False)
     generating: Any = Generating()
     group = apart.SplitGroup(ranks, has_scores=False, generating=generating, root=Path())
-    group.rollout([], SimpleNamespace(hold=object()))  # type: ignore[arg-type]
+    call: Any = SimpleNamespace(hold=object(), is_refill=False)
+    group.rollout([], call)
+    group.begin([], call)
     clock[0] += 2.0
     (metrics,) = group.update_weights(1)
     assert metrics["ranks/generating_busy"] == pytest.approx(3 / 9)
