@@ -190,7 +190,7 @@ def _strip(axes: Any, numbers: Mapping[str, Any], colors: Mapping[str, str]) -> 
 
 async def take_report(run: Path) -> None:
     """Take pictures of the report of a run."""
-    from hybrid_rl.report import write_report
+    from hybrid_rl.extras.report import write_report
     from tests.browser.chromium import Page, executable
 
     if executable() is None:

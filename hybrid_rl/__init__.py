@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rl.process.hooks import FormerNames
 from hybrid_rl.process.importing import told
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ _ELSEWHERE = {
     "accuracy_reward": "from hybrid_rl.rewards import accuracy_reward",
     **dict.fromkeys(("Batch", "BatchRef"), "from hybrid_rl.batch import Batch, BatchRef"),
 }
+
+sys.meta_path.insert(0, FormerNames())
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from hybrid_rl.evaluation.samples import EvalSamples
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.planning.run_plan import RunPlan
-from hybrid_rl.report import write_report
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.rollout.tally import Collected
@@ -35,7 +35,6 @@ from hybrid_rl.run.familiar import Driver, Familiar, State
 from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.missing import attribute_advice, explained
-from hybrid_rl.run.pictures import save_trace
 from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
@@ -435,12 +434,12 @@ class Trainer:
         """Write what was in memory on every rank over the last steps, and in which phase, as a JSON file for Perfetto
         (https://ui.perfetto.dev) or chrome://tracing. Returns its path."""
         self._tenancy.require_open()
-        return save_trace(self.policy.memory_history(), path)
+        return extra("save_memory_trace")(self.policy.memory_history(), path)
 
     def report(self, target: str | Path | None = None) -> Path:
         """Write one page of HTML about this run so far, and return its path. target: default report.html in the run
         folder."""
-        return write_report(self.run_folder, target)
+        return extra("write_report")(self.run_folder, target)
 
     def __repr__(self) -> str:
         name = type(self).__name__

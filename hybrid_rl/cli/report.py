@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid_rl.report import write_report as write
+from hybrid_rl.extras.report import write_report as write
 
 
 def write_report(

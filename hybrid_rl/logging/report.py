@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError, counted
-from hybrid_rl.logging import curves
 from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.metrics import finite
+from hybrid_rl.process.hooks import extra
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -214,7 +214,7 @@ class RunFolder:
                 "not be written; the model in memory is complete: free space and call trainer.save()"
             )
         try:
-            draw_curves(self.metrics.path, self.path / "curves.png")
+            extra("draw_curves")(read_jsonl(self.metrics.path), self.path / "curves.png")
         except OSError as error:
             logger.warning("cannot draw %s: %s", self.path / "curves.png", error)
 
@@ -222,11 +222,6 @@ class RunFolder:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read all records of a JSON-lines file; [] if it does not exist."""
     return [json.loads(line) for line in _lines(path)] if path.exists() else []
-
-
-def draw_curves(metrics: Path, picture: Path) -> None:
-    """Draw the main metrics of a metrics.jsonl over training steps as a PNG in the run's folder."""
-    curves.draw(read_jsonl(metrics), picture)
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -14,12 +14,12 @@ from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import DataError
 from hybrid_rl.logging.run_log import RunLog
 from hybrid_rl.metrics import largest
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.guard import StepGuard
-from hybrid_rl.run.pictures import MemoryPictures
 from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.run.start import make_collector, start_workers, starting
@@ -68,7 +68,7 @@ class Crew:
             self._workers.callback(finish)
             self.collector = make_collector(run, self.policy, self.sampler)
             self.timeline = Timeline(self.policy, self.folder)
-            self.pictures = MemoryPictures(self.policy, self.folder, run.plan, self.timeline.phase)
+            self.pictures = extra("memory_pictures")(self.policy, self.folder, run.plan, self.timeline.phase)
             self.best = BestStep(run.config.eval, self.folder)
             self.watch = LearningWatch(optimizer_steps_per_training_step(run.config))
             if run.resume is not None:

@@ -28,13 +28,13 @@ from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.errors import REPORT_EXTRA, ConfigError, counted
-from hybrid_rl.logging.curves import can_draw
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.lora.folder import stored_parameters
 from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.run.evaluation import Evaluator
@@ -176,7 +176,7 @@ def notes_of(run: Run) -> list[str]:
     that there will be no pictures, and whether the last prompts of its epochs are never used."""
     source, config = run.data.train, run.config
     notes = [*([] if run.adapters is None else [str(run.adapters)]), *run.data.notes]
-    if not can_draw():
+    if not extra("can_draw")():
         notes.append(f"no curves.png and memory.png, for matplotlib is not installed: {REPORT_EXTRA}")
     if not isinstance(source, SizedSource) or type(make_sampler(run)) is not PromptSampler:
         return notes

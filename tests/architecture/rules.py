@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .layers import (
+    ABOVE_EXTRAS,
     COMPAT,
     EXTENSION_HOME,
+    EXTRAS,
+    HOOKS,
     LAYERS,
     LIBRARY_HOMES,
     MACHINE_PATH,
@@ -143,6 +146,19 @@ def extension(root: Path) -> list[str]:
     ]
 
 
+def hooks(root: Path) -> list[str]:
+    """The core names no module of an extra, not even in a string: it asks for what a hook has."""
+    pattern = re.compile(rf"\b{PACKAGE}\.{EXTRAS}\b|\b{PACKAGE} import {EXTRAS}\b")
+    return [
+        f"{module.path}:{number}: names {match.group()}; only {HOOKS} may"
+        for module in read_modules(root)
+        if module.path != HOOKS and module.room not in ABOVE_EXTRAS
+        for number, line in enumerate(module.text.splitlines(), start=1)
+        for match in [pattern.search(line)]
+        if match
+    ]
+
+
 def unmentionables(root: Path) -> list[str]:
     """Some files do not even name some things."""
     return [
@@ -208,6 +224,7 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     libraries,
     private_names,
     extension,
+    hooks,
     unmentionables,
     docstrings,
     machine_paths,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.report import write_report
+from hybrid_rl.extras.report import write_report
 from tests.browser.chromium import Page, executable
 from tests.run_case import HOSTILE, sample, write_lines, write_run
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, ModelError
-from hybrid_rl.report.runs import summary
+from hybrid_rl.extras.report.runs import summary
 from hybrid_rl.run import choice
 from tests.tiny import build_model, build_tokenizer, sums
 from tests.unit.models.families import build_vision

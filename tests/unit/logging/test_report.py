@@ -9,13 +9,12 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
-from hybrid_rl.logging.report import JsonLines, RunFolder, draw_curves, read_jsonl
+from hybrid_rl.logging.report import JsonLines, RunFolder, read_jsonl
 from tests.forked import Forked
 
 FULL = Path("/dev/full")
@@ -290,36 +289,6 @@ def test_finish_draws_the_curves(run: RunFolder) -> None:
         picture.load()
         assert picture.format == "PNG" and picture.size == (1419, 770)  # two rows of three pictures
         assert len(set(picture.convert("L").tobytes())) > 10
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"mismatch/prob_difference_mean": 1e-7},
-        {"mismatch/prob_difference_mean": 0.0},
-        {"eval/hard/accuracy": 0.5, "completions/mean_length": 3.0, "pass@1": 0.5},
-    ],
-)
-def test_runs_of_all_kinds_are_drawn_without_a_warning(tmp_path: Path, extra: dict[str, float]) -> None:
-    JsonLines(tmp_path / "m.jsonl").write([{"step": step, **extra} for step in range(1, 31)])
-    (tmp_path / "config.yaml").write_text("algorithm: {name: a$b$c}\neval: {eval_temperature: 0.0}\n")
-    draw_curves(tmp_path / "m.jsonl", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.parametrize("records", [[], [{"step": 1, "num_tokens": 3.0}]])
-def test_nothing_to_draw_draws_nothing(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    JsonLines(tmp_path / "m.jsonl").write(records)
-    draw_curves(tmp_path / "m.jsonl", tmp_path / "curves.png")
-    assert not (tmp_path / "curves.png").exists()
-
-
-def test_one_point_is_enough_for_a_picture(tmp_path: Path) -> None:
-    JsonLines(tmp_path / "m.jsonl").write([{"step": 1, "reward": 3.0}])
-    draw_curves(tmp_path / "m.jsonl", tmp_path / "curves.png")
-    with Image.open(tmp_path / "curves.png") as picture:
-        picture.verify()
 
 
 @needs_full

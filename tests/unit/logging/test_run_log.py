@@ -26,7 +26,7 @@ GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # i
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: None)
+    monkeypatch.setattr("hybrid_rl.extras.pictures.curves.draw", lambda *_: None)
 
 
 def config(folder: Path, **keys: Any) -> TrainerConfig:
@@ -92,7 +92,7 @@ def test_a_resumed_run_that_cannot_start_changes_nothing(tmp_path: Path, resume:
 
 def test_a_resumed_run_that_starts_drops_the_later_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_until(tmp_path, 4)
-    monkeypatch.setattr("hybrid_rl.logging.report.draw_curves", lambda *_: pytest.fail("there is nothing new to draw"))
+    monkeypatch.setattr("hybrid_rl.extras.pictures.curves.draw", lambda *_: pytest.fail("there is nothing new to draw"))
     before = files(folder)
     log = RunLog(config(tmp_path, seed=2, resume="auto"), 5, folder / "checkpoint-2")
     log.begin(2)

@@ -62,7 +62,7 @@ def test_a_wheel_with_all_files_can_be_published(program: ModuleType, tmp_path: 
     ("missing", "more", "said"),
     [
         ("hybrid_rl/_native.so", None, "hybrid_rl/_native.so is missing"),
-        ("hybrid_rl/report/page/main.js", None, "hybrid_rl/report/page/main.js is missing"),
+        ("hybrid_rl/extras/report/page/main.js", None, "hybrid_rl/extras/report/page/main.js is missing"),
         ("hybrid_rl/py.typed", None, "hybrid_rl/py.typed is missing"),
         (None, "hybrid_rl.libs/libtorch_cpu.so", "hybrid_rl.libs/libtorch_cpu.so does not belong there"),
         (None, "tests/tiny.py", "tests/tiny.py does not belong there"),

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.report import samples, write_report
-from hybrid_rl.report.reading import Line
-from hybrid_rl.report.write import report_data
+from hybrid_rl.extras.report import samples, write_report
+from hybrid_rl.extras.report.reading import Line
+from hybrid_rl.extras.report.write import report_data
 from tests.run_case import HOSTILE, sample, write_lines, write_run
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from hybrid_rl.errors import ConfigError, counted
-from hybrid_rl.report import phases, samples
-from hybrid_rl.report.reading import Line, is_number, mapping, records
-from hybrid_rl.report.series import MAX_POINTS, curves, rounded
+from hybrid_rl.extras.report import phases, samples
+from hybrid_rl.extras.report.reading import Line, is_number, mapping, records
+from hybrid_rl.extras.report.series import MAX_POINTS, curves, rounded
 
 SETS = {"train": "samples*.jsonl", "eval": "eval-samples*.jsonl"}
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.logging import memory_picture
+from hybrid_rl.extras.pictures import memory_picture
+from hybrid_rl.extras.pictures.memory_pictures import MemoryPictures, save_trace
 from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.history import Level, Span, StepMemory
 from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan, PhaseMemory, Share
-from hybrid_rl.run.pictures import MemoryPictures, save_trace
 
 STEP = StepMemory(1.0, 3.0, {"actor": 10}, (Level(2.0, "actor", 0),), (Span("update", 1.0, 2.0),), ())
 

@@ -23,7 +23,7 @@ def render(data: Mapping[str, Any], title: str) -> str:
     Data and plotly are compressed and written in base64, so that nothing that a model or a user wrote can be read as
     HTML or script; the page's own scripts insert it as text only. A content policy forbids all requests.
     """
-    folder = files("hybrid_rl.report") / "page"
+    folder = files("hybrid_rl.extras.report") / "page"
     parts = {
         "title": html.escape(title),
         "style": (folder / "report.css").read_text(encoding="utf-8"),

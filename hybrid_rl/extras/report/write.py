@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.report import samples
+from hybrid_rl.extras.report.charts import layout
+from hybrid_rl.extras.report.page import plotly_packed, render
+from hybrid_rl.extras.report.runs import RunData, check, load, names_of
+from hybrid_rl.extras.report.series import MAX_POINTS
 from hybrid_rl.files import write_text
-from hybrid_rl.report import samples
-from hybrid_rl.report.charts import layout
-from hybrid_rl.report.page import plotly_packed, render
-from hybrid_rl.report.runs import RunData, check, load, names_of
-from hybrid_rl.report.series import MAX_POINTS
 
 NAME = "report.html"
 ALL_POINTS = 6000  # of a metric, over all runs

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.report.reading import Line, at, places
-from hybrid_rl.report.series import stretches
+from hybrid_rl.extras.report.reading import Line, at, places
+from hybrid_rl.extras.report.series import stretches
 
 MAX_SAMPLES = 3000  # of a page
 MAX_BYTES = 12_000_000  # of a page's samples, before they are compressed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.report.reading import is_number
-from hybrid_rl.report.series import mean, rounded, stretches
+from hybrid_rl.extras.report.reading import is_number
+from hybrid_rl.extras.report.series import mean, rounded, stretches
 
 MAX_BARS = 240  # steps in the stacked picture
 MAX_STRIPS = 60  # steps whose parts are shown over time

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.report import phases
-from hybrid_rl.report.charts import guides_of, layout
-from hybrid_rl.report.runs import flat, load
-from hybrid_rl.report.series import curves, stretches
+from hybrid_rl.extras.report import phases
+from hybrid_rl.extras.report.charts import guides_of, layout
+from hybrid_rl.extras.report.runs import flat, load
+from hybrid_rl.extras.report.series import curves, stretches
 from tests.run_case import metrics, timeline, write_run
 
 

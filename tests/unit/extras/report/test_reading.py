@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.report import reading, write_report
-from hybrid_rl.report.runs import load, names_of
-from hybrid_rl.report.write import report_data
+from hybrid_rl.extras.report import reading, write_report
+from hybrid_rl.extras.report.runs import load, names_of
+from hybrid_rl.extras.report.write import report_data
 from tests.run_case import write_run
 
 

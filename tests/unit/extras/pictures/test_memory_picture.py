@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.logging.memory_picture import Line, chrome_trace, draw_memory, lines_of, shown
+from hybrid_rl.extras.pictures.memory_picture import Line, chrome_trace, draw_memory, lines_of, shown
 from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.history import Level, Span, StepMemory
 from hybrid_rl.memory.leases import Transition

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.logging import memory_picture
-from hybrid_rl.logging.curves import can_draw
+from hybrid_rl.extras.pictures import memory_picture
+from hybrid_rl.extras.pictures.curves import can_draw
 from hybrid_rl.memory.cycle import RESIDENTS
 from hybrid_rl.memory.history import StepMemory
 from hybrid_rl.planning.ledger import MemoryPlan

@@ -1,0 +1,1 @@
+"""The pictures of a run: curves.png and memory.png."""

@@ -1,0 +1,43 @@
+"""The hooks of the core: by these names, and nowhere else, it reaches an extra, which is imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# What an extra does for the core: `module:name`.
+HOOKS = {
+    "can_draw": "pictures.curves:can_draw",
+    "draw_curves": "pictures.curves:draw",
+    "memory_pictures": "pictures.memory_pictures:MemoryPictures",
+    "save_memory_trace": "pictures.memory_pictures:save_trace",
+    "write_report": "report:write_report",
+}
+
+# Modules that users import by the name that they had when they were no extras.
+FORMER_NAMES = {"hybrid_rl.report": "report"}
+
+
+def extra(hook: str) -> Any:
+    """Return what an extra has for a hook."""
+    module, _, name = HOOKS[hook].partition(":")
+    return getattr(_module(module), name)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"hybrid_rl.extras.{name}")
+
+
+class FormerNames(MetaPathFinder, Loader):
+    """Imports an extra by its former name: there is one module, under both."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in FORMER_NAMES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = _module(FORMER_NAMES[module.__name__])
