@@ -17,9 +17,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import device, report  # noqa: E402
-from hybrid_rl.quickstart.model import build_model, build_tokenizer  # noqa: E402
-from hybrid_rl.quickstart.task import build_task  # noqa: E402
-from hybrid_rl.quickstart.warm_start import WarmStartReport  # noqa: E402
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer  # noqa: E402
+from hybrid_rl.extras.quickstart.task import build_task  # noqa: E402
+from hybrid_rl.extras.quickstart.warm_start import WarmStartReport  # noqa: E402
 from recipes.record_curves import CURVES, Start  # noqa: E402
 
 SEED = 42

@@ -33,10 +33,10 @@ from benchmarks import report  # noqa: E402
 from benchmarks.partial import log_normal  # noqa: E402
 from hybrid_rl import Trainer  # noqa: E402
 from hybrid_rl.config import load_config  # noqa: E402
-from hybrid_rl.quickstart.command import SETTINGS  # noqa: E402
-from hybrid_rl.quickstart.model import build_model, build_tokenizer  # noqa: E402
-from hybrid_rl.quickstart.task import MAX_COMPLETION_TOKENS, Task, build_task, exact_answer  # noqa: E402
-from hybrid_rl.quickstart.warm_start import greedy_accuracy, warm_start  # noqa: E402
+from hybrid_rl.extras.quickstart.command import SETTINGS  # noqa: E402
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer  # noqa: E402
+from hybrid_rl.extras.quickstart.task import MAX_COMPLETION_TOKENS, Task, build_task, exact_answer  # noqa: E402
+from hybrid_rl.extras.quickstart.warm_start import greedy_accuracy, warm_start  # noqa: E402
 
 BASE = "synchronous"
 FAR: dict[str, Any] = {"partial": True, "oversample": 96, "max_staleness": 4}

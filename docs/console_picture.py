@@ -18,8 +18,8 @@ from rich.console import Console  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 from hybrid_rl import Trainer  # noqa: E402
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer  # noqa: E402
 from hybrid_rl.logging.lines import bar_line  # noqa: E402
-from hybrid_rl.quickstart.model import build_model, build_tokenizer  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "console.svg"
 WIDTH = 80

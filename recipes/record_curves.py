@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl.config import load_config
 from hybrid_rl.config.presets import PRESETS
-from hybrid_rl.quickstart.model import build_model, build_tokenizer
-from hybrid_rl.quickstart.run import Outcome, improve
-from hybrid_rl.quickstart.task import Task, build_task
-from hybrid_rl.quickstart.warm_start import WarmStartReport, warm_start
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.extras.quickstart.run import Outcome, improve
+from hybrid_rl.extras.quickstart.task import Task, build_task
+from hybrid_rl.extras.quickstart.warm_start import WarmStartReport, warm_start
 from recipes.agents import calculator, guessing, run
 
 HERE = Path(__file__).resolve().parent

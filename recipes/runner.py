@@ -44,6 +44,6 @@ def main(arguments: list[str], settings: Path, doc: str, *, compares: bool = Fal
         return
     if rewards or file is not None or config.data.train_path is not None:
         raise ConfigError("reward=, config= and data.train_path need a model of your own: set model.path too")
-    from hybrid_rl.quickstart.command import quickstart
+    from hybrid_rl.extras.quickstart.command import quickstart
 
     quickstart(settings, arguments, compares=compares)

@@ -16,6 +16,6 @@ def run_quickstart(settings: Settings = None) -> None:
       hybrid-rl quickstart max_steps=5
       hybrid-rl quickstart algorithm=gspo seed=7
     """
-    from hybrid_rl.quickstart.command import SETTINGS, quickstart
+    from hybrid_rl.extras.quickstart.command import SETTINGS, quickstart
 
     quickstart(SETTINGS, settings or [], compares=True)

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rl.quickstart.warm_start import IGNORED
+from hybrid_rl.extras.quickstart.warm_start import IGNORED
 
 PAD, START, END, UNKNOWN = "<pad>", "<|im_start|>", "<|im_end|>", "<unk>"
 

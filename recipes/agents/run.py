@@ -12,11 +12,11 @@ from hybrid_rl import Trainer
 from hybrid_rl.cli import run_recipe
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.quickstart.command import console, warming
-from hybrid_rl.quickstart.kept import KeepStart, take_up
-from hybrid_rl.quickstart.model import build_model
-from hybrid_rl.quickstart.run import Outcome, check_run, settings_of, train
-from hybrid_rl.quickstart.warm_start import SupervisedTrainer
+from hybrid_rl.extras.quickstart.command import console, warming
+from hybrid_rl.extras.quickstart.kept import KeepStart, take_up
+from hybrid_rl.extras.quickstart.model import build_model
+from hybrid_rl.extras.quickstart.run import Outcome, check_run, settings_of, train
+from hybrid_rl.extras.quickstart.warm_start import SupervisedTrainer
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.prepare import find_hardware
 from recipes.agents.chat import encode_conversations

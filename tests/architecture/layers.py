@@ -17,25 +17,24 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"vllm", "rollout", "training", "logging"}),
     frozenset({"workers", "planning"}),
     frozenset({"run"}),
-    frozenset({"trainer", ROOT, "quickstart"}),
+    frozenset({"trainer"}),
     frozenset({"extras"}),
+    frozenset({ROOT}),
     frozenset({"cli", "__main__"}),
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room).
 SIBLINGS_ALLOWED = frozenset(
     {
-        (ROOT, "trainer"),
-        ("quickstart", ROOT),
         ("__main__", "cli"),
         ("tensors", "compat"),
     }
 )
 
 # What is not on the way from prompt to weights. Of the core one file names its modules, to import them when asked; the
-# command line is above both.
+# users' door and the command line are above both.
 EXTRAS, HOOKS = "extras", "hybrid_rl/process/hooks.py"
-ABOVE_EXTRAS = frozenset({EXTRAS, "cli", "__main__"})
+ABOVE_EXTRAS = frozenset({EXTRAS, ROOT, "cli", "__main__"})
 
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.quickstart import warm_start
-from hybrid_rl.quickstart.warm_start import WARM_START_STEPS, greedy_accuracy
+from hybrid_rl.extras.quickstart import warm_start
+from hybrid_rl.extras.quickstart.warm_start import WARM_START_STEPS, greedy_accuracy
 from recipes.record_curves import SEEDS, Start, names, recorded, settings_digest
 
 RECIPES = names()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.learning_age import DEFAULT, VARIANTS, Curve, arguments, compare, learn
-from hybrid_rl.quickstart.model import build_model, build_tokenizer
-from hybrid_rl.quickstart.task import build_task
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.extras.quickstart.task import build_task
 
 
 def test_comparison_by_hand() -> None:

@@ -16,11 +16,11 @@ from torch.nn import Module
 import hybrid_rl
 from hybrid_rl.config import load_config, num_training_steps, resolve
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.quickstart import command
-from hybrid_rl.quickstart.command import SETTINGS, row_name, warming
-from hybrid_rl.quickstart.run import Outcome
-from hybrid_rl.quickstart.task import build_task
-from hybrid_rl.quickstart.warm_start import WarmStartReport
+from hybrid_rl.extras.quickstart import command
+from hybrid_rl.extras.quickstart.command import SETTINGS, row_name, warming
+from hybrid_rl.extras.quickstart.run import Outcome
+from hybrid_rl.extras.quickstart.task import build_task
+from hybrid_rl.extras.quickstart.warm_start import WarmStartReport
 from recipes.record_curves import names, settings_digest, settings_file
 from recipes.runner import main
 from tests.tiny import build_model, build_tokenizer

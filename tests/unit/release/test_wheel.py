@@ -51,7 +51,7 @@ def test_a_wheel_with_all_files_can_be_published(program: ModuleType, tmp_path: 
     files = program.expected_files()
     for name in (
         *("_native.so", "_cuda_region.so", "py.typed", "trainer.py", "cli/doctor.py"),
-        *("quickstart/grpo.yaml", "report/page/page.html", "report/page/main.js"),
+        *("extras/quickstart/grpo.yaml", "extras/report/page/page.html", "extras/report/page/main.js"),
     ):
         assert f"hybrid_rl/{name}" in files
     assert program.problems(make(tmp_path, files)) == []

@@ -11,7 +11,7 @@ import pytest
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.quickstart.warm_start import IGNORED
+from hybrid_rl.extras.quickstart.warm_start import IGNORED
 from recipes.agents import calculator, guessing, run
 from recipes.agents.chat import encode_conversations
 from recipes.agents.guessing import HIGHEST, MOST_GUESSES, Guessing

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl.config import TrainerConfig, resolve
 from hybrid_rl.config.presets import PRESETS
-from hybrid_rl.quickstart.kept import KeepStart, take_up
-from hybrid_rl.quickstart.model import build_model, build_tokenizer
-from hybrid_rl.quickstart.run import check, improve, settings_of
-from hybrid_rl.quickstart.task import Task, build_task
-from hybrid_rl.quickstart.warm_start import (
+from hybrid_rl.extras.quickstart.kept import KeepStart, take_up
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.extras.quickstart.run import check, improve, settings_of
+from hybrid_rl.extras.quickstart.task import Task, build_task
+from hybrid_rl.extras.quickstart.warm_start import (
     STEPS_PER_EVALUATION,
     WARM_START_STEPS,
     SupervisedProgress,

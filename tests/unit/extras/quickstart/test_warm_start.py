@@ -6,10 +6,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.errors import ConfigError, DataError, ModelError
-from hybrid_rl.quickstart import warm_start as module
-from hybrid_rl.quickstart.model import build_model, build_tokenizer
-from hybrid_rl.quickstart.task import Row, Task, build_task
-from hybrid_rl.quickstart.warm_start import (
+from hybrid_rl.extras.quickstart import warm_start as module
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.extras.quickstart.task import Row, Task, build_task
+from hybrid_rl.extras.quickstart.warm_start import (
     SupervisedProgress,
     SupervisedTrainer,
     continue_supervised,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hybrid_rl.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
 
 
 def test_one_token_per_character_and_nothing_added() -> None:

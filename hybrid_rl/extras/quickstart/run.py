@@ -13,15 +13,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from hybrid_rl import Trainer
 from hybrid_rl.config import TrainerConfig, load_config, resolve
+from hybrid_rl.extras.quickstart.task import Row, Task, exact_answer
+from hybrid_rl.extras.quickstart.warm_start import train_on_answers
 from hybrid_rl.models.load import DTYPES
-from hybrid_rl.quickstart.task import Row, Task, exact_answer
-from hybrid_rl.quickstart.warm_start import train_on_answers
 from hybrid_rl.run.agents import AgentArguments
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.prepare import find_hardware, prepare
+from hybrid_rl.trainer import Trainer
 
 ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset")  # of the Trainer; all others say what makes trajectories
 TEACHER_STEPS = 50  # on right answers, after which the teacher has nearly all held-out sums right

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl.errors import ConfigError, DataError, ModelError
-from hybrid_rl.quickstart.task import MAX_COMPLETION_TOKENS, Row, Task, demonstrations
+from hybrid_rl.extras.quickstart.task import MAX_COMPLETION_TOKENS, Row, Task, demonstrations
 
 WARM_START_STEPS = 700
 WARM_START_LR = 3e-3

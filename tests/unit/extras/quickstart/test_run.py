@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.config import load_config
-from hybrid_rl.quickstart import run as module
-from hybrid_rl.quickstart.command import SETTINGS
-from hybrid_rl.quickstart.model import build_model, build_tokenizer
-from hybrid_rl.quickstart.run import improve, settings_of, teacher, training_rows
-from hybrid_rl.quickstart.task import Task, build_task
+from hybrid_rl.extras.quickstart import run as module
+from hybrid_rl.extras.quickstart.command import SETTINGS
+from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
+from hybrid_rl.extras.quickstart.run import improve, settings_of, teacher, training_rows
+from hybrid_rl.extras.quickstart.task import Task, build_task
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,15 @@ import re
 import pytest
 
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.quickstart.task import Task, build_task, check_disjoint, demonstrations, exact_answer, operands, slip
+from hybrid_rl.extras.quickstart.task import (
+    Task,
+    build_task,
+    check_disjoint,
+    demonstrations,
+    exact_answer,
+    operands,
+    slip,
+)
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
