@@ -12,11 +12,11 @@ from hybrid_rl.process.importing import told
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
     from hybrid_rl.evaluation.evaluations import Evaluation
+    from hybrid_rl.extras.preview.run_preview import preview
     from hybrid_rl.process.stopping import RunStopped
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
     from hybrid_rl.run.checkpoints import evaluate_checkpoint
-    from hybrid_rl.run.preview import preview
     from hybrid_rl.run.results import StepResult
     from hybrid_rl.trainer import Trainer
 
@@ -42,7 +42,7 @@ _HOMES = {
     "StepResult": "hybrid_rl.run.results",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",
-    "preview": "hybrid_rl.run.preview",
+    "preview": "hybrid_rl.extras.preview.run_preview",
     "evaluate_checkpoint": "hybrid_rl.run.checkpoints",
 }
 

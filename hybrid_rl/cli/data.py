@@ -33,7 +33,7 @@ def show_data(
     """
     from hybrid_rl.cli.train import load_reward
     from hybrid_rl.config import load_config
-    from hybrid_rl.run.preview import preview
+    from hybrid_rl.extras.preview.run_preview import preview
 
     rewards, arguments = take("reward", settings or [])
     files, arguments = take("config", arguments)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
-from hybrid_rl.data.preview import NoTokenizer, overlap, preview_datasets
-from hybrid_rl.data.preview_text import Preview, RewardNeeds
 from hybrid_rl.data.prompts import RESERVED_COLUMNS, PromptEncoder
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.preview.dataset_preview import NoTokenizer, overlap, preview_datasets
+from hybrid_rl.extras.preview.preview_text import Preview, RewardNeeds
 
 SEVERAL = ("dict", "list", "tuple", "set", "ndarray")  # no single answer
 # What is ready-made, and the columns that it reads.

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rl.data.preview import DatasetPreview
 from hybrid_rl.errors import counted, visible
+from hybrid_rl.extras.preview.dataset_preview import DatasetPreview
 
 WIDTH = 80
 BAR = 36  # columns of the longest bar
