@@ -24,7 +24,7 @@ def upload_run(
       hybrid-rl upload runs/grpo-20260801-101500 mlflow
       WANDB_PROJECT=mine hybrid-rl upload runs/grpo-20260801-101500 wandb --again
     """
-    from hybrid_rl.logging.trackers import upload
+    from hybrid_rl.extras.trackers.trackers import upload
 
     number = upload(run, tracker, again=again)
     typer.echo(f"{tracker} got {counted(number, 'step')} of {run}" if number else f"{tracker} has all of {run} already")

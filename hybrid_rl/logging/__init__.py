@@ -1,1 +1,1 @@
-"""Run folder, console, progress display and trackers."""
+"""Run folder, console and progress display."""

@@ -24,9 +24,9 @@ from hybrid_rl.files import set_aside
 from hybrid_rl.logging.environment import environment
 from hybrid_rl.logging.progress import ProgressDisplay
 from hybrid_rl.logging.report import RunFolder
-from hybrid_rl.logging.trackers import Trackers
 from hybrid_rl.metrics import Timings
 from hybrid_rl.owners import FolderLock
+from hybrid_rl.process.hooks import extra
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -58,7 +58,7 @@ class RunLog:
         self._run = _open_folder(config)
         self._lock = lock or FolderLock(self._run.path)
         self._device = self._run.path.parent.stat().st_dev
-        self._trackers: Trackers | None = None
+        self._trackers: Any = None
         self.display = ProgressDisplay(max_steps, config.log_level)
         self._shown: list[dict[str, Any]] = []
         self._has_warned = self._has_environment = False
@@ -102,7 +102,9 @@ class RunLog:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step
         config = self._config
-        self._trackers = Trackers(config.report_to, self._run.path, to_dict(config), step, config.tracker_arguments)
+        self._trackers = extra("trackers")(
+            config.report_to, self._run.path, to_dict(config), step, config.tracker_arguments
+        )
         if not self._run.is_continued:
             self._write_config()
             return False

@@ -15,6 +15,8 @@ HOOKS = {
     "can_draw": "pictures.curves:can_draw",
     "draw_curves": "pictures.curves:draw",
     "memory_pictures": "pictures.memory_pictures:MemoryPictures",
+    "check_trackers": "trackers.trackers:check_trackers",
+    "trackers": "trackers.trackers:Trackers",
     "save_memory_trace": "pictures.memory_pictures:save_trace",
     "write_report": "report:write_report",
 }

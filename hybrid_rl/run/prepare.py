@@ -36,11 +36,11 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
-from hybrid_rl.logging.trackers import check_trackers
 from hybrid_rl.models import check_tokenizer, stop_token_ids
 from hybrid_rl.models.lora.sizes import AdapterSize
 from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.process.stopping import note_checkpoint
 from hybrid_rl.rollout.successes import Grades, SuccessRule
 from hybrid_rl.run.adapters import (
@@ -305,7 +305,7 @@ def prepare(
     warn_of_devices(resolved, hardware, module_device)
     for notice in notices(resolved, given):
         logger.warning(notice)
-    check_trackers(resolved.report_to, resolved.tracker_arguments)
+    extra("check_trackers")(resolved.report_to, resolved.tracker_arguments)
     library = resolved.rollout.library
     if library is not None and importlib.util.find_spec(library[0]) is None:
         raise ConfigError(

@@ -24,7 +24,15 @@ import yaml
 
 from hybrid_rl.controller.session import at_end
 from hybrid_rl.errors import ConfigError, HybridRLError, counted
-from hybrid_rl.logging.tracker_kinds import KINDS, Measured, TrackedRun, Tracker, check_wandb, known_arguments, told
+from hybrid_rl.extras.trackers.tracker_kinds import (
+    KINDS,
+    Measured,
+    TrackedRun,
+    Tracker,
+    check_wandb,
+    known_arguments,
+    told,
+)
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -1,0 +1,1 @@
+"""W&B, TensorBoard, trackio and MLflow: what metrics.jsonl says of a run, sent elsewhere."""
