@@ -53,7 +53,7 @@ ANY, BACKGROUND = "any", "background"
 LONGEST_LIFE = 0.9
 LOOK_SECONDS = 0.001
 BACKGROUND_SECONDS = 0.02  # less than a checkpoint takes on a slow disk
-WARDEN = "hybrid_rl.sandbox.warden"  # on the command line of the process that starts programs, and of its forks
+WARDEN = "hybrid_rl.extras.sandbox.warden"  # on the command line of the process that starts programs, and of its forks
 # Another restart would not help if training failed again after the same step, so the next kill of a rank comes later.
 STEPS_APART = 2
 

@@ -48,7 +48,7 @@ def found() -> Iterator[None]:
 
 def sandboxed() -> list[Any]:
     """Make the Python tool."""
-    from hybrid_rl.agents.python_tool import PythonTool
+    from hybrid_rl.extras.programs.python_tool import PythonTool
 
     return [PythonTool(strict=False).python]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 # What an extra does for the core: `module:name`.
 HOOKS = {
     "can_draw": "pictures.curves:can_draw",
     "draw_curves": "pictures.curves:draw",
     "memory_pictures": "pictures.memory_pictures:MemoryPictures",
+    "code_reward": "programs.code:code_reward",
     "check_trackers": "trackers.trackers:check_trackers",
     "trackers": "trackers.trackers:Trackers",
     "save_memory_trace": "pictures.memory_pictures:save_trace",
@@ -22,7 +22,11 @@ HOOKS = {
 }
 
 # Modules that users import by the name that they had when they were no extras.
-FORMER_NAMES = {"hybrid_rl.report": "report"}
+FORMER_NAMES = {
+    "hybrid_rl.agents.python_tool": "programs.python_tool",
+    "hybrid_rl.report": "report",
+    "hybrid_rl.sandbox": "sandbox",
+}
 
 
 def extra(hook: str) -> Any:
@@ -35,11 +39,14 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"hybrid_rl.extras.{name}")
 
 
-class FormerNames(MetaPathFinder, Loader):
+class FormerNames:
     """Imports an extra by its former name: there is one module, under both."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name in FORMER_NAMES else None
+        return ModuleSpec(name, cast(Any, self)) if name in FORMER_NAMES else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Return None: Python makes a module, in whose place `exec_module` puts the extra."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = _module(FORMER_NAMES[module.__name__])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hybrid_rl.rewards.code import code_reward
+from typing import Any
+
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.rewards.completions import completion_text
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import GivenReward, RewardList, RewardModelEntry, with_model_entries
@@ -80,3 +82,9 @@ __all__ = [
     "think_format_reward",
     "with_model_entries",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "code_reward":  # an extra
+        return extra(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ PACKAGE = "hybrid_rl"
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat", "errors", "options", "files", "metrics", "process", "tensors"}),
-    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data", "evaluation", "sandbox"}),
+    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data", "evaluation"}),
     frozenset({"config", "controller", "models", "resharding"}),
     frozenset({"agents", "engines", "sharding", "checkpoint", "rewards"}),
     frozenset({"vllm", "rollout", "training", "logging"}),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hybrid_rl import rewards
+from hybrid_rl.extras.programs.code import find_program
 from hybrid_rl.rewards import completion_text
-from hybrid_rl.rewards.code import find_program
 from hybrid_rl.rewards.completions import conversation_text, opening_of, response_text
 from hybrid_rl.rewards.judging import JudgeStyle
 

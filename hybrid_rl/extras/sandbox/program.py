@@ -18,7 +18,7 @@ import traceback
 import types
 from dataclasses import dataclass
 
-from hybrid_rl.sandbox import kernel
+from hybrid_rl.extras.sandbox import kernel
 
 NAME = "<program>"
 MAX_OPEN_FILES = 64

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.sandbox import MIB, MOST_OUTPUT_BYTES, ProgramResult, Sandbox
+from hybrid_rl.extras.sandbox import MIB, MOST_OUTPUT_BYTES, ProgramResult, Sandbox
 
 
 class PythonTool(Sandbox):
@@ -14,7 +14,7 @@ class PythonTool(Sandbox):
     `with` block closes it.
 
     What a program prints is the answer, with the value of its last line, as in a notebook. What it may do, and the
-    limits, are those of `hybrid_rl.sandbox.Sandbox`; nothing is kept from one call to the next.
+    limits, are those of `hybrid_rl.extras.sandbox.Sandbox`; nothing is kept from one call to the next.
 
     output_chars: most characters of an answer; of longer ones the middle is left out. The other arguments are those of
     the sandbox.

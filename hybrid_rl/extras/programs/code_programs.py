@@ -14,8 +14,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_rl.rewards.code_tests import AssertionTest
-from hybrid_rl.rewards.code_values import spell, unspell
+from hybrid_rl.extras.programs.code_tests import AssertionTest
+from hybrid_rl.extras.programs.code_values import spell, unspell
 
 MARK = "\x00hybrid-rl:"
 

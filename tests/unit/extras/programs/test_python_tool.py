@@ -17,11 +17,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from hybrid_rl.agents.python_tool import PythonTool
 from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.errors import ConfigError, SandboxError
-from hybrid_rl.sandbox import sandbox_strength
-from hybrid_rl.sandbox.filter import seccomp_filter
+from hybrid_rl.extras.programs.python_tool import PythonTool
+from hybrid_rl.extras.sandbox import sandbox_strength
+from hybrid_rl.extras.sandbox.filter import seccomp_filter
 
 STRENGTH = sandbox_strength()
 pytestmark = pytest.mark.skipif(
@@ -319,7 +319,7 @@ def test_a_sandbox_that_died_fails_the_call_and_is_made_again(tool: PythonTool) 
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_nothing_outlives_a_process_that_was_killed(namespaces: bool) -> None:
     script = (
-        "from hybrid_rl.agents.python_tool import PythonTool\ntool = PythonTool(60)\n"
+        "from hybrid_rl.extras.programs.python_tool import PythonTool\ntool = PythonTool(60)\n"
         f"tool._layers['namespaces'] = {namespaces}\n"
         "tool.start('while True: pass')\nprint(tool._ready()._process.pid, flush=True)\ninput()"
     )

@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any, Self
 
 from hybrid_rl.errors import ConfigError, SandboxError
+from hybrid_rl.extras.sandbox.connection import START_SECONDS, ProgramResult, WardenConnection
+from hybrid_rl.extras.sandbox.program import Limits
 from hybrid_rl.process.cores import own_cores
-from hybrid_rl.sandbox.connection import START_SECONDS, ProgramResult, WardenConnection
-from hybrid_rl.sandbox.program import Limits
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import SandboxError
+from hybrid_rl.extras.sandbox.program import Walls
+from hybrid_rl.extras.sandbox.warden import receive, send
 from hybrid_rl.process.threads import start_thread
-from hybrid_rl.sandbox.program import Walls
-from hybrid_rl.sandbox.warden import receive, send
 
 START_SECONDS = 60.0
 # No site packages, no folder of a script, none of the variables of this process.
 _START = (
-    "import sys; sys.path.append(sys.argv[1]); from hybrid_rl.sandbox.warden import main; "
+    "import sys; sys.path.append(sys.argv[1]); from hybrid_rl.extras.sandbox.warden import main; "
     "sys.path.pop(); main(int(sys.argv[2]))"
 )
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = str(Path(__file__).resolve().parents[3])
 # Strings hash alike in every program, so that a repeated program prints the same.
 _VARIABLES = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
 

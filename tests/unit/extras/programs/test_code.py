@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.rewards import code_grader, code_reward
-from hybrid_rl.rewards.code import find_program
-from hybrid_rl.rewards.code_tests import AssertionTest, CallTest, InputTest, read_tests
-from hybrid_rl.rewards.code_values import is_same, is_same_output, spell, unspell
-from hybrid_rl.sandbox import sandbox_strength
+from hybrid_rl.extras.programs import code_grader
+from hybrid_rl.extras.programs.code import find_program
+from hybrid_rl.extras.programs.code_tests import AssertionTest, CallTest, InputTest, read_tests
+from hybrid_rl.extras.programs.code_values import is_same, is_same_output, spell, unspell
+from hybrid_rl.extras.sandbox import sandbox_strength
+from hybrid_rl.rewards import code_reward
 
 STRENGTH = sandbox_strength()
 sandboxed = pytest.mark.skipif(

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards.code_grader import Grader
+from hybrid_rl.extras.programs.code_grader import Grader
+from hybrid_rl.extras.sandbox import MIB, Sandbox
 from hybrid_rl.rewards.completions import completion_text
-from hybrid_rl.sandbox import MIB, Sandbox
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -47,7 +47,7 @@ def code_reward(
     gets; setup: the column with Python before each assertion; both may be missing. score: "all" = 1 if all tests pass,
     "share" = the share that passes. timeout_seconds: of one run; total_seconds: of all runs of a completion, after
     which its other tests count as failed; waiting for a free core counts for neither. memory_bytes, file_bytes,
-    packages, max_running, strict: see `hybrid_rl.sandbox.Sandbox`.
+    packages, max_running, strict: see `hybrid_rl.extras.sandbox.Sandbox`.
 
     A test gets plain values from the program and nothing else: numbers, texts, bytes, lists, tuples, dicts and sets.
     Expected results never enter the program's process, so no program can read them, or pass by an object that equals

@@ -13,7 +13,7 @@ import signal
 import struct
 from collections.abc import Iterable, Sequence
 
-from hybrid_rl.sandbox.filter import seccomp_filter
+from hybrid_rl.extras.sandbox.filter import seccomp_filter
 
 # linux/sched.h
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.errors import DataError
-from hybrid_rl.rewards.code_programs import (
+from hybrid_rl.extras.programs.code_programs import (
     ASSERTIONS,
     CALL,
     assertions_request,
@@ -19,9 +19,9 @@ from hybrid_rl.rewards.code_programs import (
     read_answer,
     whole_program,
 )
-from hybrid_rl.rewards.code_tests import AssertionTest, CallTest, InputTest, Test, read_tests
-from hybrid_rl.rewards.code_values import is_same, is_same_output, spell, unspell
-from hybrid_rl.sandbox import ProgramResult, Sandbox
+from hybrid_rl.extras.programs.code_tests import AssertionTest, CallTest, InputTest, Test, read_tests
+from hybrid_rl.extras.programs.code_values import is_same, is_same_output, spell, unspell
+from hybrid_rl.extras.sandbox import ProgramResult, Sandbox
 
 MAX_QUESTIONS = 500  # calls of the program in one text of assertions
 NO_ANSWER = {"error": "RuntimeError"}  # of a program that ends without one

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hybrid_rl.sandbox import kernel
-from hybrid_rl.sandbox.program import Limits, Walls, run_program
+from hybrid_rl.extras.sandbox import kernel
+from hybrid_rl.extras.sandbox.program import Limits, Walls, run_program
 
 LENGTH_BYTES = 8
 READ_BYTES = 1 << 16

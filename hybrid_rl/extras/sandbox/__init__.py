@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_rl.sandbox.connection import ProgramResult
-from hybrid_rl.sandbox.sandbox import MIB, MOST_OUTPUT_BYTES, Sandbox, SandboxStrength, sandbox_strength
+from hybrid_rl.extras.sandbox.connection import ProgramResult
+from hybrid_rl.extras.sandbox.sandbox import MIB, MOST_OUTPUT_BYTES, Sandbox, SandboxStrength, sandbox_strength
 
 __all__ = ["MIB", "MOST_OUTPUT_BYTES", "ProgramResult", "Sandbox", "SandboxStrength", "sandbox_strength"]
