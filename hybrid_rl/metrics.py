@@ -166,3 +166,10 @@ def joined(of_ranks: Iterable[MetricSums]) -> dict[str, float]:
     for part in of_ranks:
         sums.merge(part)
     return sums.result()
+
+
+def number(value: float | None) -> str:
+    """Format a number for a table; a dash if there is none."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"

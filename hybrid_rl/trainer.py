@@ -48,7 +48,6 @@ from hybrid_rl.run.signature import KeySignature
 from hybrid_rl.run.start import make_sampler, notes_of
 from hybrid_rl.run.stopper import Stopper
 from hybrid_rl.run.tenancy import Tenancy, bring_back, make_way, warn_of_training
-from hybrid_rl.run.views import View
 from hybrid_rl.run.watch import broken_model_explained
 from hybrid_rl.workers.groups import PolicyGroup
 
@@ -191,7 +190,7 @@ class Trainer:
         self._recovery = Recovery(crew, tenancy, saver, self._stopper)
         self._rescue, self._familiar = Rescue(crew, tenancy, saver), Familiar(crew, saver)
         crew.start(saver.finish, self._settings.carry_on)
-        self._view = View(crew, tenancy)  # the last one: with it the Trainer is whole
+        self._view = extra("run_view")(crew, tenancy)  # the last one: with it the Trainer is whole
 
     # --------------------------------------------------------------------------------------------- the loop
 

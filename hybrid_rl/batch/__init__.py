@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hybrid_rl.batch.trajectories import SampleKey as SampleKey
     from hybrid_rl.batch.trajectories import Trajectories as Trajectories
 
-# Imported when first used: the HTML of hybrid_rl.batch.html needs no PyTorch.
+# Imported when first used: hybrid_rl.batch.messages needs no PyTorch.
 _HOMES = {
     "batch": ("Batch", "Column"),
     "fields": ("FIELDS", "TRUNCATIONS", "Field"),

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.batch.fields import FIELDS
-from hybrid_rl.batch.messages import is_chat, message_content, prompt_text
+from hybrid_rl.batch.messages import prompt_text
 from hybrid_rl.batch.texts import Reader, token_texts
-from hybrid_rl.batch.view import DEFAULT_COLOR, MAX_SHOWN, BatchView, ShownSample, check_color
 from hybrid_rl.errors import REPORT_EXTRA, ConfigError, DataError
+from hybrid_rl.process.hooks import extra
 
 if TYPE_CHECKING:
     import pandas
+
+MAX_SHOWN = 8  # samples of a batch
+DEFAULT_COLOR = "advantage"
 
 # What is looked for in attributes of a batch.
 TEXTS = frozenset({"completions", "prompts", "texts", "reward", "advantage", "responses", "sequences"})
@@ -133,7 +136,7 @@ class Sample:
         return f"Sample({', '.join(['{} -> {}'.format(*texts), *numbers, str(self.finish_reason)])})"
 
     def _repr_html_(self) -> str:
-        return BatchView([self.shown()], 1, DEFAULT_COLOR).html()
+        return extra("view_samples")([self], 1).html()
 
     def _numbers(self) -> Iterator[tuple[str, float | None]]:
         yield from (("group", self.group), ("reward", self.reward), ("advantage", self.advantage))
@@ -142,23 +145,6 @@ class Sample:
     def shown_text(self) -> str:
         """The completion for readers: an agent's conversation with its roles, otherwise the completion."""
         return self.completion or "" if self.messages is None else prompt_text(self.messages)
-
-    def shown(self) -> ShownSample:
-        """Return the sample as plain values, which views show."""
-        prompt = self.prompt if is_chat(self.prompt) else None
-        return ShownSample(
-            prompt=self.prompt_text,
-            prompt_messages=None if prompt is None else _messages(prompt),
-            completion=self.shown_text,
-            messages=None if self.messages is None else _messages(self.messages),
-            group=self.group,
-            reward=self.reward,
-            rewards=self.rewards,
-            advantage=self.advantage,
-            finish_reason=self.finish_reason or "",
-            tokens=self.tokens,
-            error=self.error,
-        )
 
 
 class Readable(Mapping[str, Any]):
@@ -211,7 +197,7 @@ class Readable(Mapping[str, Any]):
         batch = self.load()
         return pandas.DataFrame(list(_records(batch, batch.samples())))
 
-    def show(self, color: str = DEFAULT_COLOR, *, first: int = MAX_SHOWN) -> BatchView:
+    def show(self, color: str = DEFAULT_COLOR, *, first: int = MAX_SHOWN) -> Any:
         """Return a table of the first samples: leave it as the last line of a cell, or print it.
 
         color: what colours a token: advantage, gap (engine and trainer disagree), logprob (how likely the token was),
@@ -219,10 +205,10 @@ class Readable(Mapping[str, Any]):
         """
         if isinstance(first, bool) or not isinstance(first, int) or first < 1:
             raise DataError(f"first={first!r} must be a whole number of samples, at least 1")
-        check_color(color, self._columns_known())
+        extra("check_color")(color, self._columns_known())
         part = self if first >= self.num_samples else self.select(range(first))
-        shown = [sample.shown() for sample in part.samples()]
-        return BatchView(shown, self.num_samples, color, len(set(self.get("group", torch.empty(0)).tolist())))
+        num_groups = len(set(self.get("group", torch.empty(0)).tolist()))
+        return extra("view_samples")(part.samples(), self.num_samples, color, num_groups)
 
     def _columns_known(self) -> frozenset[str]:
         return frozenset(self)
@@ -261,10 +247,6 @@ def _by_name(values: Sequence[float], reader: Reader | None) -> dict[str, float 
     names = () if reader is None else reader.reward_names
     known = names if len(names) == len(values) else tuple(map(str, range(len(values))))
     return dict(zip(known, map(_number, values), strict=True))
-
-
-def _messages(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    return [(str(message["role"]), message_content(message)) for message in messages]
 
 
 def _records(batch: Mapping[str, Any], samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:

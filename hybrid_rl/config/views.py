@@ -1,4 +1,4 @@
-"""A configuration as text and as HTML: what differs from the defaults first, the rest folded."""
+"""A configuration as text: what differs from the defaults; all keys with their values, for other views."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hybrid_rl.batch.html import cell, code, escaped, folded, page_part, table
+from hybrid_rl.process.hooks import extra
 
 MAX_VALUE = 80  # characters of a value in a line
 
@@ -37,20 +37,7 @@ class Shown:
         return "\n".join([f"{type(self).__name__}: {rest}", *lines])
 
     def _repr_html_(self) -> str:
-        keys = list(key_values(self))
-        sections: dict[str, list[KeyValue]] = {}
-        for key in keys:
-            sections.setdefault(key.path.rpartition(".")[0] or "run", []).append(key)
-        rest = "".join(folded(f"{name} ({len(keys)})", _rows(keys)) for name, keys in sections.items())
-        return page_part(changed_html(self), folded(f"all {len(keys)} keys, by section", rest))
-
-
-def changed_html(config: Shown) -> str:
-    """Return the keys of a configuration that differ from their defaults."""
-    changed = [key for key in key_values(config) if key.differs]
-    if not changed:
-        return "<b>all keys have their defaults</b>"
-    return page_part(f"<b>{len(changed)} keys differ from their defaults</b>", _rows(changed))
+        return extra("config_html")(self)
 
 
 def key_values(config: Any, prefix: str = "", usual: Any = None) -> Iterator[KeyValue]:
@@ -71,16 +58,3 @@ def short(value: Any) -> str:
     """Write a value down in at most so many characters."""
     text = repr(value)
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 3]}..."
-
-
-def _rows(keys: list[KeyValue]) -> str:
-    return table(
-        ("key", "value", "default", "meaning"),
-        (
-            cell(code(key.path))
-            + cell(f"{'<b>' * key.differs}{escaped(short(key.value))}{'</b>' * key.differs}")
-            + cell(escaped(short(key.default)) if key.differs else "")
-            + cell(escaped(key.doc))
-            for key in keys
-        ),
-    )

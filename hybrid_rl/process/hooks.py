@@ -11,6 +11,12 @@ from typing import Any, cast
 
 # What an extra does for the core: `module:name`.
 HOOKS = {
+    "check_color": "views.batch_view:check_color",
+    "view_samples": "views.batch_view:view_samples",
+    "config_html": "views.config_view:config_html",
+    "metrics_html": "views.results_view:metrics_html",
+    "step_html": "views.results_view:step_html",
+    "run_view": "views.run_view:View",
     "can_draw": "pictures.curves:can_draw",
     "draw_curves": "pictures.curves:draw",
     "memory_pictures": "pictures.memory_pictures:MemoryPictures",

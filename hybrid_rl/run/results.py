@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch
-from hybrid_rl.batch.html import cell, code, escaped, folded, page_part, table
-from hybrid_rl.batch.view import number
 from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.logging.meanings import meaning_of
+from hybrid_rl.metrics import number
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION
 from hybrid_rl.run.prepare import Run
 
@@ -69,18 +69,7 @@ class Metrics(dict[str, float]):
                 yield f"  {name:{width}}  {number(value):>9}  {meaning_of(name)}".rstrip()
 
     def _repr_html_(self) -> str:
-        return page_part(*self._html_parts())
-
-    def _html_parts(self) -> Iterator[str]:
-        for prefix, metrics in self.groups().items():
-            rows = (
-                cell(code(name))
-                + cell(f'<span title="{value!r}">{number(value)}</span>', is_number=True)
-                + cell(escaped(meaning_of(name)))
-                for name, value in metrics.items()
-            )
-            content = table(("metric", "value", "meaning"), rows)
-            yield folded(f"{prefix} ({len(metrics)})", content, is_open=prefix == MAIN)
+        return extra("metrics_html")(self)
 
 
 class StepResult(NamedTuple):
@@ -101,12 +90,7 @@ class StepResult(NamedTuple):
         return "StepResult\n  " + "\n  ".join(lines)
 
     def _repr_html_(self) -> str:
-        summary = f"all {len(self.metrics)} metrics"
-        return page_part(
-            f"<b>{escaped(self.metrics.headline())}</b>",
-            self.batch._repr_html_(),
-            folded(summary, self.metrics._repr_html_()),
-        )
+        return extra("step_html")(self)
 
 
 def readable(batch: AnyBatch, run: Run) -> AnyBatch:

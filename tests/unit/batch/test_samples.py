@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from hybrid_rl.batch import Batch, BatchRef, Jagged, store
+from hybrid_rl.batch.samples import MAX_SHOWN
 from hybrid_rl.batch.texts import token_texts
-from hybrid_rl.batch.view import MAX_SHOWN
 from hybrid_rl.errors import DataError
 from tests.tiny import build_tokenizer, ids_of
 
@@ -192,8 +190,3 @@ def test_token_texts_join_to_the_text(wrap: Any) -> None:
     for _ in range(40):
         ids = torch.randint(256, (30,), generator=generator).tolist()
         assert "".join(token_texts(wrap(tokenizer), ids)) == tokenizer.decode(ids)
-
-
-def test_html_needs_no_torch() -> None:
-    code = "import sys, hybrid_rl.batch.html, hybrid_rl.batch.view; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,6 +12,7 @@ from torch import nn
 
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, WorkerError
+from hybrid_rl.extras.views.run_view import View
 from hybrid_rl.run import restarts
 from hybrid_rl.run.attributes import Shown, refusing, setting, shown
 from hybrid_rl.run.crew import Crew
@@ -21,7 +22,6 @@ from hybrid_rl.run.position import Position
 from hybrid_rl.run.recovery import Recovery
 from hybrid_rl.run.settings import Settings
 from hybrid_rl.run.tenancy import Tenancy, open_here
-from hybrid_rl.run.views import View
 
 
 def parts(position: Position | None = None, **more: Any) -> Any:

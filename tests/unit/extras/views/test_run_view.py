@@ -13,8 +13,8 @@ import hybrid_rl
 from hybrid_rl import Callback, Trainer, TrainerConfig
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import HybridRLError
+from hybrid_rl.extras.views.run_view import bars
 from hybrid_rl.process.interrupts import show_shortly
-from hybrid_rl.run.views import bars
 from tests.tiny import build_model
 
 

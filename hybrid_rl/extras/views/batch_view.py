@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from hybrid_rl.batch.html import (
+from hybrid_rl.batch.messages import is_chat, message_content
+from hybrid_rl.batch.samples import DEFAULT_COLOR, Sample
+from hybrid_rl.errors import DataError, visible
+from hybrid_rl.extras.views.html import (
     Scale,
     cell,
     escaped,
@@ -20,11 +23,9 @@ from hybrid_rl.batch.html import (
     table,
     tokens_html,
 )
-from hybrid_rl.errors import DataError, visible
+from hybrid_rl.metrics import number
 
-MAX_SHOWN = 8  # samples of a batch
 MAX_CELL = 400  # characters of a text in a terminal
-DEFAULT_COLOR = "advantage"
 
 
 class Color(NamedTuple):
@@ -157,11 +158,33 @@ class BatchView:
         return f"{self.num_samples} samples{groups}{more}"
 
 
-def number(value: float | None) -> str:
-    """Format a number for a table; a dash if there is none."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
+def view_samples(
+    samples: Sequence[Sample], num_samples: int, color: str = DEFAULT_COLOR, num_groups: int = 0
+) -> BatchView:
+    """Return a view of some samples, of num_samples in num_groups."""
+    return BatchView([shown(sample) for sample in samples], num_samples, color, num_groups)
+
+
+def shown(sample: Sample) -> ShownSample:
+    """Return a sample as plain values."""
+    prompt = sample.prompt if is_chat(sample.prompt) else None
+    return ShownSample(
+        prompt=sample.prompt_text,
+        prompt_messages=None if prompt is None else _messages(prompt),
+        completion=sample.shown_text,
+        messages=None if sample.messages is None else _messages(sample.messages),
+        group=sample.group,
+        reward=sample.reward,
+        rewards=sample.rewards,
+        advantage=sample.advantage,
+        finish_reason=sample.finish_reason or "",
+        tokens=sample.tokens,
+        error=sample.error,
+    )
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    return [(str(message["role"]), message_content(message)) for message in messages]
 
 
 def _group_of(sample: ShownSample) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_rl.batch.html import Scale, escaped, messages_html, scale_of, sparkline, tokens_html
+from hybrid_rl.extras.views.html import Scale, escaped, messages_html, scale_of, sparkline, tokens_html
 
 ALLOWED = {"span", "small", "div", "b"}
 
@@ -85,3 +87,8 @@ def test_sparkline_is_a_curve_of_all_values() -> None:
     assert sparkline([1.0]) == sparkline([]) == ""
     page = sparkline([0.0, float("nan"), 1.0, 0.5], width=100, height=36)
     assert 'points="0.0,33.0 50.0,3.0 100.0,18.0"' in page
+
+
+def test_html_needs_no_torch() -> None:
+    code = "import sys, hybrid_rl.extras.views.html; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

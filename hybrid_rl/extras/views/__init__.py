@@ -1,0 +1,1 @@
+"""How batches, results and runs show themselves in notebooks, and samples and a Trainer in terminals."""
