@@ -13,9 +13,9 @@ from pathlib import Path
 from docs.tables import filled
 from hybrid_rl.batch import FIELDS
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.habits import Kind, records
-from hybrid_rl.config.listing import Key, all_keys, section_title
 from hybrid_rl.config.load import leaf_names
+from hybrid_rl.extras.names import Kind, records
+from hybrid_rl.extras.names.listing import Key, all_keys, section_title
 from hybrid_rl.run.missing import LIVE
 
 FOLDER = Path(__file__).parent

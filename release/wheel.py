@@ -18,7 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = frozenset({"hybrid_rl/_native.so", "hybrid_rl/_cuda_region.so"})
 CUDA_LIBRARY = "hybrid_rl/_native_cuda.so"  # only if the build had nvcc and PyTorch's build for CUDA
-DATA = ("py.typed", "config/habits/*.yaml", "logging/*.yaml", "extras/quickstart/*.yaml", "extras/report/page/*")
+DATA = (
+    *("py.typed", "config/*.yaml", "logging/*.yaml"),
+    *("extras/names/*.yaml", "extras/quickstart/*.yaml", "extras/report/page/*"),
+)
 TAG = re.compile(r"py3-none-(manylinux_\d+_\d+|linux)_x86_64")
 
 

@@ -18,7 +18,7 @@ from hybrid_rl.cli.settings import complete_word
 from hybrid_rl.cli.tables import show, table, wide_console
 
 if TYPE_CHECKING:
-    from hybrid_rl.config.listing import Key
+    from hybrid_rl.extras.names.listing import Key
 
 
 def print_keys(
@@ -45,8 +45,8 @@ def print_keys(
       hybrid-rl keys | grep -i tokens
     """
     put_off("torch")
-    from hybrid_rl.config.listing import all_keys
     from hybrid_rl.config.unknown import LIKENESS
+    from hybrid_rl.extras.names.listing import all_keys
 
     keys = all_keys()
     found = [key for key in keys if key.section == word] or [key for key in keys if _has(key, word)]
@@ -69,7 +69,7 @@ def print_keys(
 
 def show_sections(console: Console, keys: Sequence[Key]) -> None:
     """Print keys for reading: under headings, dependent ones under what they depend on."""
-    from hybrid_rl.config.listing import section_title
+    from hybrid_rl.extras.names.listing import section_title
 
     for section, of_section in groupby(keys, lambda key: key.section):
         title = Text(section or "run", style="bold cyan").append(

@@ -39,7 +39,7 @@ def complete_setting(incomplete: str) -> list[str]:
 def complete_word(incomplete: str) -> list[str]:
     """Complete a section, or the name of a key."""
     put_off("torch")
-    from hybrid_rl.config.listing import all_keys
+    from hybrid_rl.extras.names.listing import all_keys
 
     keys = all_keys()
     words = dict.fromkeys([key.section for key in keys if key.section] + [key.name for key in keys])
@@ -50,7 +50,7 @@ def names() -> list[str]:
     """Return all that may stand before "=": leaf names, what chooses the class of a section, and whole paths."""
     put_off("torch")
     from hybrid_rl.config.choices import CHOICES
-    from hybrid_rl.config.listing import all_keys
+    from hybrid_rl.extras.names.listing import all_keys
 
     keys = all_keys()
     sections = [section for section, choice in CHOICES.items() if choice.tag is not None]
@@ -62,7 +62,7 @@ def values_of(key: str) -> list[str]:
     """Return the words that a key takes, or its default if it takes numbers or any text; none for an unknown key."""
     put_off("torch")
     from hybrid_rl.config.choices import CHOICES
-    from hybrid_rl.config.listing import all_keys
+    from hybrid_rl.extras.names.listing import all_keys
 
     if key in CHOICES and CHOICES[key].tag is not None:
         return list(CHOICES[key].members)

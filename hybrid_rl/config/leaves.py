@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,3 +71,12 @@ def members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, str
         inferred = None if section in named else choice.infer(given, tags)
         tags[section] = named.get(section, inferred or choice.default)
     return tags
+
+
+def by_path(layers: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
+    """Return the values of layers by their dotted paths; the last one wins."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            found |= by_path([value], f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

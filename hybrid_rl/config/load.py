@@ -21,16 +21,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.foreign import split_args
-from hybrid_rl.config.habits import habit_of, names, value_advice
-from hybrid_rl.config.habits.translation import by_path, pasted, translate
-from hybrid_rl.config.leaves import Leaf, fields_of, leaf_names, members, visible_leaves
+from hybrid_rl.config.leaves import Leaf, by_path, fields_of, leaf_names, members, visible_leaves
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.problems import Problems
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.unknown import unknown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import range_error
+from hybrid_rl.process.hooks import extra
 
 logger = logging.getLogger("hybrid_rl")
 # Numbers of steps that transformers also takes as shares of a run.
@@ -50,7 +48,7 @@ def load_config(
     Returns the config and the paths that were given explicitly. Raises one ConfigError for everything that is wrong:
     unknown keys (with their names here), keys that would do nothing, values of the wrong type or out of range.
     """
-    args, keywords = split_args(overrides or {})
+    args, keywords = extra("split_args")(overrides or {})
     layers = [args.taken, as_mapping(config), args.given, keywords, _from_arguments(arguments)]
     for layer in (args.given, keywords):
         _check_names(layer)
@@ -72,7 +70,7 @@ def load_config(
     for place, layer in enumerate(layers):
         given = dict[str, Any]()
         for path, value, problem in _flatten(layer, leaves, tags, places):
-            answer = translate(habit_of(path), path, value, asked) if problem else None
+            answer = extra("translate_setting")(path, value, asked) if problem else None
             if answer is not None:
                 problem = f"unknown key {path!r}: {answer.advice}"
                 answered.add(path)
@@ -106,7 +104,9 @@ def load_config(
     absent = [name for name in values.get("report_to", ()) if name != "none" and not importlib.util.find_spec(name)]
     if absent and problems:  # known of later, when keys are in order: said in the same round
         problems.add("report_to", f"report_to={absent[0]} is not installed; pip install {' '.join(absent)}")
-    problems.check(f"{reward}\nWhat is clear, in one line:\n  {pasted(line)}" if answered and line else "")
+    problems.check(
+        f"{reward}\nWhat is clear, in one line:\n  {extra('as_arguments')(line)}" if answered and line else ""
+    )
     if notice := args.notice([name for layer in (layers[1], *layers[3:]) for name in layer]):
         logger.warning(notice)
     return typing.cast(TrainerConfig, _build(TrainerConfig, "", tags, values)), frozenset(explicit)
@@ -321,7 +321,7 @@ def _flatten(
 
 def _is_foreign(path: str) -> bool:
     """Return whether the keys of a section that does not exist here are answered one by one."""
-    return path not in names() and path.rpartition(".")[2] not in leaf_names()
+    return path not in extra("foreign_names")() and path.rpartition(".")[2] not in leaf_names()
 
 
 def takes_mapping(expected: Any) -> bool:
@@ -358,7 +358,7 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         value = str(value).removeprefix("torch.")
     if isinstance(value, enum.Enum):  # transformers has enums for some names
         value = value.value
-    if isinstance(value, str | bool) and (advice := value_advice(path, value)) is not None:
+    if isinstance(value, str | bool) and (advice := extra("value_advice")(path, value)) is not None:
         raise ConfigError(f"{path}={value!r} is not a valid choice: {advice}")
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in options:

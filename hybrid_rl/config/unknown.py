@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping
 
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.habits import habit_of, is_off_anyway
 from hybrid_rl.config.leaves import Leaf, visible_leaves
+from hybrid_rl.process.hooks import extra
 
 # Names that are less alike than this mean something else: a wrong hint is worse than none.
 LIKENESS = 0.75
@@ -16,9 +16,9 @@ LIKENESS = 0.75
 def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
     """Return what is wrong with a key that is not among `leaves`, those that exist under these tags."""
     leaf = path.rsplit(".", 1)[-1]
-    habit = habit_of(path)
+    habit = extra("habit_of")(path)
     if habit is not None:
-        is_off = value is None or (value is False and is_off_anyway(leaf))
+        is_off = value is None or (value is False and extra("is_off_anyway")(leaf))
         why = "has no effect" if value is None else "is what happens anyway"
         asks = f"leave it out ({value} {why}), or " * (is_off and bool(habit.here))
         return f"unknown key {path!r}: {asks}{habit.advice}"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.files import read_yaml
 
 _OF_GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
@@ -19,7 +20,7 @@ _OF_GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 @functools.cache
 def reserved() -> Mapping[str, str]:
     """Return the reasons by argument."""
-    return {name: reason for reason, names in read_table("vllm").items() for name in names}
+    return {name: reason for reason, names in read_yaml(Path(__file__).with_suffix(".yaml")).items() for name in names}
 
 
 def check_arguments(config: Any, device: str) -> None:

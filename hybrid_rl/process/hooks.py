@@ -11,6 +11,14 @@ from typing import Any, cast
 
 # What an extra does for the core: `module:name`.
 HOOKS = {
+    "split_args": "names.foreign:split_args",
+    "habit_of": "names:habit_of",
+    "is_off_anyway": "names:is_off_anyway",
+    "foreign_names": "names:names",
+    "value_advice": "names:value_advice",
+    "translate_setting": "names.translation:translate",
+    "as_arguments": "names.translation:pasted",
+    "foreign_table": "names.records:read_table",
     "check_color": "views.batch_view:check_color",
     "view_samples": "views.batch_view:view_samples",
     "config_html": "views.config_view:config_html",

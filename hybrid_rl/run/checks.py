@@ -21,8 +21,8 @@ from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.compat.transformers import fp32_name_parts
 from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig, to_dict
 from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
-from hybrid_rl.config.habits.translation import by_path
 from hybrid_rl.config.hardware import Hardware
+from hybrid_rl.config.leaves import by_path
 from hybrid_rl.config.rollout_ranks import check_rollout_rewards
 from hybrid_rl.data.prompts import PromptRoom
 from hybrid_rl.data.source import SizedSource, StreamSource

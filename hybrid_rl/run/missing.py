@@ -8,9 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from hybrid_rl.config.habits import habit_of
-from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.config.load import leaf_names
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.changed import ANOTHER, SAMPLED
 
@@ -54,7 +53,7 @@ PARTS = ("policy", "collector", "module", "run_folder")
 
 def attribute_advice(name: str, known: Iterable[str]) -> str:
     """Return what to use in place of an attribute that a Trainer lacks, "" if nothing is known. known: those it has."""
-    elsewhere = read_table("trainer")["attributes"]
+    elsewhere = extra("foreign_table")("trainer")["attributes"]
     if name in elsewhere:
         return str(elsewhere[name])
     if name in LIVE:
@@ -65,7 +64,7 @@ def attribute_advice(name: str, known: Iterable[str]) -> str:
         return f"did you mean trainer.{near[0]}?"
     if name in leaf_names():
         return "it is a key of the configuration: see trainer.config"
-    habit = habit_of(name)
+    habit = extra("habit_of")(name)
     return f"here it is called {habit.here}" if habit is not None and habit.here else ""
 
 
@@ -79,7 +78,7 @@ def refusal(name: str) -> str:
     if name in ARGUMENTS or name in leaf_names():
         return f"{what}: it is fixed when a Trainer is made. {ANOTHER}"
     near = difflib.get_close_matches(name, LIVE, n=1)
-    habit = habit_of(name)
+    habit = extra("habit_of")(name)
     advice = habit.advice if habit else f"did you mean trainer.{near[0]}?" if near else ""
     return f"{what}: a Trainer has no such attribute" + (f"; {advice}" if advice else "")
 
@@ -91,7 +90,7 @@ def explained(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
         for name, value in keywords.items():
-            if name not in names and (name not in read_table("trainer")["arguments"] or value is not None):
+            if name not in names and (name not in extra("foreign_table")("trainer")["arguments"] or value is not None):
                 raise TypeError(f"{method.__name__}() has no argument {name}{_argument_advice(name, names)}")
         theirs = {name: value for name, value in keywords.items() if name in names}
         return method(*arguments, **theirs)  # type: ignore[arg-type]
@@ -100,9 +99,9 @@ def explained(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def _argument_advice(name: str, names: list[str]) -> str:
-    habit = habit_of(name)
+    habit = extra("habit_of")(name)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    if name in (arguments := read_table("trainer")["arguments"]):
+    if name in (arguments := extra("foreign_table")("trainer")["arguments"]):
         return f": {arguments[name]}"
     if habit is not None and habit.here in names:
         return f": it is called {habit.here}"
@@ -116,7 +115,7 @@ def callback_advice(callback: Any) -> str:
         return f"it is a class; pass an instance: {callback.__name__}()"
     if not any(base.__name__ == "TrainerCallback" for base in type(callback).__mro__):
         return f"{advice} and pass an instance"
-    mapped = ", ".join(f"{theirs} is {ours}" for theirs, ours in read_table("trainer")["hooks"].items())
+    mapped = ", ".join(f"{theirs} is {ours}" for theirs, ours in extra("foreign_table")("trainer")["hooks"].items())
     return (
         f"that is a callback of transformers; {advice} instead (from hybrid_rl import Callback): {mapped}, and "
         "control.should_training_stop = True is trainer.stop(). See docs/from_trl.md"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch
-from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.logging.meanings import meaning_of
 from hybrid_rl.metrics import number
 from hybrid_rl.process.hooks import extra
@@ -41,7 +40,7 @@ class Metrics(dict[str, float]):
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
-        advice = read_table("trainer")["results"].get(name)
+        advice = extra("foreign_table")("trainer")["results"].get(name)
         raise AttributeError(f"Metrics has no attribute {name!r}" + (f": {advice}" if advice else ""))
 
     def headline(self) -> str:

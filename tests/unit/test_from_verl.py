@@ -9,8 +9,8 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.config import load_config
-from hybrid_rl.config.habits import habit_of
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.names import habit_of
 from hybrid_rl.rewards import math_reward
 from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums

@@ -31,8 +31,8 @@ from hybrid_rl.config import (
 from hybrid_rl.config import load as load_module
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.choices import CHOICES, Choice
-from hybrid_rl.config.habits import by_end
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.names import by_end
 from hybrid_rl.options import key
 
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 import hybrid_rl
-from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.names.records import read_table
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.settings import checked_callbacks
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_rl.config.habits.records import Answer
+from hybrid_rl.extras.names.records import Answer
 
 _SECTION = "algorithm.rollout_correction."
 _CAP = 2.0  # verl's rollout_is_threshold, if it is left out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.listing import all_keys, section_title
 from hybrid_rl.config.load import visible_leaves
+from hybrid_rl.extras.names.listing import all_keys, section_title
 
 KEYS = {key.path: key for key in all_keys()}
 

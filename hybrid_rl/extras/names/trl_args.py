@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_rl.config.habits import Kind, records
 from hybrid_rl.config.leaves import visible_leaves
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.names import Kind, records
 
 # Fields of TRL's batch, which together are prompts_per_step and prompts_per_mini_batch.
 PER_DEVICE, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"

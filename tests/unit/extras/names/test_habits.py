@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 from hybrid_rl import Trainer
-from hybrid_rl.config import TrainerConfig, habits, load_config
+from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.habits import Habit, by_end, habit_of, names, records
-from hybrid_rl.config.habits.records import read_table
 from hybrid_rl.config.load import leaf_names, visible_leaves
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras import names as habits
+from hybrid_rl.extras.names import Habit, by_end, habit_of, names, records
+from hybrid_rl.extras.names.records import read_table
 
 ELSEWHERE = Path(__file__).parent / "elsewhere"
 TABLES = sorted(Path(habits.__file__).parent.glob("*.yaml"))
@@ -81,7 +82,7 @@ def test_tables_have_known_parts() -> None:
     parts = {"library", "same", "other name", "not needed", "missing"}
     others = {file: set(read_table(file)) - parts for file in habits.FILES}
     assert others == {"trl": set(), "transformers": set(), "verl": {"carried"}, "others": set()}
-    assert {file.stem for file in TABLES} == {*habits.FILES, "values", "vllm", "trainer"}
+    assert {file.stem for file in TABLES} == {*habits.FILES, "values", "trainer"}
     texts = [text for habit in records() for text in (habit.library, habit.name, habit.here, habit.note)]
     texts += [*read_table("verl")["carried"], *read_table("values")["off anyway"], *read_table("values")["plain words"]]
     assert [text for text in texts if not isinstance(text, str)] == []

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_rl.config.habits import corrections
-from hybrid_rl.config.habits.records import Answer, Habit, read_table, said
+from hybrid_rl.extras.names import corrections, habit_of
+from hybrid_rl.extras.names.records import Answer, read_table, said
 
 
-def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, Any]) -> Answer | None:
+def translate(path: str, value: Any, asked: Mapping[str, Any]) -> Answer | None:
     """Return what becomes of a setting of verl, or of an adapter in TRL; None if that is not clear from its value.
 
-    habit: the record of the key. asked: all settings, by path, because some count only with others.
+    asked: all settings, by path, because some count only with others.
     """
+    habit = habit_of(path)
     if path.startswith("~"):
         return Answer(note="with ~ Hydra deletes a key; here only the keys that are set exist")
     if path.removeprefix("lora.") == "lora_alpha" and asked.keys() & _RANKS:
@@ -38,15 +39,6 @@ def translate(habit: Habit | None, path: str, value: Any, asked: Mapping[str, An
 def pasted(settings: Mapping[str, Any]) -> str:
     """Return settings as arguments of a command, quoted for a shell."""
     return " ".join(shlex.quote(said(key, value)) for key, value in settings.items())
-
-
-def by_path(layers: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
-    """Return the values of layers by their dotted paths; the last one wins."""
-    found: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in layer.items():
-            found |= by_path([value], f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
 
 
 def _asked(asked: Mapping[str, Any], name: str, default: Any = None) -> Any:

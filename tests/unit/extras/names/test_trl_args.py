@@ -12,7 +12,7 @@ from hybrid_rl.config import load_config, to_yaml
 from hybrid_rl.errors import ConfigError
 
 # The init fields of trl 1.16.0's GRPOConfig on transformers 5, with their defaults.
-RECORD = Path(__file__).parents[2] / "reference" / "trl_grpo_config.json"
+RECORD = Path(__file__).parents[3] / "reference" / "trl_grpo_config.json"
 
 
 class SchedulerType(str, enum.Enum):  # noqa: UP042 - as transformers writes it

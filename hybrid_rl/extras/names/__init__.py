@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_rl.config.habits.records import Habit, Kind, read_records, read_table
+from hybrid_rl.extras.names.records import Habit, Kind, read_records, read_table
 
 __all__ = ["Habit", "Kind", "by_end", "habit_of", "is_off_anyway", "names", "records", "value_advice"]
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_rl.config.trl_args import Translation, differ, plain, translate
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.names.trl_args import Translation, differ, plain, translate
 
 ARGS = "args"  # TRL's name for it
 
