@@ -91,7 +91,7 @@ PINNED_PART := tests/pins tests/distributed/test_compat_fsdp.py \
     tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 
 # What adapters and trackers do with the real libraries. A test that is skipped has failed there (tests/none_skipped.py).
-OUTSIDE_TESTS := tests/unit/agents/test_adapters.py tests/unit/extras/trackers/test_trackers.py
+OUTSIDE_TESTS := tests/unit/extras/environments/test_adapters.py tests/unit/extras/trackers/test_trackers.py
 OUTSIDE_NAMES := the_real_ or test_tensorboard or test_mlflow or test_wandb_offline or test_trackio
 
 # Unit tests take one core each: two at a time, by files. Those of engines and of many ranks start processes of their own,

@@ -7,9 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_rl.planning.run_plan import RunPlan
-from hybrid_rl.run.planning import plan_words
-from hybrid_rl.run.request import Machine
+from hybrid_rl.extras.plan.request import Machine
+from hybrid_rl.extras.plan.run_plan import RunPlan
+from hybrid_rl.extras.plan.run_planning import plan_words
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "plans"

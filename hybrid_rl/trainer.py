@@ -19,7 +19,6 @@ from hybrid_rl.errors import ConfigError, HybridRLError, do_all
 from hybrid_rl.evaluation.samples import EvalSamples
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
-from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.generations import Generation, generations_of
@@ -35,7 +34,6 @@ from hybrid_rl.run.familiar import Driver, Familiar, State
 from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
 from hybrid_rl.run.memory import planned
 from hybrid_rl.run.missing import attribute_advice, explained
-from hybrid_rl.run.planning import plan_prepared
 from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.recovery import Recovery
@@ -391,13 +389,13 @@ class Trainer:
             batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch
         return generations_of(batch.load() if isinstance(batch, BatchRef) else batch)
 
-    def plan(self, layouts: str | Path | None = None) -> RunPlan:
+    def plan(self, layouts: str | Path | None = None) -> Any:
         """Return the plan of this run, as `hybrid-rl plan` prints it: print it, or leave it as the last line of a cell.
 
         layouts: a folder of traces of vLLM's loader (benchmarks/layouts), for the bytes of a handoff by link. Raises
         ModelError for a model whose memory cannot be counted.
         """
-        return plan_prepared(self._crew.run, None if layouts is None else Path(layouts))
+        return extra("plan_prepared")(self._crew.run, None if layouts is None else Path(layouts))
 
     def set(self, **changes: Any) -> None:
         """Change settings between training steps, those given together in one go: `trainer.set(reward_funcs=[a, b],

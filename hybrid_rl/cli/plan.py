@@ -47,8 +47,8 @@ def show_plan(
           max_completion_length=4096 --gpus 8 --gpu-memory 80GB
       hybrid-rl plan run.yaml --gpus 64 --gpu-memory 80GB --host-memory 2TB
     """
-    from hybrid_rl.run.planning import plan_words
-    from hybrid_rl.run.request import Machine
+    from hybrid_rl.extras.plan.request import Machine
+    from hybrid_rl.extras.plan.run_planning import plan_words
 
     _, words = take("reward", run or [])
     plan = plan_words(words, Machine(gpus, gpu_memory, gpu, host_memory, gpus_per_host), layouts=layouts)

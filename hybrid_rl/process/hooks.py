@@ -11,6 +11,7 @@ from typing import Any, cast
 
 # What an extra does for the core: `module:name`.
 HOOKS = {
+    "plan_prepared": "plan.run_planning:plan_prepared",
     "split_args": "names.foreign:split_args",
     "habit_of": "names:habit_of",
     "is_off_anyway": "names:is_off_anyway",
@@ -35,8 +36,9 @@ HOOKS = {
     "write_report": "report:write_report",
 }
 
-# Modules that users import by the name that they had when they were no extras.
+# Modules and packages that users import by the name that they had when they were no extras.
 FORMER_NAMES = {
+    "hybrid_rl.agents.adapters": "environments",
     "hybrid_rl.agents.python_tool": "programs.python_tool",
     "hybrid_rl.report": "report",
     "hybrid_rl.sandbox": "sandbox",
@@ -53,14 +55,23 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"hybrid_rl.extras.{name}")
 
 
+def _of_today(name: str) -> str:
+    """Return the extra that a module was before, or has around it; "" if it is none."""
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        if (now := FORMER_NAMES.get(".".join(parts[:length]))) is not None:
+            return ".".join([now, *parts[length:]])
+    return ""
+
+
 class FormerNames:
     """Imports an extra by its former name: there is one module, under both."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, cast(Any, self)) if name in FORMER_NAMES else None
+        return ModuleSpec(name, cast(Any, self)) if _of_today(name) else None
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Return None: Python makes a module, in whose place `exec_module` puts the extra."""
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = _module(FORMER_NAMES[module.__name__])
+        sys.modules[module.__name__] = _module(_of_today(module.__name__))

@@ -19,9 +19,9 @@ import hybrid_rl
 from hybrid_rl import cli
 from hybrid_rl.cli import doctor, main, running
 from hybrid_rl.errors import DataError
-from hybrid_rl.planning.run_plan import RunPlan
-from hybrid_rl.run import planning
-from hybrid_rl.run.request import Machine, planned_config
+from hybrid_rl.extras.plan import run_planning
+from hybrid_rl.extras.plan.request import Machine, planned_config
+from hybrid_rl.extras.plan.run_plan import RunPlan
 from tests.unit.planning.made import memory as made_memory
 from tests.unit.planning.made import plan as made_plan
 
@@ -219,7 +219,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, made: RunPlan) -> list[tuple[list[str
         asked.append((words, machine, layouts))
         return made
 
-    monkeypatch.setattr(planning, "plan_words", answer)
+    monkeypatch.setattr(run_planning, "plan_words", answer)
     return asked
 
 

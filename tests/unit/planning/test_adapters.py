@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from hybrid_rl.extras.plan.handoff_plan import adapter_handoff
+from hybrid_rl.extras.plan.rates import GPUS
+from hybrid_rl.extras.plan.step_time import step_time
+from hybrid_rl.extras.plan.step_work import step_work
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER, REFERENCE
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning import remedies
 from hybrid_rl.planning.activations import CannotCount
 from hybrid_rl.planning.adapters import slot_numel, slot_rank
-from hybrid_rl.planning.handoff_plan import adapter_handoff
 from hybrid_rl.planning.ledger import GRADIENTS, HANDOFF, VERSIONS, Budget
 from hybrid_rl.planning.passes import Passes
-from hybrid_rl.planning.rates import GPUS
 from hybrid_rl.planning.remedies import find_remedies
-from hybrid_rl.planning.step_time import step_time
-from hybrid_rl.planning.step_work import step_work
 from hybrid_rl.training.cycle import memory_phases
 from tests.unit.planning.made import memory
 from tests.unit.planning.tiny_run import settings, shape_of

@@ -9,12 +9,12 @@ from peft import LoraConfig
 
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.plan.request import Machine, planned_config
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.models import adapted
 from hybrid_rl.run.adapters import check_adapters, record_adapters
-from hybrid_rl.run.request import Machine, planned_config
 from tests.tiny import build_model
 from tests.unit.training.lora_case import give_values
 

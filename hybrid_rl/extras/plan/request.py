@@ -12,8 +12,8 @@ from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.plan.rates import Rates, rates_of
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.planning.rates import Rates, rates_of
 from hybrid_rl.run.adapters import adapter_of, check_adapters, record_adapters
 
 RECIPE_ARGUMENTS = ("reward", "config")  # of recipes, besides keys

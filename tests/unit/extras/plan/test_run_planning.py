@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.extras.plan import run_planning
+from hybrid_rl.extras.plan.request import Machine
+from hybrid_rl.extras.plan.run_plan import RunPlan
+from hybrid_rl.extras.plan.run_planning import PROMPT_TOKENS, plan_words
 from hybrid_rl.memory.cycle import ACTOR, CRITIC, KV_CACHE, OPTIMIZER, REFERENCE, TEACHER
 from hybrid_rl.planning.remedies import Remedy
-from hybrid_rl.planning.run_plan import RunPlan
-from hybrid_rl.run import planning
-from hybrid_rl.run.planning import PROMPT_TOKENS, plan_words
-from hybrid_rl.run.request import Machine
 from tests.tiny import build_model
 from tests.unit.models.families import build
 
@@ -86,7 +86,7 @@ def test_remedies_are_named_as_options_where_the_machine_is_given_by_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [Remedy((("num_ranks", 16),), "needs 1 GB per host"), Remedy((("memory.host_memory", "98GB"),), "if so")]
-    monkeypatch.setattr(planning, "find_remedies", lambda *_: found)
+    monkeypatch.setattr(run_planning, "find_remedies", lambda *_: found)
     words = plan_of(folder, machine=Machine(1, "1MB", "H100", "1GB")).remedies
     assert words == ("num_ranks=16 (--gpus 16; needs 1 GB per host)", "--host-memory 98GB (if so)")
     words = plan_of(folder, "device=cpu", "device_memory=1kB", machine=Machine()).remedies
@@ -105,7 +105,7 @@ def test_without_the_hub_a_folder_with_a_config_is_suggested(monkeypatch: pytest
     def fail(*_: object) -> None:
         raise ModelError("cannot load the config of model 'some/model': there is no connection")
 
-    monkeypatch.setattr(planning, "load_settings", fail)
+    monkeypatch.setattr(run_planning, "load_settings", fail)
     with pytest.raises(ModelError, match="no connection; for a plan a folder with nothing but its config.json"):
         plan_words(["model.path=some/model", *LENGTHS], Machine(1, "1GB"))
 
@@ -140,7 +140,7 @@ def test_a_mixture_of_experts_is_planned_with_adapters_whether_it_fits_or_not(tm
 @pytest.mark.sweep
 def test_a_large_mixture_of_experts_is_planned_with_adapters() -> None:
     """On each of 8 ranks lie 30.5e9 parameters / 8, in two bytes, and in four those of the adapters."""
-    folder = Path(__file__).parents[3] / "docs/plans/models/qwen3-30b-a3b"
+    folder = Path(__file__).parents[4] / "docs/plans/models/qwen3-30b-a3b"
     machine = Machine(8, "80GB", host_memory="1TB", gpus_per_host=8)
     plan = plan_words(["grpo", f"model.path={folder}", "lora.r=16"], machine)
     assert not plan.fits

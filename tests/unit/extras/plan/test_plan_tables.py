@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybrid_rl.planning.handoff_plan import HandoffPlan
+from hybrid_rl.extras.plan.handoff_plan import HandoffPlan
+from hybrid_rl.extras.plan.plan_tables import memory_table
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
-from hybrid_rl.planning.report import memory_table
 from hybrid_rl.planning.sizes import count_text, seconds_text, size_text, unit_of
 from tests.unit.planning.made import memory, plan
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.planning.rates import Assumptions, Rates, rates_of, rates_of_device
-from hybrid_rl.planning.step_time import Generation, Lengths, ModelWork, StepWork, step_time
+from hybrid_rl.extras.plan.rates import Assumptions, Rates, rates_of, rates_of_device
+from hybrid_rl.extras.plan.step_time import Generation, Lengths, ModelWork, StepWork, step_time
 
 # Round numbers: 1000 operations, and 100 bytes of each memory and link, a second; half of all of it is reached.
 RATES = Rates("round", "1GB", 1000.0, 100.0, 100.0, 100.0)

@@ -11,6 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hybrid_rl.extras.plan.handoff_plan import HandoffPlan
+from hybrid_rl.extras.plan.step_time import StepTime
 from hybrid_rl.memory.cycle import (
     GIVEN_UP,
     NEEDED,
@@ -21,11 +23,9 @@ from hybrid_rl.memory.cycle import (
     Phase,
     states_explained,
 )
-from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.remedies import NO_REMEDY
 from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
-from hybrid_rl.planning.step_time import StepTime
 
 UNKNOWN = ""
 STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GIVEN_UP: "dim", UNKNOWN: ""}

@@ -11,26 +11,26 @@ from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import ranks_apart, rollout_ranks
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.extras.plan.handoff_plan import HandoffPlan, adapter_handoff, plan_handoff, trace_files
+from hybrid_rl.extras.plan.rates import GPUS, Rates, rates_of_device
+from hybrid_rl.extras.plan.request import Machine, planned_config
+from hybrid_rl.extras.plan.run_plan import RunPlan
+from hybrid_rl.extras.plan.step_time import StepTime, step_time
+from hybrid_rl.extras.plan.step_work import step_work
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.adapters import has_slot
 from hybrid_rl.planning.choices import plan_memory, with_choices
-from hybrid_rl.planning.handoff_plan import HandoffPlan, adapter_handoff, plan_handoff, trace_files
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
-from hybrid_rl.planning.rates import GPUS, Rates, rates_of_device
 from hybrid_rl.planning.remedies import HOST_MEMORY, Remedy, find_remedies
-from hybrid_rl.planning.run_plan import RunPlan
 from hybrid_rl.planning.shapes import trained_numel
 from hybrid_rl.planning.sizes import count_text
-from hybrid_rl.planning.step_time import StepTime, step_time
-from hybrid_rl.planning.step_work import step_work
 from hybrid_rl.run.checks import load_settings
 from hybrid_rl.run.inputs import prompt_room
 from hybrid_rl.run.memory import budget_of, run_shape
 from hybrid_rl.run.prepare import Run
-from hybrid_rl.run.request import Machine, planned_config
 from hybrid_rl.training.cycle import memory_phases
 
 PROMPT_TOKENS = 1024  # of the longest prompt, if neither the config nor the data tells

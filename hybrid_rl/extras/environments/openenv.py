@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybrid_rl.agents.adapters.actions import Step, StepEnvironment, with_actions
+from hybrid_rl.extras.environments.actions import Step, StepEnvironment, with_actions
 
 
 def openenv_environment(

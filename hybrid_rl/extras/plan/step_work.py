@@ -10,11 +10,11 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig, optimizer_steps_per_training_step
 from hybrid_rl.config.algorithm import learns_from_demonstrations, needs_reference, reference_ranks
 from hybrid_rl.config.schema import EngineConfig
+from hybrid_rl.extras.plan.step_time import Generation, Lengths, ModelWork, StepWork
 from hybrid_rl.memory.cycle import CRITIC, KV_CACHE, REFERENCE, TEACHER, Cycle
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning.ledger import MemoryPlan
-from hybrid_rl.planning.step_time import Generation, Lengths, ModelWork, StepWork
 
 POLICY = "policy"
 UNUSUAL = frozenset({"check", "save"})  # phases that most steps do without

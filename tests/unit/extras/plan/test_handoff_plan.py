@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.plan import handoff_plan
+from hybrid_rl.extras.plan.handoff_plan import HandoffPlan, plan_handoff
+from hybrid_rl.extras.plan.request import Machine, planned_config
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.planning import handoff_plan
-from hybrid_rl.planning.handoff_plan import HandoffPlan, plan_handoff
-from hybrid_rl.run.request import Machine, planned_config
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LAYOUTS = ROOT / "benchmarks" / "layouts"
 MODEL = f"model.path={ROOT / 'docs' / 'plans' / 'models' / 'qwen2.5-0.5b'}"
 PARAMETERS = 494_032_768

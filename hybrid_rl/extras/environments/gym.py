@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybrid_rl.agents.adapters.actions import Step, StepEnvironment, with_actions
 from hybrid_rl.errors import DataError
+from hybrid_rl.extras.environments.actions import Step, StepEnvironment, with_actions
 
 
 def act(action: str) -> str:

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.agents.adapters.gym import gymnasium_environment
-from hybrid_rl.agents.adapters.openenv import openenv_environment
-from hybrid_rl.agents.adapters.reasoning_gym import reasoning_gym_rollout, reasoning_gym_rows
-from hybrid_rl.agents.adapters.tinker import stop_texts, tinker_rollout
-from hybrid_rl.agents.adapters.verifiers import verifiers_agent, verifiers_tasks
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.environments import EnvironmentKind
 from hybrid_rl.agents.floor import RolloutClient, checked_trajectories
 from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.extras.environments.gym import gymnasium_environment
+from hybrid_rl.extras.environments.openenv import openenv_environment
+from hybrid_rl.extras.environments.reasoning_gym import reasoning_gym_rollout, reasoning_gym_rows
+from hybrid_rl.extras.environments.tinker import stop_texts, tinker_rollout
+from hybrid_rl.extras.environments.verifiers import verifiers_agent, verifiers_tasks
 from tests.callers import build_policy
 from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent, text_of
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from hybrid_rl.extras.plan import plan_tables
+from hybrid_rl.extras.plan.handoff_plan import HandoffPlan
+from hybrid_rl.extras.plan.step_time import StepTime
 from hybrid_rl.memory.cycle import Cycle
-from hybrid_rl.planning import report
-from hybrid_rl.planning.handoff_plan import HandoffPlan
 from hybrid_rl.planning.ledger import MemoryPlan
-from hybrid_rl.planning.step_time import StepTime
 
 TEXT_WIDTH = 120
 HTML = "<pre style='white-space:pre;font-family:monospace;line-height:1.25'>{code}</pre>"
@@ -46,7 +46,7 @@ class RunPlan:
 
     def __rich__(self) -> RenderableType:
         """Return the plan as tables."""
-        return report.tables(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)})
+        return plan_tables.tables(**{item.name: getattr(self, item.name) for item in dataclasses.fields(self)})
 
     def __repr__(self) -> str:
         """Return the plan as text."""

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from hybrid_rl.extras.plan.request import Machine, planned_config
+from hybrid_rl.extras.plan.step_time import Lengths, ModelWork, StepWork
+from hybrid_rl.extras.plan.step_work import moved_bytes, num_trips, step_work
 from hybrid_rl.memory.cycle import ACTOR, CRITIC, ENGINE_WEIGHTS, OPTIMIZER, Cycle
 from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.planning.step_time import Lengths, ModelWork, StepWork
-from hybrid_rl.planning.step_work import moved_bytes, num_trips, step_work
-from hybrid_rl.run.request import Machine, planned_config
 from tests.unit.planning.made import CYCLE, GB, memory
 
-MODEL = Path(__file__).parents[3] / "docs" / "plans" / "models" / "qwen2.5-0.5b"
+MODEL = Path(__file__).parents[4] / "docs" / "plans" / "models" / "qwen2.5-0.5b"
 PARAMETERS = 494_032_768
 
 

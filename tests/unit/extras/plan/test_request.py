@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.run.request import Machine, planned_config
+from hybrid_rl.extras.plan.request import Machine, planned_config
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 NODE = Machine(8, "80GB")
 MODEL = "model.path=some/model"
 

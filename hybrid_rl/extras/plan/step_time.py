@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedModel
 
-from hybrid_rl.planning.rates import Assumptions, Rates
+from hybrid_rl.extras.plan.rates import Assumptions, Rates
 
 BACKWARD, BACKWARD_FROZEN = 2, 1  # forward passes that a backward pass costs
 OPTIMIZER_TRAFFIC = 28  # bytes per parameter: masters and both moments read and written, gradients read
