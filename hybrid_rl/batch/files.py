@@ -24,7 +24,7 @@ from hybrid_rl.batch.fields import FIELDS
 from hybrid_rl.batch.jagged import Jagged
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.errors import DataError, StorageError
-from hybrid_rl.files import save_tensors, set_aside
+from hybrid_rl.process.files import save_tensors, set_aside
 
 FORMAT = {"format": "hybrid_rl.batch", "format_version": "1"}
 _ROLLOUT = re.compile(r"step-(\d+)-rank-(\d+)-of-(\d+)\.safetensors")

@@ -30,7 +30,7 @@ from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.resharding.tables import MAX_DIMS
-from hybrid_rl.tensors.boxes import Box, is_first_copy, local_box, local_tensor
+from hybrid_rl.weights.boxes import Box, is_first_copy, local_box, local_tensor
 from hybrid_rl.weights.loading import lazy_weights
 from hybrid_rl.weights.sources import FolderSource, names_of_each
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, check_checkpoint
+from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import CheckpointError, StorageError
-from hybrid_rl.files import set_aside
-from hybrid_rl.owners import Owner
+from hybrid_rl.process.files import set_aside
 from hybrid_rl.resharding.folders import sync
 
 logger = logging.getLogger("hybrid_rl")

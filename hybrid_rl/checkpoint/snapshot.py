@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, split
 from hybrid_rl.controller.session import shared_memory, temporary_folder
-from hybrid_rl.files import Sink, content_digest, save_tensors
 from hybrid_rl.memory.probe import available_host_bytes
+from hybrid_rl.process.files import Sink, content_digest, save_tensors
 from hybrid_rl.resharding.folders import Content, sync
 from hybrid_rl.resharding.shards import own_parts, write_shards
-from hybrid_rl.tensors.boxes import local_tensor
+from hybrid_rl.weights.boxes import local_tensor
 
 USABLE_SHARE = 0.8  # of the memory that a host can still give: the step that goes on needs some of it too
 FILES = "files"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.files import read_yaml
+from hybrid_rl.process.files import read_yaml
 
 _OF_GRAPHS = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 

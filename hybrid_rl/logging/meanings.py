@@ -6,7 +6,7 @@ import functools
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hybrid_rl.files import read_yaml
+from hybrid_rl.process.files import read_yaml
 
 EVALUATION = "eval/"
 

@@ -12,7 +12,6 @@ from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.region import TensorRegion
 from hybrid_rl.memory.residents import Resident
-from hybrid_rl.tensors.boxes import local_tensor
 
 
 class OffloadedTensors:
@@ -99,7 +98,7 @@ class OffloadedTensors:
         storages: dict[int, torch.UntypedStorage] = {}
         regions: list[TensorRegion] = []
         for name, tensor in named:
-            local = local_tensor(tensor)
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
             if local.device.type == "cpu" != self._arena.device.type:
                 continue
             region = next((region for region in self._regions if region.offset_of(local) is not None), None)

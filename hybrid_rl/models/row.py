@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import Jagged, lengths_to_offsets
 from hybrid_rl.errors import ModelError
-from hybrid_rl.tensors.transfer import upload
+from hybrid_rl.memory.transfer import upload
 
 # Large rows are filled up to a multiple of this by a sequence that is never read. Libraries prepare a matrix product
 # again for every number of rows, and memory of ever new sizes is never reused. It repeats the row's first token: one

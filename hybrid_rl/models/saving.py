@@ -20,10 +20,10 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS
 
 from hybrid_rl.compat.transformers import keys_not_saved, save_own_code
 from hybrid_rl.errors import ModelError
-from hybrid_rl.files import Sink, save_tensors
 from hybrid_rl.models.recipe import fp32_tensors
 from hybrid_rl.models.tokenizer import check_read_back, save_tokenizer
-from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.process.files import Sink, save_tensors
+from hybrid_rl.weights.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
 

@@ -1,1 +1,1 @@
-"""State of this process: interrupts, heartbeat, threads and child processes that run calls."""
+"""What a process needs: interrupts, heartbeat, threads and child processes that run calls, files, hooks of extras."""

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_rl.errors import CheckpointError, PeerFailedError
-from hybrid_rl.files import content_digest
+from hybrid_rl.process.files import content_digest
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.resharding.shards import write_shards
 

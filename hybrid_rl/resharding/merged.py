@@ -24,7 +24,7 @@ from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.tables import Column, Copies
 from hybrid_rl.resharding.trace import Trace
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.boxes import Box
 from hybrid_rl.weights.low_rank import LowRank
 
 Changes = Mapping[str, LowRank]

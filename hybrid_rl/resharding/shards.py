@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hybrid_rl.compat.transformers import str_to_torch_dtype
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.files import Sink, save_tensors
-from hybrid_rl.tensors.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
+from hybrid_rl.process.files import Sink, save_tensors
+from hybrid_rl.weights.boxes import Box, is_first_copy, local_box, local_tensor, num_elements, overlap, within
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.batch.files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
+from hybrid_rl.checkpoint.owners import FolderLock
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.config import (
     TrainerConfig,
@@ -38,7 +39,6 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, stop_token_ids
 from hybrid_rl.models.lora.sizes import AdapterSize
-from hybrid_rl.owners import FolderLock
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.process.stopping import note_checkpoint

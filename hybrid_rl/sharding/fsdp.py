@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
 from hybrid_rl.memory.region import Region, capacity_for
+from hybrid_rl.memory.transfer import move_buffers
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.interface import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
@@ -35,7 +36,6 @@ from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap, verify_row
 from hybrid_rl.sharding.twin import Twin
-from hybrid_rl.tensors.transfer import move_buffers
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 CALL = "_hybrid_rl_call"  # the method of a sharded module that everything runs in

@@ -12,13 +12,13 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
+from hybrid_rl.memory.transfer import start_download
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.process import progress
 from hybrid_rl.sharding.fsdp import accumulating
-from hybrid_rl.tensors.transfer import start_download
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.kl import KLWeight

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hybrid_rl.algos import CorrectionInputs, LossInputs
 from hybrid_rl.batch import Batch
+from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models import PackedRow
-from hybrid_rl.tensors.transfer import upload
 from hybrid_rl.training.spec import LossSpec, MiniBatch
 
 

@@ -17,7 +17,7 @@ from transformers import get_scheduler
 from hybrid_rl.compat.torch import foreach_add, foreach_copy, foreach_norm, foreach_zero, mark_stepped, set_schedule
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
-from hybrid_rl.tensors.boxes import local_tensor
+from hybrid_rl.weights.boxes import local_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SLICE_ELEMENTS = 1 << 28  # gradients that are taken over in one call

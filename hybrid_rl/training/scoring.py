@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
+from hybrid_rl.memory.transfer import finish_downloads, start_download
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
-from hybrid_rl.tensors.transfer import finish_downloads, start_download
 from hybrid_rl.training.plan import micro_batch
 
 MicroBatches = Sequence[Sequence[int]]

@@ -14,7 +14,7 @@ from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, read_op
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
-from hybrid_rl.files import Sink
+from hybrid_rl.memory.transfer import finish_downloads, start_download
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.factors import low_rank_changes
@@ -22,9 +22,9 @@ from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_
 from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process import progress
+from hybrid_rl.process.files import Sink
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.sharding.fsdp import ShardedCausalLM
-from hybrid_rl.tensors.transfer import finish_downloads, start_download
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.plan import micro_batch, sample_rows
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite

@@ -17,10 +17,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
+from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.compat.transformers import save_own_code
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.saving import stored_config
-from hybrid_rl.owners import Owner
 
 MAX_FOLDERS = 64  # of a few kilobytes each
 UNFINISHED = ".new-"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.boxes import Box
 from hybrid_rl.weights.sources import WeightSource
 
 

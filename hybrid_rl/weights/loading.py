@@ -10,7 +10,7 @@ from hybrid_rl.compat.torch import apply_to_tensors
 from hybrid_rl.compat.transformers import relevant_keys, remember_conversions
 from hybrid_rl.errors import ModelError
 from hybrid_rl.process.heartbeat import mark_progress
-from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import local_box, local_tensor
 from hybrid_rl.weights.lazy import LazyTensor
 from hybrid_rl.weights.names import Match, match, own_classes
 from hybrid_rl.weights.sources import WeightSource, names_of_each

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.boxes import Box
 
 
 @dataclass(frozen=True)

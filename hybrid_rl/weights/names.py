@@ -28,7 +28,7 @@ from hybrid_rl.compat.transformers import (
     loaded_conversions,
     rename_source_key,
 )
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.boxes import Box
 from hybrid_rl.weights.lazy import LazyTensor, NotLazyError
 from hybrid_rl.weights.sources import WeightSource
 

@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hybrid_rl.compat.transformers import cached_file_or_none, str_to_torch_dtype
 from hybrid_rl.errors import ModelError
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.boxes import Box
 
 
 class WeightSource(ABC):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 
+from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.config.schema import ColocatedRolloutConfig, RolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.session import shared_memory
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.owners import Owner
 
 
 def check_replicas(config: RolloutConfig, context: RankContext) -> None:

@@ -12,12 +12,12 @@ from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
-from hybrid_rl.files import Sink
 from hybrid_rl.memory.cycle import CRITIC, CRITIC_OPTIMIZER, REFERENCE, TEACHER, Cycle, Phase
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.saving import save_weights
+from hybrid_rl.process.files import Sink
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.optimizer import no_gradients_left

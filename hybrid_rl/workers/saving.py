@@ -16,12 +16,12 @@ from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint, wri
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import dispatch
 from hybrid_rl.controller.session import shared_memory, temporary_folder
-from hybrid_rl.files import Sink
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.memory.residents import sized
 from hybrid_rl.metrics import now
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.models.tokenizer import save_tokenizer
+from hybrid_rl.process.files import Sink
 from hybrid_rl.rollout.held_files import save_held, write_held
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.workers.generating import GeneratingWorker

@@ -23,7 +23,7 @@ from hybrid_rl.models.lora.plain import is_adapted, plain, wrappers
 from hybrid_rl.resharding.handoff.base import Gather
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 
 BASE, BASE_VERSION = "base", 0  # the folder of frozen weights, and their only version

@@ -10,8 +10,8 @@ PACKAGE = "hybrid_rl"
 # ROOT is hybrid_rl/__init__.py, the users' door: only the top line may come in through it.
 ROOT = "__init__"
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"compat", "errors", "options", "files", "metrics", "process", "tensors"}),
-    frozenset({"weights", "algos", "batch", "native", "owners", "memory", "data", "evaluation"}),
+    frozenset({"compat", "errors", "options", "metrics", "process"}),
+    frozenset({"weights", "algos", "batch", "native", "memory", "data", "evaluation"}),
     frozenset({"config", "controller", "models", "resharding"}),
     frozenset({"agents", "engines", "sharding", "checkpoint", "rewards"}),
     frozenset({"vllm", "rollout", "training", "logging"}),
@@ -24,12 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 
 # Exceptions to "siblings do not import each other": (importing room, imported room).
-SIBLINGS_ALLOWED = frozenset(
-    {
-        ("__main__", "cli"),
-        ("tensors", "compat"),
-    }
-)
+SIBLINGS_ALLOWED = frozenset({("__main__", "cli")})
 
 # What is not on the way from prompt to weights. Of the core one file names its modules, to import them when asked; the
 # users' door and the command line are above both.

@@ -19,7 +19,7 @@ from hybrid_rl.checkpoint.manifest import check_checkpoint
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, read_optimizer_into, read_state
 from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import local_box, local_tensor
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

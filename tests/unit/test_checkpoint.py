@@ -18,10 +18,10 @@ import torch
 
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, newest_checkpoint
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model, check_model_texts
+from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, STATE_FILE, read_optimizer_into, read_state
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.owners import Owner
 from tests.optimizer_state import read_optimizer
 
 SHARDS = f"{OPTIMIZER_FOLDER}/shard-00001-model-00001-of-00001.safetensors"
@@ -490,7 +490,7 @@ def test_resume_of_a_folder(run: Path) -> None:
 
 def dead_process() -> Owner:
     """A process that has ended."""
-    code = "from hybrid_rl.owners import Owner; print(Owner.here().token)"
+    code = "from hybrid_rl.checkpoint.owners import Owner; print(Owner.here().token)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     owner = Owner.of_token(done.stdout.strip())
     assert owner is not None

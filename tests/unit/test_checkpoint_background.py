@@ -20,8 +20,8 @@ from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.snapshot import Room, Snapshot, missing_room
 from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.files import Sink, save_tensors
 from hybrid_rl.memory import probe
+from hybrid_rl.process.files import Sink, save_tensors
 from tests.optimizer_state import read_optimizer
 
 WEIGHTS = torch.arange(6.0)

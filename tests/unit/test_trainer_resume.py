@@ -296,7 +296,7 @@ def test_a_run_that_lost_its_config_goes_on_in_its_folder(make_trainer, records)
 
 
 def test_a_run_that_another_process_has_is_refused_before_anything_is_read(make_trainer, tmp_path) -> None:
-    code = "import sys, time; from pathlib import Path; from hybrid_rl.owners import FolderLock; "
+    code = "import sys, time; from pathlib import Path; from hybrid_rl.checkpoint.owners import FolderLock; "
     code += "lock = FolderLock(Path(sys.argv[1])); print(flush=True); time.sleep(3600)"
     first = make_trainer(run_name="run", save_steps=1, max_steps=3)
     first.step()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.owners import Owner
 from hybrid_rl.vllm import config_folder as folders
 from hybrid_rl.vllm.config_folder import config_folder
 from tests.vllm.fresh import compiled

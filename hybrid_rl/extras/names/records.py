@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from hybrid_rl.files import read_yaml
+from hybrid_rl.process.files import read_yaml
 
 Kind = Literal["same", "other name", "not needed", "missing"]
 

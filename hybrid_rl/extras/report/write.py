@@ -13,7 +13,7 @@ from hybrid_rl.extras.report.charts import layout
 from hybrid_rl.extras.report.page import plotly_packed, render
 from hybrid_rl.extras.report.runs import RunData, check, load, names_of
 from hybrid_rl.extras.report.series import MAX_POINTS
-from hybrid_rl.files import write_text
+from hybrid_rl.process.files import write_text
 
 NAME = "report.html"
 ALL_POINTS = 6000  # of a metric, over all runs

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.row import Layout, padded
-from hybrid_rl.tensors.transfer import upload
 
 # Sequences whose lengths are within this factor share one padded attention call: at most 1 - 0.75^2 of its work is
 # waste, against one more kernel launch per layer for every further bucket.

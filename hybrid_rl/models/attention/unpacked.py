@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models.row import Layout, padded
-from hybrid_rl.tensors.transfer import upload
 
 NAME = "unpacked"  # as an attention of CausalLM; not a value of model.attention: rollout.engine=hf chooses it
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_rl.batch import lengths_to_offsets
+from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.row import Layout
-from hybrid_rl.tensors.transfer import upload
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

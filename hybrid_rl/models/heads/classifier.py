@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 from hybrid_rl.batch import Jagged
 from hybrid_rl.compat.transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from hybrid_rl.errors import ModelError
+from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.load import loading
@@ -28,7 +29,6 @@ from hybrid_rl.models.verify import (
     own_attention,
     same_places,
 )
-from hybrid_rl.tensors.transfer import upload
 
 # Sequences that a model is verified on, as prompt and completion: two share a prompt, one has no completion.
 VERIFY_SEQUENCES = (((5, 9, 4), (7, 3)), ((5, 9, 4), (8,)), ((6, 2, 9, 3), ()))

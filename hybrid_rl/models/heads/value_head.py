@@ -27,7 +27,7 @@ from hybrid_rl.compat.transformers import (
 )
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.boxes import Box
 from hybrid_rl.weights.lazy import LazyTensor
 from hybrid_rl.weights.loading import lazy_weights
 from hybrid_rl.weights.names import match

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.compat.peft import is_swapped
 from hybrid_rl.models.lora.plain import ADAPTER, wrappers
-from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 
 

@@ -19,7 +19,7 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.models.lora.names import not_excluded, why_refused
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
-from hybrid_rl.tensors.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import local_box, local_tensor
 
 # Warnings of what peft does by itself: nobody else can act on them.
 PEFT_ALONE = (

@@ -21,7 +21,7 @@ from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
 from hybrid_rl.resharding.plan import Plan, RankShare
 from hybrid_rl.resharding.tables import Column, Pieces
-from hybrid_rl.tensors.boxes import local_tensor
+from hybrid_rl.weights.boxes import local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 
 Gather = Callable[[Any], list[Any]]  # from one object per participant to those of all, in a fixed order

@@ -45,7 +45,7 @@ from hybrid_rl.resharding.handoff.base import (
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan
 from hybrid_rl.resharding.shards import stored_boxes
-from hybrid_rl.tensors.boxes import Box, overlap, within
+from hybrid_rl.weights.boxes import Box, overlap, within
 
 logger = logging.getLogger("hybrid_rl")
 

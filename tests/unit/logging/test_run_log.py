@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch, store
+from hybrid_rl.checkpoint.owners import LOCK_FILE, FolderLock, Owner
 from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.logging import run_log as runlog
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.logging.run_log import RunLog, cost_metrics
 from hybrid_rl.metrics import Timings
-from hybrid_rl.owners import LOCK_FILE, FolderLock, Owner
 
 HERE = Owner.here()
 GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # its number is used again

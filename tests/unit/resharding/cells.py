@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hybrid_rl.resharding.layout import ShardedTensor
-from hybrid_rl.tensors.boxes import Box
+from hybrid_rl.weights.boxes import Box
 
 
 def cell_of(tensor: ShardedTensor, rank: int) -> Box | None:

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
 from hybrid_rl.resharding.traffic import fsdp_layout
-from hybrid_rl.tensors.boxes import local_box
+from hybrid_rl.weights.boxes import local_box
 from tests.unit.resharding.cells import cell_of
 
 MESHES = [(1,), (2,), (3,), (5,), (8,), (1, 4), (2, 2), (2, 3), (3, 2), (4, 2), (2, 2, 2)]

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.config.schema import InPlaceRolloutConfig, RolloutConfig, VLLMConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.owners import Owner
 from hybrid_rl.workers.replicas import check_replicas
 
 HERE = ((Owner.here().kernel, os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else -1), "box")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_rl.tensors.boxes import is_first_copy, local_box, local_tensor, num_elements, overlap, within
+from hybrid_rl.weights.boxes import is_first_copy, local_box, local_tensor, num_elements, overlap, within
 
 
 def box(*parts: tuple[int, int]) -> tuple[slice, ...]:

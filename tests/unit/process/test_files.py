@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl import files
 from hybrid_rl.batch import Batch
 from hybrid_rl.batch.files import save_batch
-from hybrid_rl.files import content_digest, save_tensors
+from hybrid_rl.process import files
+from hybrid_rl.process.files import content_digest, save_tensors
 from hybrid_rl.resharding.shards import write_shards
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl import owners
+from hybrid_rl.checkpoint import owners
+from hybrid_rl.checkpoint.owners import LOCK_FILE, FolderLock, Owner
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
-from hybrid_rl.owners import LOCK_FILE, FolderLock, Owner
 
-# Without torch: `hybrid_rl.owners` imports none.
+# Without torch: `hybrid_rl.checkpoint.owners` imports none.
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from hybrid_rl.owners import FolderLock
+from hybrid_rl.checkpoint.owners import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 child = os.fork() if "child" in sys.argv else 1  # a child inherits the kernel's lock
 if child:
@@ -59,7 +59,7 @@ def write(folder: Path, owner: Owner) -> Path:
 
 def ended() -> Owner:
     """A process of this machine that has ended."""
-    code = "from hybrid_rl.owners import Owner; print(Owner.here().token)"
+    code = "from hybrid_rl.checkpoint.owners import Owner; print(Owner.here().token)"
     token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     owner = Owner.of_token(token)
     assert owner is not None

@@ -1,1 +1,0 @@
-"""Local parts of sharded tensors, and copies between host and device."""
