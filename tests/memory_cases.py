@@ -38,7 +38,7 @@ from hybrid_rl.planning.passes import RunShape
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches
-from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.boxes import local_tensor
 from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.groups import PolicyGroup

@@ -38,10 +38,10 @@ from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations, autocast_on_meta
 from hybrid_rl.planning.storages import Held, LiveStorages, Peaks
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
-from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import prepared_column
+from hybrid_rl.training.sharding.fsdp import ShardOptions
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from hybrid_rl.weights.sources import StateSource
 

@@ -20,9 +20,9 @@ from hybrid_rl.planning.activations import Counted, PassMemory
 from hybrid_rl.planning.models import RunModels, adapted
 from hybrid_rl.planning.rows import Samples
 from hybrid_rl.planning.shapes import has_masters
-from hybrid_rl.sharding.build import shard_options
-from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.plan import TOKENS_PER_MICRO_BATCH
+from hybrid_rl.training.sharding.build import shard_options
+from hybrid_rl.training.sharding.fsdp import ShardOptions
 from hybrid_rl.training.spec import LossSpec
 
 

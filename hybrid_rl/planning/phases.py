@@ -51,9 +51,9 @@ from hybrid_rl.planning.sizes import size_text
 from hybrid_rl.planning.versions import versions_share
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 from hybrid_rl.resharding.plan import BUCKET_BYTES
-from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
 from hybrid_rl.training.optimizer import SLICE_ELEMENTS
+from hybrid_rl.training.sharding.fsdp import ShardOptions
 
 # What cannot be known from shapes. Of a GPU of the Hopper or Ampere generation with torch 2.11; see docs/decisions.md.
 CONTEXT_BYTES = 800 * 1000**2  # the CUDA context, kernels that were loaded, workspaces of cuBLAS

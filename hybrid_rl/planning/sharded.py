@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.planning.storages import LiveStorages
-from hybrid_rl.sharding.fsdp import ShardOptions
+from hybrid_rl.training.sharding.fsdp import ShardOptions
 
 
 def padded_numel(parameter: Tensor, num_shards: int) -> int:

@@ -8,7 +8,7 @@ from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig, TrainerConfig
 from hybrid_rl.planning.ledger import VERSIONS, Share
 from hybrid_rl.planning.shapes import shard_bytes, weights_share
-from hybrid_rl.sharding.fsdp import ShardOptions
+from hybrid_rl.training.sharding.fsdp import ShardOptions
 
 NUM_VERSIONS = 2  # while one is written, the one before it is there
 

@@ -18,7 +18,6 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.process import progress
-from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.kl import KLWeight
@@ -32,6 +31,7 @@ from hybrid_rl.training.plan import Plan, sample_rows
 from hybrid_rl.training.routing import router_columns
 from hybrid_rl.training.said import FirstWords
 from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
+from hybrid_rl.training.sharding.fsdp import accumulating
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from hybrid_rl.training.trained import TrainedModel
 

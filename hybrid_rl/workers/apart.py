@@ -33,8 +33,8 @@ from hybrid_rl.resharding.handoff.disk import version_folder
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.tally import use_metrics
-from hybrid_rl.sharding.build import policy_on_meta
 from hybrid_rl.training.cycle import memory_phases
+from hybrid_rl.training.sharding.build import policy_on_meta
 from hybrid_rl.workers.generating import GeneratingWorker, load_policy
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.residents import TrainerMemory

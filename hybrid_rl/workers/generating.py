@@ -28,7 +28,7 @@ from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.stream import GroupStream
-from hybrid_rl.sharding.build import build_model
+from hybrid_rl.training.sharding.build import build_model
 from hybrid_rl.workers.agents import trajectory_stream
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.handoff_probe import HandoffProbe

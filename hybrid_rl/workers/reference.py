@@ -18,9 +18,9 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.sharding.build import build_model
 from hybrid_rl.training.plan import Plan, PlanSpec
 from hybrid_rl.training.scoring import batch_logprobs
+from hybrid_rl.training.sharding.build import build_model
 from hybrid_rl.weights.boxes import local_tensor
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.residents import TrainerMemory

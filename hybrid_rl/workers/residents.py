@@ -23,9 +23,9 @@ from hybrid_rl.memory.probe import free_device_bytes, require_room, unused_bytes
 from hybrid_rl.memory.region import Region
 from hybrid_rl.memory.residents import Resident
 from hybrid_rl.models import CausalLM
-from hybrid_rl.sharding.build import gathered_bytes
-from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.optimizer import Optimizer
+from hybrid_rl.training.sharding.build import gathered_bytes
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 
 
 class TrainerMemory:

@@ -33,9 +33,9 @@ from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
-from hybrid_rl.sharding.build import call_options, filled
-from hybrid_rl.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.plan import token_cap
+from hybrid_rl.training.sharding.build import call_options, filled
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.sources import StateSource
 
 # Computed by a rank while others still have samples; the result is not used.

@@ -34,8 +34,8 @@ from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.layout import SourceLayout, named_weights
 from hybrid_rl.resharding.verify import Verifier
-from hybrid_rl.sharding.build import gathered_bytes, generating_model
-from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.training.sharding.build import gathered_bytes, generating_model
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.workers.residents import engine_weights_resident, kv_cache_resident
 from hybrid_rl.workers.setup import WorkerSetup

@@ -13,7 +13,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat", "errors", "options", "metrics", "process"}),
     frozenset({"weights", "algos", "batch", "native", "memory", "data", "evaluation"}),
     frozenset({"config", "controller", "models", "resharding"}),
-    frozenset({"agents", "engines", "sharding", "checkpoint", "rewards"}),
+    frozenset({"agents", "engines", "checkpoint", "rewards"}),
     frozenset({"vllm", "rollout", "training", "logging"}),
     frozenset({"workers", "planning"}),
     frozenset({"run"}),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.compat.fsdp import DIFFERENCES
-from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh
+from hybrid_rl.training.sharding.fsdp import ShardOptions, device_mesh
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

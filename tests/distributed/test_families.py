@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
 from tests.unit.models.families import FAMILIES, VISION, build, build_vision
 

@@ -7,8 +7,8 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.models import CausalLM
-from hybrid_rl.sharding.build import generating_model
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.build import generating_model
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
 from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums

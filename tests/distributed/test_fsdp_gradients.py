@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybrid_rl.compat import fsdp as fsdp2
 from hybrid_rl.config import FSDPConfig, TrainerConfig, resolve
 from hybrid_rl.controller import RankMesh
-from hybrid_rl.sharding.build import shard_options
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.build import shard_options
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fsdp import THREE, UNEVEN, grpo_backward, plain_gradients
 from tests.reference import grpo_case

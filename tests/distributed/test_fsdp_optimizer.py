@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh
 from hybrid_rl.training.optimizer import Optimizer
+from hybrid_rl.training.sharding.fsdp import ShardOptions, device_mesh
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import StateSource, named_state
 from tests.distributed.ranks import run_ranks

@@ -14,9 +14,9 @@ from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.sharding.build import build_model
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.training.critic import Critic
+from hybrid_rl.training.sharding.build import build_model
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.sources import ObjectSource
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_critic import OPTIONS, PLANS, ROWS, WHOLE, compare, exact_config, gather, whole_weights

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.distributed.ranks import run_ranks
 from tests.reference import grpo_case

@@ -10,7 +10,7 @@ from hybrid_rl.config import load_config, resolve
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.controller.ranks import object_gather
 from hybrid_rl.rewards import RewardModelEntry
-from hybrid_rl.sharding.fsdp import ShardedCausalLM
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.workers.reward_model import RewardModel
 from tests.distributed.ranks import run_ranks
 from tests.tiny import VOCABULARY, build_tokenizer

@@ -5,7 +5,7 @@ import torch
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.sources import StateSource, named_state
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fsdp_options import backward, sharded

@@ -14,8 +14,8 @@ from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.region import Region
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.optimizer import Optimizer
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
 from tests.unit.engines.inplace.graph_stand_in import force_device_path
 from tests.unit.models.families import VOCABULARY, build

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from hybrid_rl.models import saving
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.saving import save_weights
-from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import ShardOptions, device_mesh, shard
 from hybrid_rl.weights.boxes import Box, local_box, local_tensor
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import FolderSource, ObjectSource

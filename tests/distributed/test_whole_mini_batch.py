@@ -15,9 +15,9 @@ from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.balance import LoadBalance
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.mini_batch import look_ahead
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.training.spec import LossSpec, MiniBatch
 from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.reference import Reference

@@ -16,8 +16,8 @@ from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, Samplin
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import CausalLM
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from hybrid_rl.training.scoring import batch_logprobs
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from tests.distributed.test_fsdp import EXACT, grpo_backward
 from tests.gpu.device import DEVICE, cuda_only
 from tests.reference import grpo_case

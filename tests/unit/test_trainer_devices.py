@@ -20,7 +20,7 @@ from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.run import choice, start
-from hybrid_rl.sharding import build
+from hybrid_rl.training.sharding import build
 from hybrid_rl.workers.reward_model import build_reward_model
 from tests.tiny import build_model
 

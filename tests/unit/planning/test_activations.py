@@ -19,9 +19,9 @@ from hybrid_rl.planning import activations
 from hybrid_rl.planning.activations import Counted
 from hybrid_rl.planning.models import RunModels, adapted
 from hybrid_rl.planning.rows import Samples, learning_batch
-from hybrid_rl.sharding.fsdp import ShardOptions
 from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
+from hybrid_rl.training.sharding.fsdp import ShardOptions
 from hybrid_rl.training.spec import LossSpec, MiniBatch
 from hybrid_rl.weights.sources import StateSource
 from tests.unit.models.families import build

@@ -16,9 +16,9 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.lora.without import WithoutAdapters
-from hybrid_rl.sharding.fsdp import accumulating
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
+from hybrid_rl.training.sharding.fsdp import accumulating
 from hybrid_rl.training.spec import Counts, LossSpec, SideModels
 from hybrid_rl.weights.boxes import local_box, local_tensor
 from tests.float64 import KeepFloat64

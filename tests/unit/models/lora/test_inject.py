@@ -19,7 +19,7 @@ from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.lora.sizes import adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.sharding.build import build_model
+from hybrid_rl.training.sharding.build import build_model
 from hybrid_rl.weights.boxes import local_box
 from hybrid_rl.weights.sources import ObjectSource
 from tests.unit.models.families import build

@@ -35,7 +35,7 @@ from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap, verify_row
-from hybrid_rl.sharding.twin import Twin
+from hybrid_rl.training.sharding.twin import Twin
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
 CALL = "_hybrid_rl_call"  # the method of a sharded module that everything runs in

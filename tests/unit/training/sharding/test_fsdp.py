@@ -10,8 +10,8 @@ from torch import nn
 
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.blocks import transformer_blocks
-from hybrid_rl.sharding.fsdp import ShardOptions, device_mesh, shard
-from hybrid_rl.sharding.twin import Twin
+from hybrid_rl.training.sharding.fsdp import ShardOptions, device_mesh, shard
+from hybrid_rl.training.sharding.twin import Twin
 from tests.unit.models.families import SUPPORTED, build
 
 

@@ -24,7 +24,7 @@ from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
 from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.loading import load_weights, materialise
 from hybrid_rl.weights.sources import ObjectSource, WeightSource
 
