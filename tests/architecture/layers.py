@@ -31,6 +31,9 @@ SIBLINGS_ALLOWED = frozenset({("__main__", "cli")})
 EXTRAS, HOOKS = "extras", "hybrid_rl/process/hooks.py"
 ABOVE_EXTRAS = frozenset({EXTRAS, ROOT, "cli", "__main__"})
 
+# Of the core, which is what the extras stand on: its rooms, and the most of them that import one another in a row.
+CORE_ROOMS, CORE_CHAIN = 28, 8
+
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}
 

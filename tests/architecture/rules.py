@@ -67,6 +67,19 @@ def layers(root: Path) -> list[str]:
     return found
 
 
+def core_rooms(root: Path) -> tuple[int, int]:
+    """Return the number of rooms of the core, and the length of the longest chain of rooms that import each other."""
+    below: dict[str, set[str]] = {}
+    for module in read_modules(root):
+        if module.room not in ABOVE_EXTRAS:
+            below.setdefault(module.room, set()).update(target for _, target in _rooms_imported(module))
+
+    def height(room: str) -> int:
+        return 1 + max((height(other) for other in below.get(room, set()) - {room}), default=0)
+
+    return len(below), max(map(height, below), default=0)
+
+
 def only_imports(root: Path) -> list[str]:
     """Rooms that take tensors and nothing else of ours import nothing else of ours."""
     return [

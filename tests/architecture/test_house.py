@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from .rules import RULES
+from .layers import CORE_CHAIN, CORE_ROOMS
+from .rules import RULES, core_rooms
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,6 +17,10 @@ ROOT = Path(__file__).parents[2]
 def test_repository_keeps_rule(rule: Callable[[Path], list[str]]) -> None:
     findings = rule(ROOT)
     assert not findings, "\n".join([rule.__doc__ or "", *findings])
+
+
+def test_the_core_has_no_more_rooms_than_it_needs() -> None:
+    assert core_rooms(ROOT) == (CORE_ROOMS, CORE_CHAIN)
 
 
 def test_every_slow_test_is_there() -> None:

@@ -185,5 +185,12 @@ def test_rule_lets_pass(rule: Callable[[Path], list[str]], tree: Tree, tmp_path:
     assert rule(write(tmp_path, tree)) == []
 
 
+def test_rooms_of_the_core_are_counted(tmp_path: Path) -> None:
+    tree = {"run/a.py": "from hybrid_rl.data import b", "data/b.py": "from hybrid_rl.errors import E", "errors.py": ""}
+    above = {"extras/report.py": "import hybrid_rl.run.a", "__init__.py": "", "cli.py": "", "batch.py": ""}
+    write(tmp_path, {f"hybrid_rl/{path}": text for path, text in (tree | above).items()})
+    assert rules.core_rooms(tmp_path) == (4, 3)
+
+
 def test_every_rule_is_shown_to_fail() -> None:
     assert {rule for rule, _, _ in BROKEN} == set(rules.RULES)
