@@ -2,7 +2,7 @@
 
 The models are built on meta, by transformers as the trainer and by vLLM as the engine, with stand-ins for the other
 ranks; nothing is downloaded and no weight exists. Of a tensor-parallel group the first and the last rank are written.
-`load_trace` of hybrid_rl.resharding.trace_files reads the files.
+`load_trace` of hybrid_rl.extras.plan.trace_files reads the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from transformers import AutoConfig, DeepseekV3Config, PreTrainedConfig  # noqa: E402
 
 import hybrid_rl.vllm.library  # noqa: E402, F401
-from hybrid_rl.resharding.trace_files import save_trace  # noqa: E402
+from hybrid_rl.extras.plan.trace_files import save_trace  # noqa: E402
 from hybrid_rl.vllm.meta import trace_on_meta, views_on_meta  # noqa: E402
 
 FOLDER = Path(__file__).parent / "layouts"

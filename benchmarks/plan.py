@@ -23,10 +23,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
+from hybrid_rl.extras.plan.trace_files import load_trace  # noqa: E402
+from hybrid_rl.extras.plan.traffic import fsdp_layout, gathered, report_of  # noqa: E402
 from hybrid_rl.resharding.plan import make_plan  # noqa: E402
 from hybrid_rl.resharding.trace import Trace  # noqa: E402
-from hybrid_rl.resharding.trace_files import load_trace  # noqa: E402
-from hybrid_rl.resharding.traffic import fsdp_layout, gathered, report_of  # noqa: E402
 
 LAYOUTS = Path(__file__).parent / "layouts"
 SOURCE, ENGINE = torch.float32, torch.bfloat16

@@ -11,12 +11,12 @@ from hybrid_rl.process.importing import told
 
 if TYPE_CHECKING:
     from hybrid_rl.config import TrainerConfig
-    from hybrid_rl.evaluation.evaluations import Evaluation
+    from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
+    from hybrid_rl.extras.evaluations.evaluations import Evaluation
     from hybrid_rl.extras.preview.run_preview import preview
     from hybrid_rl.process.stopping import RunStopped
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
-    from hybrid_rl.run.checkpoints import evaluate_checkpoint
     from hybrid_rl.run.results import StepResult
     from hybrid_rl.trainer import Trainer
 
@@ -36,14 +36,14 @@ __all__ = [
 
 _HOMES = {
     "Callback": "hybrid_rl.run.callbacks",
-    "Evaluation": "hybrid_rl.evaluation.evaluations",
+    "Evaluation": "hybrid_rl.extras.evaluations.evaluations",
     "Generation": "hybrid_rl.rollout.generations",
     "RunStopped": "hybrid_rl.process.stopping",
     "StepResult": "hybrid_rl.run.results",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",
     "preview": "hybrid_rl.extras.preview.run_preview",
-    "evaluate_checkpoint": "hybrid_rl.run.checkpoints",
+    "evaluate_checkpoint": "hybrid_rl.extras.evaluations.checkpoints",
 }
 
 # Names by which others know what is here.

@@ -17,8 +17,8 @@ from hybrid_rl.cli.tables import show, table, wide_console
 from hybrid_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybrid_rl.evaluation.evaluations import Evaluation
     from hybrid_rl.evaluation.paired import PairedTest
+    from hybrid_rl.extras.evaluations.evaluations import Evaluation
 
 
 def evaluate(
@@ -59,7 +59,7 @@ def evaluate(
           --against runs/first/checkpoint-50
       hybrid-rl eval runs/eval-new --against runs/eval-old
     """
-    from hybrid_rl.evaluation.evaluations import Evaluation
+    from hybrid_rl.extras.evaluations.evaluations import Evaluation
 
     def load(which: str, folder: Path | None) -> Evaluation:
         if Evaluation.is_kept(Path(which)):
@@ -93,7 +93,7 @@ def evaluate(
 
 def _place(name: str) -> Path:
     """Return what tells models and evaluations apart: their folder, whether or not their file is named."""
-    from hybrid_rl.evaluation.evaluations import EVAL_FILE
+    from hybrid_rl.extras.evaluations.evaluations import EVAL_FILE
 
     path = Path(name)
     return (path.parent if path.name == EVAL_FILE else path).resolve()
@@ -121,8 +121,8 @@ def _generate(model: str, words: Sequence[str], folder: Path | None, kept: str |
         raise ConfigError(f"the data is missing: give a file with prompts, such as gsm8k.jsonl{anew}")
     functions = [load_reward(reference) for reference in rewards]
     # Imported here, after what can be refused without it.
+    from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
     from hybrid_rl.run.changed import leaves_of
-    from hybrid_rl.run.checkpoints import evaluate_checkpoint
 
     keys = {path: value for path, value in leaves_of(config) if path in given}
     say_lookup(model)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.run.checkpoints import evaluate_checkpoint
+from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
 from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 

@@ -23,8 +23,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.extras.plan.handoff_plan import plan_handoff
 from hybrid_rl.extras.plan.request import Machine, planned_config
+from hybrid_rl.extras.plan.trace_files import is_same
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.resharding.trace_files import is_same
 from hybrid_rl.vllm import meta
 from hybrid_rl.vllm.loader import check_reloadable, trace_model
 from hybrid_rl.vllm.meta import stand_in_model, trace_on_meta, views_on_meta

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hybrid_rl.extras.plan.handoff_plan import HandoffPlan
 from hybrid_rl.extras.plan.run_plan import RunPlan
 from hybrid_rl.extras.plan.step_time import StepTime
+from hybrid_rl.extras.plan.traffic import Traffic
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER, Cycle
 from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, Budget, Choices, MemoryPlan, PhaseMemory, Share
-from hybrid_rl.resharding.traffic import Traffic
 
 GB = 10**9
 CYCLE = Cycle.of(

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.extras.plan.traffic import fsdp_layout
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
-from hybrid_rl.resharding.traffic import fsdp_layout
 from hybrid_rl.weights.boxes import local_box
 from tests.unit.resharding.cells import cell_of
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.extras.plan.trace_files import is_same, load_trace, save_trace
 from hybrid_rl.resharding.trace import Trace
-from hybrid_rl.resharding.trace_files import is_same, load_trace, save_trace
 from hybrid_rl.resharding.tracer import trace_loader
 
 Weights = dict[str, Tensor]

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rl.extras.plan.traffic import fsdp_layout
 from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
 from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.resharding.tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
-from hybrid_rl.resharding.traffic import fsdp_layout
 from tests.unit.resharding.cells import cell_of
 
 SHAPES: dict[str, tuple[int, ...]] = {

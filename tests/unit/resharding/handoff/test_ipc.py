@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.extras.plan.traffic import fsdp_layout
 from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.layout import TensorSpec
-from hybrid_rl.resharding.traffic import fsdp_layout
 from tests.unit.resharding.handoff.parts import (
     empty_engine,
     engine_trace,

@@ -6,10 +6,10 @@ import pytest
 
 from hybrid_rl.cli.app import main
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.evaluation.evaluations import Evaluation
+from hybrid_rl.extras.evaluations import checkpoints
+from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
+from hybrid_rl.extras.evaluations.evaluations import Evaluation
 from hybrid_rl.rewards import exact_match
-from hybrid_rl.run import checkpoints
-from hybrid_rl.run.checkpoints import evaluate_checkpoint
 from tests.tiny import sums
 
 
