@@ -1,8 +1,8 @@
 """What FSDP2 allocates around the passes of a model: gathered weights, gradients on their way to their shards.
 
-The order of sharding/fsdp.py and of torch's FSDPParamGroup: a unit per block and one for the rest. A unit is gathered
-into one buffer and copied out of it; in the forward pass the buffer stays until the next unit was gathered, in the
-backward pass the next unit is gathered while one computes. Gradients are copied into one buffer of reduce_dtype and
+The order of training/sharding/fsdp.py and of torch's FSDPParamGroup: a unit per block and one for the rest. A unit is
+gathered into one buffer and copied out of it; in the forward pass the buffer stays until the next unit was gathered, in
+the backward pass the next unit is gathered while one computes. Gradients are copied into one buffer of reduce_dtype and
 summed from there into shards; the buffer stays until the next unit is reduced.
 """
 

@@ -11,29 +11,29 @@ from typing import Any, cast
 
 # What an extra does for the core: `module:name`.
 HOOKS = {
-    "plan_prepared": "plan.run_planning:plan_prepared",
     "split_args": "names.foreign:split_args",
+    "foreign_table": "names.records:read_table",
+    "as_arguments": "names.translation:pasted",
+    "translate_setting": "names.translation:translate",
     "habit_of": "names:habit_of",
     "is_off_anyway": "names:is_off_anyway",
     "foreign_names": "names:names",
     "value_advice": "names:value_advice",
-    "translate_setting": "names.translation:translate",
-    "as_arguments": "names.translation:pasted",
-    "foreign_table": "names.records:read_table",
+    "can_draw": "pictures.curves:can_draw",
+    "draw_curves": "pictures.curves:draw",
+    "memory_pictures": "pictures.memory_pictures:MemoryPictures",
+    "save_memory_trace": "pictures.memory_pictures:save_trace",
+    "plan_prepared": "plan.run_planning:plan_prepared",
+    "code_reward": "programs.code:code_reward",
+    "write_report": "report:write_report",
+    "trackers": "trackers.trackers:Trackers",
+    "check_trackers": "trackers.trackers:check_trackers",
     "check_color": "views.batch_view:check_color",
     "view_samples": "views.batch_view:view_samples",
     "config_html": "views.config_view:config_html",
     "metrics_html": "views.results_view:metrics_html",
     "step_html": "views.results_view:step_html",
     "run_view": "views.run_view:View",
-    "can_draw": "pictures.curves:can_draw",
-    "draw_curves": "pictures.curves:draw",
-    "memory_pictures": "pictures.memory_pictures:MemoryPictures",
-    "code_reward": "programs.code:code_reward",
-    "check_trackers": "trackers.trackers:check_trackers",
-    "trackers": "trackers.trackers:Trackers",
-    "save_memory_trace": "pictures.memory_pictures:save_trace",
-    "write_report": "report:write_report",
 }
 
 # Modules and packages that users import by the name that they had when they were no extras.
@@ -68,7 +68,8 @@ class FormerNames:
     """Imports an extra by its former name: there is one module, under both."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, cast(Any, self)) if _of_today(name) else None
+        is_ours = name.startswith("hybrid_rl.")  # every import of the process comes by
+        return ModuleSpec(name, cast(Any, self)) if is_ours and _of_today(name) else None
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Return None: Python makes a module, in whose place `exec_module` puts the extra."""
