@@ -15,7 +15,6 @@ from hybrid_rl.batch import Batch, store
 from hybrid_rl.checkpoint.owners import LOCK_FILE, FolderLock, Owner
 from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.errors import ConfigError, HybridRLError
-from hybrid_rl.logging import run_log as runlog
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.logging.run_log import RunLog, cost_metrics
 from hybrid_rl.metrics import Timings
@@ -349,7 +348,7 @@ def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch
         def close(self) -> None:
             calls.append("closed")
 
-    monkeypatch.setattr(runlog, "Trackers", Tracker)
+    monkeypatch.setattr("hybrid_rl.extras.trackers.trackers.Trackers", Tracker)
     log = RunLog(config(tmp_path, report_to=["none"], seed=3), 5, None)
     assert calls == []
     log.begin(0)
