@@ -41,7 +41,13 @@ from hybrid_rl.models.lora.settings import peft_config_of  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
-VLLM = {"engine": "vllm", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 8, "verify_steps": 1}
+VLLM = {
+    "engine": "vllm",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 26,
+    "max_num_seqs": 8,
+    "handoff_check.verify_steps": 1,
+}
 BETA = 0.05  # so that full fine-tuning has a reference
 SPREAD = 0.02  # of the adapters' B, which start at zero
 PARTS = ("handoff", "memory", "decode")

@@ -178,7 +178,7 @@ def keys_of(options: argparse.Namespace, name: str) -> dict[str, Any]:
     else:
         keys |= VARIANTS[name]
     if options.cpus_per_rank is not None and (keys["num_ranks"] > 1 or name in APART):
-        keys["cpus_per_rank"] = options.cpus_per_rank
+        keys["ray.cpus_per_rank"] = options.cpus_per_rank
     return keys
 
 

@@ -52,7 +52,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "rollout.vllm.block_size": 32,
         "kv_cache_memory_bytes": 2**23,
         "per_request_seeds": True,
-        "verify_steps": 10,
+        "handoff_check.verify_steps": 10,
     },
 }
 RECORDED = (
@@ -162,7 +162,7 @@ def main(folder: Path) -> None:
     keys |= {"max_steps": options["steps"], "output_dir": str(folder / "disk" / "runs")}
     if options["ranks"] > 1:
         names = (soak_faults.FOLDER, "TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS")
-        keys |= {"num_ranks": options["ranks"], "env_vars": {name: os.environ[name] for name in names}}
+        keys |= {"num_ranks": options["ranks"], "ray.env_vars": {name: os.environ[name] for name in names}}
         if options["engine"] == "vllm":
             keys["tensor_parallel_size"] = options["ranks"]
     record = Record(folder, options["every"])

@@ -24,8 +24,9 @@ INTRODUCTION = """# Configuration reference
 
 Every key, written from the code by `python -m docs.reference`; `hybrid-rl keys WORD` searches them in a terminal. A key
 is given by its leaf name (`learning_rate`) or its path (`optimizer.learning_rate`), as a keyword of `Trainer`, in a
-YAML file, or as `key=value` on a command line. Keys that exist only with a certain choice say so in bold. *Elsewhere*
-lists the names of keys of TRL, verl and other libraries instead of which this one is set.
+YAML file, or as `key=value` on a command line; an entry of a mapping by the name of both (`ray.env_vars`). Keys that
+exist only with a certain choice say so in bold. *Elsewhere* lists the names of keys of TRL, verl and other libraries
+instead of which this one is set.
 """
 
 
@@ -33,8 +34,16 @@ def row(key: Key) -> str:
     """The row of a key."""
     named = "; ".join(key.elsewhere)
     meaning = (f"**{key.when}**: " if key.when else "") + key.doc + (f"<br>*Elsewhere:* {named}" if named else "")
+    meaning += "".join(f"<br>{entry(part)}" for part in key.entries)
     cells = (f"`{key.path}`<br>{key.values}", f"`{key.default}`", meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def entry(key: Key) -> str:
+    """An entry of a key that is a mapping, in one line."""
+    named = f" (*elsewhere* {'; '.join(key.elsewhere)})" if key.elsewhere else ""
+    when = f"**{key.when}**: " if key.when else ""
+    return f"`{key.name}`: {when}{key.values}, default `{key.default}`: {key.doc}{named}"
 
 
 def configuration() -> str:

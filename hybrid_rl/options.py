@@ -34,6 +34,11 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+def entries(record: type, doc: str) -> Any:
+    """Declare a key that is a mapping: its entries are the keys of a record, a frozen dataclass."""
+    return field(default_factory=record, metadata={"doc": doc, "takes_rest": False})
+
+
 def range_error(value: Any, metadata: Mapping[str, Any]) -> str:
     """Return what is wrong with a value ("must be at least 0"); empty if it is within bounds or not a number.
     metadata: of the field, from `key`."""

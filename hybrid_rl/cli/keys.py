@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +54,7 @@ def print_keys(
     if not word:
         found = keys
     if not found:
-        near = difflib.get_close_matches(word, [key.path.rpartition(".")[2] for key in keys], 1, LIKENESS)
+        near = difflib.get_close_matches(word, [key.name for key in keys], 1, LIKENESS)
         advice = f"did you mean {near[0]}?" if near else "`hybrid-rl keys` lists all"
         print(f"no key contains {word!r}; {advice}", file=sys.stderr)
         raise typer.Exit(1)
@@ -61,8 +62,9 @@ def print_keys(
     if console.is_terminal:
         show_sections(console, found)
         return
+    lines = [line for key in found for line in (key, *key.entries)]
     rows = (
-        (k.path, k.default, k.values, (f"{k.when}: " if k.when else "") + k.doc, "; ".join(k.elsewhere)) for k in found
+        (k.path, k.default, k.values, (f"{k.when}: " if k.when else "") + k.doc, "; ".join(k.elsewhere)) for k in lines
     )
     show(console, table(("key", "default", "values", "meaning", "elsewhere"), rows))
 
@@ -93,7 +95,10 @@ def _show_key(console: Console, key: Key, indent: int) -> None:
     console.print(Padding(Text(key.doc), (0, 0, 0, indent + 4)))
     if key.elsewhere:
         console.print(Padding(Text("; ".join(key.elsewhere), style="dim"), (0, 0, 0, indent + 4)))
+    for entry in key.entries:
+        doc = (f"{entry.when}: " if entry.when else "") + entry.doc
+        _show_key(console, replace(entry, section=key.path, doc=doc), indent + 4)
 
 
 def _has(key: Key, word: str) -> bool:
-    return any(word in text for text in (key.path, key.doc, *key.elsewhere))
+    return any(word in text for text in (key.path, key.doc, *key.elsewhere)) or any(_has(e, word) for e in key.entries)

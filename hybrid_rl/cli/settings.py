@@ -55,7 +55,8 @@ def names() -> list[str]:
     keys = all_keys()
     sections = [section for section, choice in CHOICES.items() if choice.tag is not None]
     # "name" alone could be a key of anything.
-    return list(dict.fromkeys([key.name for key in keys if key.name != "name"] + sections + [key.path for key in keys]))
+    paths = [line.path for key in keys for line in (key, *key.entries)]
+    return list(dict.fromkeys([key.name for key in keys if key.name != "name"] + sections + paths))
 
 
 def values_of(key: str) -> list[str]:
@@ -66,7 +67,7 @@ def values_of(key: str) -> list[str]:
 
     if key in CHOICES and CHOICES[key].tag is not None:
         return list(CHOICES[key].members)
-    for known in all_keys():
+    for known in (line for entry in all_keys() for line in (entry, *entry.entries)):
         if key in (known.path, known.name):
             if known.values.startswith(CHOICE):
                 return known.values.removeprefix(CHOICE).split(", ")

@@ -16,17 +16,29 @@ from hybrid_rl.options import field_types
 
 @dataclass(frozen=True)
 class Leaf:
-    """One visible key."""
+    """One visible key. within: the key that is a mapping of which this is an entry; None if it is a key by itself."""
 
     path: str
     type: Any
     default: Any
     doc: str
     metadata: Mapping[str, Any]
+    within: Leaf | None = None
+
+    @property
+    def key(self) -> Leaf:
+        """The key that this is, or is an entry of."""
+        return self.within or self
+
+    @property
+    def name(self) -> str:
+        """The short name: the last part of a key's path, and for an entry that of its key as well, `ray.env_vars`."""
+        return self.path.removeprefix(f"{self.key.path.rpartition('.')[0]}.")
 
 
 def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
-    """Return all keys that exist under these tags (section -> chosen member; otherwise the default one), by path."""
+    """Return all keys that exist under these tags (section -> chosen member; otherwise the default one), by path; the
+    entries of one that is a mapping with fixed names stand for it."""
     chosen = members({}, dict(tags or {}))
     return {leaf.path: leaf for leaf in _leaves(TrainerConfig, "", chosen)}
 
@@ -34,12 +46,12 @@ def visible_leaves(tags: Mapping[str, str] | None = None) -> dict[str, Leaf]:
 @functools.cache
 def leaf_names() -> frozenset[str]:
     """Return the leaf names of all keys, under any tags."""
-    return frozenset(leaf.path.rpartition(".")[2] for leaf in all_leaves())
+    return frozenset(leaf.key.name for leaf in all_leaves())
 
 
 @functools.cache
 def all_leaves() -> tuple[Leaf, ...]:
-    """Return all keys that exist under any tags, each once."""
+    """Return all keys, and entries of keys, that exist under any tags, each once."""
     choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
     found: dict[str, Leaf] = {}
     for tags in choices:
@@ -47,13 +59,15 @@ def all_leaves() -> tuple[Leaf, ...]:
     return tuple(found.values())
 
 
-def _leaves(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[Leaf]:
+def _leaves(cls: type, prefix: str, tags: Mapping[str, str], within: Leaf | None = None) -> Iterator[Leaf]:
     for item, path, kind in fields_of(cls, prefix, tags):
         if dataclasses.is_dataclass(kind):
-            yield from _leaves(typing.cast(type, kind), path + ".", tags)
+            is_key = "doc" in item.metadata
+            mapping = Leaf(path, dict[str, Any], {}, item.metadata["doc"], item.metadata) if is_key else within
+            yield from _leaves(typing.cast(type, kind), path + ".", tags, mapping)
         else:
             default = item.default_factory() if callable(item.default_factory) else item.default
-            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata)
+            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata, within)
 
 
 def fields_of(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:

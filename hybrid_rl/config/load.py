@@ -259,9 +259,9 @@ def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return given
 
 
-def _paths_by_name(leaves: Iterable[str]) -> dict[str, str]:
+def _paths_by_name(leaves: Iterable[Leaf]) -> dict[str, str]:
     """Return the paths of keys by their leaf names. `name` alone could be a key of anything."""
-    return {path.rpartition(".")[2]: path for path in leaves if path != "algorithm.name"}
+    return {leaf.key.name: leaf.key.path for leaf in leaves if leaf.path != "algorithm.name"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +280,7 @@ class _Places:
     @classmethod
     def of(cls, leaves: Mapping[str, Leaf]) -> _Places:
         return cls(
-            by_name=_paths_by_name(leaves),
+            by_name=_paths_by_name(leaves.values()),
             sections={path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)},
             mappings=[path for path, leaf in leaves.items() if takes_mapping(leaf.type)],
             rests={path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]},
@@ -294,7 +294,9 @@ def _flatten(
     by_name, sections, mappings, rests = places.by_name, places.sections, places.mappings, places.rests
     entries: dict[str, dict[str, Any]] = {}  # of keys that are mappings, given one by one
     for name, value in layer.items():
-        path = f"{prefix}{name}"
+        start, dot, rest = name.partition(".")
+        short = f"{by_name[start]}{dot}{rest}" if not prefix and start in by_name and start not in sections else name
+        path = f"{prefix}{short}"
         mapping = next((leaf for leaf in mappings if path.startswith(leaf + ".")), None)
         if path in mappings and isinstance(value, Mapping):
             entries.setdefault(path, {}).update(value)
@@ -306,8 +308,6 @@ def _flatten(
             yield from _flatten(value, leaves, tags, places, path + ".")
         elif path in CHOICES and CHOICES[path].tag is not None and isinstance(value, str):
             yield f"{path}.{CHOICES[path].tag}", value, ""
-        elif not prefix and name in by_name:
-            yield by_name[name], value, ""
         elif path.rpartition(".")[0] in rests:
             entries.setdefault(rests[path.rpartition(".")[0]], {})[name.rpartition(".")[2]] = value
         elif path in sections:

@@ -29,7 +29,7 @@ from hybrid_rl.config.packing import ENGINES, Packing
 from hybrid_rl.config.views import Shown
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
+from hybrid_rl.options import entries, key
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,32 @@ class VLLMConfig(EngineConfig):
     )
 
 
+CHECK_DOC = "how often engine and trainer are compared, and what may differ"
+
+
+@dataclass(frozen=True)
+class HandoffCheck:
+    """The comparison of engine and trainer after a handoff of weights."""
+
+    probe_steps: int = key(
+        8,
+        "compare engine and trainer on a probe prompt at the first 3 handoffs and after every n-th step; 0 = never",
+        minimum=0,
+    )
+    probe_tolerance: float | None = key(
+        None, "largest logprob gap of the probe before the run stops; None = 1e-3; bfloat16: see vllm.md", above=0
+    )
+
+
+@dataclass(frozen=True)
+class ByteCheck(HandoffCheck):
+    """The same for an engine with weights of its own."""
+
+    verify_steps: int = key(
+        10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
+    )
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """The generation of completions for training. Each engine has a subclass that describes the engine to the library.
@@ -211,14 +237,7 @@ class RolloutConfig:
     )
     stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
-    probe_steps: int = key(
-        8,
-        "compare engine and trainer on a probe prompt at the first 3 handoffs and after every n-th step; 0 = never",
-        minimum=0,
-    )
-    probe_tolerance: float | None = key(
-        None, "largest logprob gap of the probe before the run stops; None = 1e-3; bfloat16: see vllm.md", above=0
-    )
+    handoff_check: HandoffCheck = entries(HandoffCheck, CHECK_DOC)
 
     @property
     def ranks_per_engine(self) -> int:
@@ -262,9 +281,7 @@ class ColocatedRolloutConfig(RolloutConfig):
         "with one rank, let trainer and engine share the weights' memory; handoffs then write nothing, and this memory "
         "cannot sleep",
     )
-    verify_steps: int = key(
-        10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
-    )
+    handoff_check: ByteCheck = entries(ByteCheck, CHECK_DOC)
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if the transport of the weights does not fit the ranks."""
@@ -377,16 +394,25 @@ class ControllerConfig:
 
 
 @dataclass(frozen=True)
+class RayConfig:
+    """The processes of ranks on Ray."""
+
+    placement: Literal["pack", "spread"] = key("pack", "ranks on as few nodes as possible, or over all nodes")
+    cpus_per_rank: int | None = key(
+        None, "CPU threads and Ray CPUs of a rank; None = its share of the node's cores", minimum=1
+    )
+    env_vars: dict[str, Any] = key({}, "environment variables of the ranks")
+    start_timeout_seconds: float = key(300.0, "limit for starting the ranks", above=0)
+    watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
+
+
+@dataclass(frozen=True)
 class RayControllerConfig(ControllerConfig):
     """controller.backend=ray."""
 
     backend: Literal["ray"] = key("ray", "local (this process, one rank) or ray (a process per rank)")
     address: str | None = key(
         None, "address of a running Ray cluster; auto = the one on this machine; None = start one here"
-    )
-    placement: Literal["pack", "spread"] = key("pack", "ranks on as few nodes as possible, or over all nodes")
-    cpus_per_rank: int | None = key(
-        None, "CPU threads and Ray CPUs of a rank; None = its share of the node's cores", minimum=1
     )
     reference_ranks: int = key(
         0, "additional ranks only for the reference model; 0 = it shares the ranks of the policy", minimum=0
@@ -397,9 +423,7 @@ class RayControllerConfig(ControllerConfig):
         "(async_level=1); 0 = the same ranks generate and train in turn",
         minimum=0,
     )
-    env_vars: dict[str, Any] = key({}, "environment variables of the ranks")
-    start_timeout_seconds: float = key(300.0, "limit for starting the ranks", above=0)
-    watchdog_seconds: float = key(1800.0, "time without progress after which a rank counts as hung", above=0)
+    ray: RayConfig = entries(RayConfig, "how the ranks are placed, started and watched")
 
 
 @dataclass(frozen=True, repr=False)

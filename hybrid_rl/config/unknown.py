@@ -38,6 +38,7 @@ def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[
     names = {p.rsplit(".", 1)[-1]: p for p in leaves} | {p: p for p in leaves}
     near = [names[leaf]] if leaf in names else difflib.get_close_matches(path, names, n=1, cutoff=LIKENESS)
     near = near or difflib.get_close_matches(leaf, names, n=1, cutoff=LIKENESS)
+    near = [names[name] if leaves[names[name]].within else name for name in near]
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown key {path!r}{hint} (`hybrid-rl keys` lists all)"
 
@@ -45,7 +46,9 @@ def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[
 def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
     """Return whether such a key, which is not among `leaves`, would exist under these tags."""
     theirs = visible_leaves(tags)
-    elsewhere = theirs.keys() - leaves.keys()
-    rests = [p.rpartition(".")[0] for p in elsewhere if theirs[p].metadata["takes_rest"]]
-    is_leaf = path.rsplit(".", 1)[-1] in {p.rsplit(".", 1)[-1] for p in elsewhere}
-    return path in elsewhere or path.rpartition(".")[0] in rests or is_leaf
+    elsewhere = [theirs[p] for p in theirs.keys() - leaves.keys()]
+    rests = [leaf.path.rpartition(".")[0] for leaf in elsewhere if leaf.metadata["takes_rest"]]
+    keys = {leaf.key.path for leaf in elsewhere} - {leaf.key.path for leaf in leaves.values()}
+    names = {p.rpartition(".")[2] for p in (*keys, *(leaf.path for leaf in elsewhere))}
+    is_entry = any(path.startswith((f"{key}.", f"{key.rpartition('.')[2]}.")) for key in keys)
+    return is_entry or path.rpartition(".")[0] in rests or path.rpartition(".")[2] in names

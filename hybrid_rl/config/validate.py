@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 from hybrid_rl.algos import Needs
@@ -206,10 +207,10 @@ def _check_ranks(config: TrainerConfig, num_ranks: int) -> None:
         raise ConfigError(
             f"controller.backend=local runs one rank, but num_ranks={num_ranks}; leave backend out, or set ray"
         )
-    if isinstance(config.controller, RayControllerConfig) and "CUDA_VISIBLE_DEVICES" in config.controller.env_vars:
+    if isinstance(config.controller, RayControllerConfig) and "CUDA_VISIBLE_DEVICES" in config.controller.ray.env_vars:
         raise ConfigError(
-            "controller.env_vars sets CUDA_VISIBLE_DEVICES, but Ray deals out the GPUs, and every rank sees all of its "
-            "node; set it for the program that starts Ray (this one, without controller.address) instead"
+            "controller.ray.env_vars sets CUDA_VISIBLE_DEVICES, but Ray deals out the GPUs, and every rank sees all of "
+            "its node; set it for the program that starts Ray (this one, without controller.address) instead"
         )
     if num_ranks % config.fsdp.dp_replicate:
         raise ConfigError(
@@ -284,7 +285,7 @@ def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -
     """Refuse keys that the user set but that this configuration never reads."""
     for path, reason in (*_inert_keys(config, has_eval), *inert_keys(config, has_eval=has_eval)):
         section, _, name = path.rpartition(".")
-        holder = getattr(config, section) if section else config
+        holder = attrgetter(section)(config) if section else config
         # A full config read back from a run folder gives every key: only a value that differs was meant.
         if path in given and getattr(holder, name, None) != getattr(type(holder)(), name, None):
             raise ConfigError(f"{path}={getattr(holder, name)!r} would do nothing: {reason}")
@@ -299,8 +300,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield "optimizer.warmup_steps", "use lr_scheduler_type=constant_with_warmup"
     if config.model.dtype != "bfloat16":  # an argument of vLLM is called dtype as well, and brings the key too
         yield "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"
-    if config.rollout.probe_steps == 0:
-        yield "rollout.probe_tolerance", "probe_steps=0 switches the probe off"
+    if config.rollout.handoff_check.probe_steps == 0:
+        yield "rollout.handoff_check.probe_tolerance", "probe_steps=0 switches the probe off"
     if mode == "train":
         yield "save_rollouts", "mode=train makes no rollouts"
     else:

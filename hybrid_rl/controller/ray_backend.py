@@ -384,5 +384,5 @@ def _get_all(references: Sequence[Any], seconds: float, what: str) -> list[Any]:
     except GetTimeoutError as error:
         raise WorkerError(
             f"{what} did not start within {seconds:g} s: {error}; on slow machines raise "
-            f"controller.start_timeout_seconds"
+            f"controller.ray.start_timeout_seconds"
         ) from error

@@ -152,7 +152,7 @@ class _Watch:
         self.failures[first] = Failure(
             "hang",
             f"no rank made progress for {self._options.watchdog_seconds:g} s; this rank is blocking the others. If a "
-            f"step may take longer, raise controller.watchdog_seconds",
+            f"step may take longer, raise controller.ray.watchdog_seconds",
             "\n".join(stacks),
             is_end=True,
         )

@@ -336,7 +336,9 @@ class StepMemory:
     def _publishing(self) -> Iterator[tuple[str, list[Share]]]:
         """Yield the peaks of publishing: the handoff, and the trainer's half of its probe."""
         config, handoff = self.config, self._handoff()
-        if not config.rollout.probe_steps or not self.trains:  # the trainer's half comes from ranks that train
+        if (
+            not config.rollout.handoff_check.probe_steps or not self.trains
+        ):  # the trainer's half comes from ranks that train
             yield "", handoff
             return
         held, num_tokens = self.passes.probe(config).fullest, self.passes.longest_prompt(config)
@@ -355,7 +357,7 @@ class StepMemory:
     def _kept_probe(self) -> list[Share]:
         """Return the trainer's half of the probe, which waits on the host for the engine's."""
         config = self.config
-        if config.model.device != "cpu" or not config.rollout.probe_steps:
+        if config.model.device != "cpu" or not config.rollout.handoff_check.probe_steps:
             return []
         num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
         num_rows = num_probe_passes(DTYPES[config.model.dtype]) * num_tokens

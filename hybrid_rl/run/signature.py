@@ -32,7 +32,7 @@ class KeySignature:
             rest = [parameter for parameter in given if parameter not in own]  # keys by their paths
             taken = {parameter.name for parameter in own} | {TAG}
             keys = {section: (choice.default, str) for section, choice in CHOICES.items() if choice.tag}
-            keys |= {leaf.path.rpartition(".")[2]: (leaf.default, leaf.type) for leaf in all_leaves()}
+            keys |= {leaf.key.name: (leaf.key.default, leaf.key.type) for leaf in all_leaves()}
             more = [
                 kinds(name, kinds.KEYWORD_ONLY, default=default, annotation=kind)
                 for name, (default, kind) in sorted(keys.items())

@@ -285,14 +285,15 @@ class RayRanks:
 
 def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
     """Return how the configuration places and watches ranks. device: cpu, or cuda for one GPU each."""
+    ray = controller.ray
     return RayOptions(
-        placement=controller.placement,
-        cpus_per_rank=float(controller.cpus_per_rank or 1),
+        placement=ray.placement,
+        cpus_per_rank=float(ray.cpus_per_rank or 1),
         gpus_per_rank=int(device == "cuda"),
-        threads_per_rank=controller.cpus_per_rank,
-        env_vars={name: str(value) for name, value in controller.env_vars.items()},
-        start_seconds=controller.start_timeout_seconds,
-        watchdog_seconds=controller.watchdog_seconds,
+        threads_per_rank=ray.cpus_per_rank,
+        env_vars={name: str(value) for name, value in ray.env_vars.items()},
+        start_seconds=ray.start_timeout_seconds,
+        watchdog_seconds=ray.watchdog_seconds,
     )
 
 

@@ -26,6 +26,6 @@ def check_replicas(config: RolloutConfig, context: RankContext) -> None:
             raise ConfigError(
                 f"rollout.vllm.tensor_parallel_size={size}: ranks {first} to {first + size - 1} are on "
                 f"{', '.join(hosts)}, and the ranks of a replica on CPUs meet in shared memory, which these have "
-                f"not in common; set controller.placement=pack on nodes with room for {size} ranks each, or "
+                f"not in common; set controller.ray.placement=pack on nodes with room for {size} ranks each, or "
                 f"tensor_parallel_size=1"
             )

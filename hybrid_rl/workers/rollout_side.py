@@ -240,7 +240,7 @@ class ColocatedSide(RolloutSide):
     def verify(self, version: int) -> dict[str, float]:
         """Compare every byte, if it is due. What the engine derived from the weights cannot be compared; it is
         counted. Adapters that the engine adds by itself are read back every time: they are few bytes."""
-        every = self._config.verify_steps
+        every = self._config.handoff_check.verify_steps
         is_due = bool(every) and version % every == 0
         if not is_due and not self._sends_adapters:
             return {}
@@ -268,7 +268,8 @@ class ColocatedSide(RolloutSide):
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
         if unproven and self._sends_adapters:
             but = (
-                f", but for {unproven} bytes of base weights, which may have changed (verify_steps=1 compares them too)"
+                f", but for {unproven} bytes of base weights, which may have changed (handoff_check.verify_steps=1 "
+                "compares them too)"
             )
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
 

@@ -87,7 +87,7 @@ def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path, mon
         mark = tmp_path / "mark"
         keys: dict[str, Any] = {"num_ranks": num_ranks, "resume": str(checkpoint)}
         if num_ranks == 2:
-            keys["env_vars"] = {"MARK": str(mark)}
+            keys["ray.env_vars"] = {"MARK": str(mark)}
         with make(tmp_path / f"on-{num_ranks}", **keys) as resumed:
             if num_ranks == 2:
                 interrupt(resumed, mark)

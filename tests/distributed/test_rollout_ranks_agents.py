@@ -117,7 +117,7 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path, monkeypatch
     notes.mkdir()
     one = make(folder="one", **IN_TURN)
     results = [one.step() for _ in range(4)]
-    apart = make(environment_factory=Factory(), env_vars={"NOTES": str(notes)})
+    apart = make(environment_factory=Factory(), ray={"env_vars": {"NOTES": str(notes)}})
     again = [apart.step() for _ in range(4)]
     steps = [loaded(result.batch) for result in again]
     for ours, theirs, batch in zip(again, results, steps, strict=True):

@@ -83,7 +83,7 @@ def sabotage(how: str):
     ],
 )
 def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str, says: list[str]):
-    trainer = make(sabotage(how), watchdog_seconds=10.0 if how == "hangs" else 600.0)
+    trainer = make(sabotage(how), ray={"watchdog_seconds": 10.0 if how == "hangs" else 600.0})
     with pytest.raises(WorkerError) as raised:
         for _ in trainer.steps():
             begin = time.monotonic()
@@ -172,7 +172,7 @@ def test_a_reward_that_fails_on_one_rank_ends_the_step_and_not_the_trainer(make,
         return spread(completion_ids)
 
     closed = tmp_path / "closed"
-    trainer = make(reward, env_vars={"CLOSED": str(closed)})
+    trainer = make(reward, ray={"env_vars": {"CLOSED": str(closed)}})
     assert trainer.step().metrics["rank"] == 0.5  # the mean over both ranks
     closed.touch()
     with pytest.raises(RewardError, match="4 of 8 samples .* have no reward") as raised:
@@ -197,7 +197,7 @@ def test_ctrl_c_in_a_rollout_takes_the_step_back_and_fit_goes_on(make, tmp_path)
     slow = tmp_path / "slow"
     slow.touch()
     undisturbed = make(spread).fit()
-    trainer = make(reward, env_vars={"SLOW": str(slow)})
+    trainer = make(reward, ray={"env_vars": {"SLOW": str(slow)}})
 
     def press() -> None:
         wait_until(lambda: not slow.exists(), "the slow reward is never called")

@@ -53,7 +53,7 @@ def test_a_lost_rank_costs_the_steps_since_the_last_checkpoint(make, tmp_path: P
     straight.fit()
     mark = tmp_path / "mark"
     mark.touch()
-    trainer = make(mortal, max_restarts=1, env_vars={"MARK": str(mark)})
+    trainer = make(mortal, max_restarts=1, ray={"env_vars": {"MARK": str(mark)}})
     assert trainer.fit()["restarts"] == 1.0 and not mark.exists()
     told = next(text for text in caplog.messages if "Restart 1 of at most 1" in text)
     assert "after training step 3: policy rank 1 of 2 failed in rollout()" in told and "checkpoint-2" in told

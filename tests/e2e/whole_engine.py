@@ -41,9 +41,9 @@ KEYS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**23,
     "per_request_seeds": True,
     "num_ranks": 2,
-    "probe_steps": 1,
-    "probe_tolerance": 1e-5,
-    "verify_steps": 1,
+    "handoff_check.probe_steps": 1,
+    "handoff_check.probe_tolerance": 1e-5,
+    "handoff_check.verify_steps": 1,
     "save_steps": 3,
     "save_total_limit": 2,
     "max_restarts": 2,
@@ -176,7 +176,9 @@ def bytes_by_phase(step: StepMemory) -> dict[str, dict[str, int]]:
 def drive(folder: Path, case: str, num_steps: int, **keys: Any) -> Path:
     """Train to a step, from the newest checkpoint if there is one. Returns the run folder."""
     keys = {**KEYS, **CASES[case], "output_dir": str(folder), "max_steps": num_steps, **keys}
-    keys["env_vars"] = {FOLDER: str(folder)} | {name: os.environ[name] for name in ("TMPDIR",) if name in os.environ}
+    keys["ray.env_vars"] = {FOLDER: str(folder)} | {
+        name: os.environ[name] for name in ("TMPDIR",) if name in os.environ
+    }
     if "agents" in case:
         model, tokenizer = build_policy(CALLS, favour=FAVOUR, **SHAPE)
         rows = [{"prompt": [{"role": "user", "content": f"q{number}"}]} for number in range(40)]

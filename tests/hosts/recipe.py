@@ -14,7 +14,7 @@ model: {{path: "{folder}/model", device: cpu}}
 data: {{train_path: "{folder}/rows.jsonl"}}
 algorithm: grpo
 num_ranks: 2
-placement: spread
+ray: {{placement: spread}}
 prompts_per_step: 2
 num_generations: 2
 max_completion_length: 4

@@ -18,7 +18,7 @@ KEYS = {
     "stop_token_ids": [6, 7],
     "learning_rate": 1e-2,
     "max_steps": 2,
-    "probe_steps": 1,
+    "handoff_check.probe_steps": 1,
     "log_level": "quiet",
 }
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
@@ -31,7 +31,7 @@ def trained(folder: Path, address: str, keys: dict[str, object]) -> dict[str, ob
     tokenizer = build_tokenizer()
     more: dict[str, object] = {"output_dir": str(folder / "runs"), "run_name": "run"}
     if address:
-        more |= {"controller.address": address, "placement": "spread", "cpus_per_rank": 1}
+        more |= {"controller.address": address, "ray.placement": "spread", "ray.cpus_per_rank": 1}
     with Trainer(str(folder / "model"), spread, sums(48), tokenizer=tokenizer, **{**KEYS, **more, **keys}) as trainer:
         metrics = [dict(trainer.step().metrics) for _ in range(2)]
         logs = [path.read_text() for path in sorted((trainer.run_folder / "logs").glob("*.log"))] if address else []

@@ -59,7 +59,7 @@ def refused(make_trainer, tmp_path, monkeypatch, model_folder):
         ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
         ({"cpu_offload": True}, "one rank shards nothing; set num_ranks"),
         ({"rollouts_path": "rollouts"}, "mode=full makes its own rollouts"),
-        ({"watchdog_seconds": 9.0}, "belongs to controller.backend=ray, not local"),
+        ({"ray.watchdog_seconds": 9.0}, "belongs to controller.backend=ray, not local"),
         (
             {"attention": "flash_attn_3", "device": "cpu"},
             "it needs a CUDA device, and the model is on cpu; it computes in bfloat16, and the model holds float32",

@@ -27,7 +27,7 @@ LORA = {
     "rank_pattern": {"q_proj": 5},
     "exclude_modules": r".*layers\.1\.self_attn\.o_proj",
     "learning_rate": 1e-2,
-    "verify_steps": 5,
+    "handoff_check.verify_steps": 5,
 }
 # Numbers of an adapter: rank * (in + out), in float32; 64 dims, two heads of 32, 32 dims between; layer 1 lacks o_proj.
 LAYER = 5 * (64 + 64) + 2 * 3 * (64 + 64) + 2 * 3 * (64 + 32) + 3 * (32 + 64)
@@ -164,7 +164,7 @@ def test_two_ranks(layout, tmp_path, short_folder):
     """Tensor parallel, each rank has its part of A or of B, and all of the other."""
     size = 2 if layout == "tensor parallel" else 1
     keys = {**LORA, "num_ranks": 2, "tensor_parallel_size": size, "output_dir": str(tmp_path)}
-    keys |= {"env_vars": {"TMPDIR": str(short_folder)}}
+    keys |= {"ray.env_vars": {"TMPDIR": str(short_folder)}}
     with Trainer(build_model(**SHAPE), spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
         trainer.fit()
         lines = read_jsonl(trainer.run_folder / "metrics.jsonl")

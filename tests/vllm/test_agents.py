@@ -47,7 +47,7 @@ def test_every_token_has_the_trainers_logprob_and_delays_change_nothing(num_rank
             keys = {name: KEYS[name] for name in KEYS if name.startswith(("engine", "rollout", "enforce", "per_"))}
             keys |= {"kv_cache_memory_bytes": 2**26, "max_num_seqs": max_num_seqs, "tensor_parallel_size": num_ranks}
             keys |= {**SETTINGS, "prompts_per_step": num_prompts, "tokenizer": tokenizer, "output_dir": str(tmp_path)}
-            keys |= {"num_ranks": num_ranks, "env_vars": {"TMPDIR": short}} if num_ranks > 1 else {}
+            keys |= {"num_ranks": num_ranks, "ray.env_vars": {"TMPDIR": short}} if num_ranks > 1 else {}
             with Trainer(model, None, rows(num_prompts), tools=TOOLS, environment_factory=Line, **keys) as trainer:
                 step = trainer.step()
                 batch = step.batch if num_ranks == 1 else step.batch.load()
@@ -79,7 +79,7 @@ def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layou
     shape = {**SHAPE, "seed": 3}
     model, tokenizer = build_policy(calls, favour={"k": 10.0}, **shape)
     keys = {name: KEYS[name] for name in KEYS if name.startswith(("engine", "rollout", "enforce", "per_"))}
-    keys |= {"kv_cache_memory_bytes": 2**24, "env_vars": {"TMPDIR": str(short_folder)}}
+    keys |= {"kv_cache_memory_bytes": 2**24, "ray.env_vars": {"TMPDIR": str(short_folder)}}
     keys |= APART[layout] if layout in APART else {**LAYOUTS[layout], "num_ranks": 2}
     num_held, reward = (6, WaitsForWeights()) if layout in APART else (4, spread)
     keys |= {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 60, "max_prompt_length": 60}

@@ -22,7 +22,7 @@ VLLM: dict[str, Any] = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 2**22,
     "per_request_seeds": True,
-    "probe_tolerance": 1e-5,
+    "handoff_check.probe_tolerance": 1e-5,
     "shape": SHAPE,
 }
 
@@ -35,7 +35,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     with tempfile.TemporaryDirectory(prefix="t", dir=root) as short, folders(tmp_path) as make:
 
         def trainer(*, num_ranks: int, **keys: Any) -> Trainer:
-            ranks = {} if num_ranks == 1 else {"num_ranks": num_ranks, "env_vars": {"TMPDIR": short}}
+            ranks = {} if num_ranks == 1 else {"num_ranks": num_ranks, "ray.env_vars": {"TMPDIR": short}}
             return make(**{**VLLM, **ranks, **keys})
 
         yield trainer

@@ -57,7 +57,7 @@ def test_ranks_that_share_an_engine_break_off_together(tmp_path, short_folder, m
     """Tensor parallel over two ranks, which step together until both have nothing left that runs."""
     draw_nothing(monkeypatch)
     keys = {**KEYS, "tensor_parallel_size": 2, "transport": "auto", "num_ranks": 2, "run_name": "run", "save_steps": 1}
-    keys |= {"env_vars": {"TMPDIR": str(short_folder)}, "output_dir": str(tmp_path)}
+    keys |= {"ray.env_vars": {"TMPDIR": str(short_folder)}, "output_dir": str(tmp_path)}
     model, ages = build_model(**SHAPE), Counter[int]()
     with Trainer(model, spread, sums(40), tokenizer=build_tokenizer(), **keys) as trainer:
         batches = [trainer.step().batch.load() for _ in range(KEYS["max_steps"])]

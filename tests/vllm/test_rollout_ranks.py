@@ -21,7 +21,13 @@ from tests.vllm.test_trainer_ranks import short_folder as short_folder
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 4
-APART = {"rollout_ranks": 1, "probe_steps": 1, "probe_tolerance": 1e-5, "verify_steps": 1, "save_steps": 1}
+APART = {
+    "rollout_ranks": 1,
+    "handoff_check.probe_steps": 1,
+    "handoff_check.probe_tolerance": 1e-5,
+    "handoff_check.verify_steps": 1,
+    "save_steps": 1,
+}
 
 
 def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -55,7 +61,7 @@ def test_every_token_has_the_version_of_the_weights_that_made_it(keys, tmp_path,
     probe."""
     draw_nothing(monkeypatch)
     keys = {**KEYS, **APART, **keys, "max_steps": NUM_STEPS, "output_dir": str(tmp_path), "run_name": "run"}
-    keys["env_vars"] = {"TMPDIR": str(short_folder)}
+    keys["ray.env_vars"] = {"TMPDIR": str(short_folder)}
     with Trainer(build_model(**SHAPE), WaitsForWeights(), sums(40), tokenizer=build_tokenizer(), **keys) as trainer:
         results = [trainer.step() for _ in range(NUM_STEPS)]
         steps = [one.batch.load() if isinstance(one.batch, BatchRef) else one.batch for one in results]

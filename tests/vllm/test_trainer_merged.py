@@ -101,7 +101,7 @@ def test_memory_of_the_engine_cannot_be_the_bases(tmp_path):
 def test_on_two_ranks(layout, tmp_path, short_folder):  # noqa: F811
     """Sharded base and adapters, into the halves of a tensor-parallel vLLM and into two replicas."""
     keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path)}
-    keys["env_vars"] = {"TMPDIR": str(short_folder)}
+    keys["ray.env_vars"] = {"TMPDIR": str(short_folder)}
     model, adapters = build_model(**SHAPE), LoraConfig(r=4, lora_alpha=32, target_modules="all-linear")
     with Trainer(model, spread, sums(12), tokenizer=build_tokenizer(), peft_config=adapters, **keys) as trainer:
         trainer.fit()

@@ -37,9 +37,9 @@ def short_folder():
 )
 def test_in_every_step_every_logprob_is_the_trainers(layout, num_steps, tmp_path, short_folder, caplog):
     model = build_model(**SHAPE)  # a tied head
-    keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "verify_steps": 5}
+    keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "handoff_check.verify_steps": 5}
     keys["max_steps"] = num_steps
-    keys["env_vars"] = {"TMPDIR": str(short_folder)}
+    keys["ray.env_vars"] = {"TMPDIR": str(short_folder)}
     with (
         caplog.at_level(logging.WARNING),
         Trainer(model, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer,

@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES, Choice
@@ -47,7 +47,7 @@ SAME_NAME = "the same"
 class Key:
     """A key of the configuration. section: "" for those of the run; values: what it takes, in words; when: the choice
     on which it depends, empty if it always exists; elsewhere: its names in other libraries,
-    a text such as "verl: actor.optim.lr" for each."""
+    a text such as "verl: actor.optim.lr" for each; entries: of one that is a mapping with fixed names."""
 
     path: str
     section: str
@@ -56,6 +56,7 @@ class Key:
     doc: str
     when: str = ""
     elsewhere: tuple[str, ...] = ()
+    entries: tuple[Key, ...] = ()
 
     @property
     def name(self) -> str:
@@ -67,10 +68,12 @@ def all_keys() -> list[Key]:
     """Return every key, by section; in a section those that always exist come first."""
     foreign = _foreign_names()
     found: dict[str, list[Key]] = {section: [] for section in ("", *_sections())}
+    leaves: dict[str, list[Leaf]] = {section: [] for section in found if section not in CHOICES}
     for path, leaf in visible_leaves().items():
         section = path.partition(".")[0] if "." in path else ""
-        if section not in CHOICES:
-            found[section].append(_key(leaf, section, "", foreign))
+        leaves.get(section, []).append(leaf)
+    for section, of_section in leaves.items():
+        found[section] = _gathered([(leaf, _key(leaf, section, "", foreign)) for leaf in of_section])
     for section, choice in CHOICES.items():
         found[section] = _of_choice(section, choice, foreign)
     return [key for keys in found.values() for key in keys]
@@ -109,8 +112,28 @@ def _of_choice(section: str, choice: Choice, foreign: dict[str, list[str]]) -> l
             keys.append(_key(leaf, section, "", foreign, "one of " + ", ".join(choice.members)))
         else:
             keys.append(_key(leaf, section, when, foreign))
-    order = {when: place for place, when in enumerate(dict.fromkeys(["", *(key.when for key in keys)]))}
-    return sorted(keys, key=lambda key: order[key.when])
+    gathered = _gathered(list(zip(leaves.values(), keys, strict=True)))
+    order = {when: place for place, when in enumerate(dict.fromkeys(["", *(key.when for key in gathered)]))}
+    return sorted(gathered, key=lambda key: order[key.when])
+
+
+def _gathered(keys: list[tuple[Leaf, Key]]) -> list[Key]:
+    """Return these keys, with entries of a mapping as parts of it. It depends on what all of its entries depend on."""
+    by_path: dict[str, list[tuple[Leaf, Key]]] = {}
+    for leaf, key in keys:
+        by_path.setdefault(leaf.key.path, []).append((leaf, key))
+    gathered = []
+    for (leaf, key), *others in by_path.values():
+        if leaf.within is None:
+            gathered.append(key)
+            continue
+        entries = [key, *(entry for _, entry in others)]
+        conditions = {entry.when for entry in entries}
+        when = key.when if len(conditions) == 1 else ""
+        parts = tuple(replace(entry, when="" if when else entry.when) for entry in entries)
+        mapping = Key(leaf.within.path, key.section, "mapping", "{}", leaf.within.doc, when, entries=parts)
+        gathered.append(mapping)
+    return gathered
 
 
 def _is_fixed(leaf: Leaf) -> bool:

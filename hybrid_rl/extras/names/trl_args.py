@@ -70,7 +70,7 @@ class _Translator:
         self._others = others
         self._fields = {name: plain(value) for name, value in fields.items()}
         self._changed = {name for name in fields if differ(self._fields[name], plain(defaults[name]))}
-        self._ours = {path.rpartition(".")[2]: leaf.default for path, leaf in visible_leaves().items()}
+        self._ours = {leaf.name: leaf.default for leaf in visible_leaves().values()}
         self._done = set(FILLED)
         self._found = Translation()
 

@@ -39,7 +39,7 @@ def choice(config: TrainerConfig) -> tuple[Any, ...]:
         (NODE, {"num_ranks": "auto", "device": "cpu"}, (1, "local", "cpu", "float32")),
         # Where Ray was asked for it is Ray, on any machine.
         (BOX, {"num_ranks": "auto", "backend": "ray"}, (1, "ray", "cuda", "bfloat16")),
-        (NO_GPU, {"num_ranks": "auto", "watchdog_seconds": 60}, (1, "ray", "cpu", "float32")),
+        (NO_GPU, {"num_ranks": "auto", "ray.watchdog_seconds": 60}, (1, "ray", "cpu", "float32")),
         (NODE, {"backend": "ray"}, (1, "ray", "cuda", "bfloat16")),
         # A reference of its own takes some of the GPUs, if there is one.
         (NODE, {"num_ranks": "auto", "beta": 0.1, "reference_ranks": 2}, (6, "ray", "cuda", "bfloat16")),
@@ -94,7 +94,12 @@ def test_a_module_stays_where_it_is(
             "num_ranks=7 and reference_ranks=2 need 9 GPUs, one per rank, but there are 8; use num_ranks=auto",
         ),
         (NODE, None, {"num_ranks": "auto", "engine": "vllm", "tensor_parallel_size": 3}, "does not divide num_ranks=8"),
-        (NODE, None, {"num_ranks": 2, "env_vars": {"CUDA_VISIBLE_DEVICES": "3"}}, "controller.env_vars sets CUDA_VIS"),
+        (
+            NODE,
+            None,
+            {"num_ranks": 2, "ray.env_vars": {"CUDA_VISIBLE_DEVICES": "3"}},
+            "controller.ray.env_vars sets CUDA_VIS",
+        ),
     ],
 )
 def test_what_the_machine_cannot_do(

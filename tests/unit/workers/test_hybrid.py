@@ -145,7 +145,7 @@ def test_handoff_says_version_bytes_and_gap(make_bench) -> None:
 
 @pytest.mark.parametrize(("every", "probed"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4]), (3, [0, 1, 2, 3])])
 def test_probe_cadence(make_bench, every: int, probed: list[int]) -> None:
-    bench = make_bench(probe_steps=every)
+    bench = make_bench(handoff_check={"probe_steps": every})
     handoffs = [bench.handoff]
     for version in (1, 2, 3, 4):
         handoffs.append(bench.publish(version))
@@ -154,7 +154,7 @@ def test_probe_cadence(make_bench, every: int, probed: list[int]) -> None:
 
 def test_what_was_lost_or_failed_is_probed_again(make_bench, monkeypatch) -> None:
     """Three handoffs in a row, whatever the schedule says; so is a rank's that failed alone."""
-    bench = make_bench(probe_steps=100)
+    bench = make_bench(handoff_check={"probe_steps": 100})
 
     def unreadable(_version: int) -> None:
         raise RuntimeError("unreadable")

@@ -23,7 +23,8 @@ TABLES = sorted(Path(habits.__file__).parent.glob("*.yaml"))
 KEYS = leaf_names()
 SECTIONS = {item.name for item in dataclasses.fields(TrainerConfig)} | set(CHOICES)
 MEMBERS = {member for choice in CHOICES.values() for member in choice.members}
-PATHS = {path for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"}) for path in visible_leaves(tags)}
+SEEN = [visible_leaves(tags) for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"})]
+PATHS = {name for leaves in SEEN for leaf in leaves.values() for name in (leaf.path, leaf.name)}
 ARGUMENTS = set(inspect.signature(Trainer).parameters)
 # Words with an underscore or a dot in them that are no keys.
 FILES = {"metrics.jsonl", "samples.jsonl", "num_tokens", "trainer.plan", "requires_grad", "torch.backends.cuda.matmul"}

@@ -9,6 +9,7 @@ from hybrid_rl.config.load import visible_leaves
 from hybrid_rl.extras.names.listing import all_keys, section_title
 
 KEYS = {key.path: key for key in all_keys()}
+LINES = [line for key in all_keys() for line in (key.entries or (key,))]
 
 
 def test_every_key_of_every_choice_is_listed_once() -> None:
@@ -16,7 +17,7 @@ def test_every_key_of_every_choice_is_listed_once() -> None:
     for section, choice in CHOICES.items():
         for member in choice.members:
             expected |= set(visible_leaves({section: member}))
-    assert set(KEYS) == expected and len(all_keys()) == len(KEYS)
+    assert {line.path for line in LINES} == expected and len(LINES) == len(expected) and len(all_keys()) == len(KEYS)
 
 
 def test_keys_come_by_section_and_dependent_ones_in_one_block() -> None:
