@@ -34,7 +34,8 @@ from benchmarks.workload import CHARACTERS, SPECIALS, Work, build_model, build_t
 from hybrid_rl.agents.client import Limits  # noqa: E402
 from hybrid_rl.agents.episode import Episode  # noqa: E402
 from hybrid_rl.agents.plain import PlainText  # noqa: E402
-from hybrid_rl.config import AgentConfig, InPlaceConfig  # noqa: E402
+from hybrid_rl.config import AgentConfig  # noqa: E402
+from hybrid_rl.config.schema import InPlaceRolloutConfig  # noqa: E402
 from hybrid_rl.data.prompts import PromptRow  # noqa: E402
 from hybrid_rl.engines.base import TAGS, EngineStats, RolloutRequest, SamplingParams  # noqa: E402
 from hybrid_rl.engines.client import EngineClient  # noqa: E402
@@ -134,7 +135,7 @@ class Sides:
         shape, num_tokens = model.config, MAX_LENGTH * (given.cache_sequences or given.prompts * given.generations)
         head_dim = shape.hidden_size // shape.num_attention_heads
         token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_dim * 4
-        config = InPlaceConfig(max_num_seqs=given.running, kv_cache_memory_bytes=num_tokens * token_bytes)
+        config = InPlaceRolloutConfig(max_num_seqs=given.running, kv_cache_memory_bytes=num_tokens * token_bytes)
         self._engine = InPlaceEngine(CausalLM(model), config, max_length=MAX_LENGTH)
         self._engine.wake(TAGS)
         self._client = EngineClient(self._engine)

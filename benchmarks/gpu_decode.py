@@ -175,14 +175,15 @@ def plain_side(given: Namespace) -> Rollout:
 
 def vllm_side(given: Namespace) -> Rollout:
     """vLLM in this process, weights from a trainer's module."""
-    from hybrid_rl.config.schema import VLLMConfig
+    from hybrid_rl.config.engine_keys import VLLMArgs
+    from hybrid_rl.config.schema import VLLMRolloutConfig
     from hybrid_rl.vllm.library import VLLMEngine
 
     module = model_for(given)
-    settings = VLLMConfig(
+    settings = VLLMRolloutConfig(
         max_num_seqs=given.samples,
         kv_cache_memory_bytes=cache_bytes(given),
-        enforce_eager=True if given.tiny else None,
+        engine_args=VLLMArgs(enforce_eager=True if given.tiny else None),
     )
     engine = VLLMEngine(
         module,
@@ -196,12 +197,12 @@ def vllm_side(given: Namespace) -> Rollout:
 
 def inplace_side(given: Namespace) -> Rollout:
     """The embedded engine."""
-    from hybrid_rl.config import InPlaceConfig
+    from hybrid_rl.config.schema import InPlaceRolloutConfig
     from hybrid_rl.engines.inplace.engine import InPlaceEngine
     from hybrid_rl.models import CausalLM
 
     module = model_for(given)
-    settings = InPlaceConfig(max_num_seqs=given.samples, kv_cache_memory_bytes=cache_bytes(given))
+    settings = InPlaceRolloutConfig(max_num_seqs=given.samples, kv_cache_memory_bytes=cache_bytes(given))
     return ours(InPlaceEngine(CausalLM(module), settings, max_length=max_length(given)), module)
 
 

@@ -65,7 +65,8 @@ def num_parameters(shape: Shape) -> int:
 
 def measure(given: Namespace, module: Any) -> None:
     """Engine, handoffs, verdict."""
-    from hybrid_rl.config.schema import VLLMConfig
+    from hybrid_rl.config.engine_keys import VLLMArgs
+    from hybrid_rl.config.schema import VLLMRolloutConfig
     from hybrid_rl.engines.base import TAGS
     from hybrid_rl.resharding.handoff.tensor import TensorSource
     from hybrid_rl.resharding.verify import Verifier
@@ -73,7 +74,11 @@ def measure(given: Namespace, module: Any) -> None:
 
     engine = VLLMEngine(
         module,
-        VLLMConfig(max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True, kv_cache_memory_bytes=64 << 20),
+        VLLMRolloutConfig(
+            max_num_seqs=4,
+            kv_cache_memory_bytes=64 << 20,
+            engine_args=VLLMArgs(max_num_batched_tokens=256, enforce_eager=True),
+        ),
         dtype=device.DTYPES[given.dtype],
         device=torch.device(given.device),
         max_length=MAX_LENGTH,

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import device, report  # noqa: E402
 from benchmarks.workload import EOS_ID  # noqa: E402
-from hybrid_rl.config import InPlaceConfig  # noqa: E402
+from hybrid_rl.config.engine_keys import InPlaceArgs  # noqa: E402
+from hybrid_rl.config.schema import InPlaceRolloutConfig  # noqa: E402
 from hybrid_rl.engines.base import (  # noqa: E402
     TAGS,  # noqa: E402
     RolloutRequest,
@@ -116,7 +117,8 @@ def measure(given: Namespace, module: Any, work: str, num_prompts: int, limit: i
 
 def engine_of(given: Namespace, module: Any, num_prompts: int, limit: int, graph: bool) -> InPlaceEngine:
     """An engine that decodes from the module, ready at version 1."""
-    config = InPlaceConfig(max_num_seqs=num_prompts * given.num_generations, cuda_graphs=graph)
+    num_sequences = num_prompts * given.num_generations
+    config = InPlaceRolloutConfig(max_num_seqs=num_sequences, engine_args=InPlaceArgs(cuda_graphs=graph))
     engine = InPlaceEngine(CausalLM(module), config, max_length=given.prompt_tokens + limit)
     engine.wake(TAGS)
     engine.update_weights(TensorSource.of(module), 1)

@@ -41,7 +41,8 @@ def main() -> None:
 
 def measure(given: Namespace) -> None:
     """Engine, training steps' worth of moves, the line."""
-    from hybrid_rl.config.schema import VLLMConfig
+    from hybrid_rl.config.engine_keys import VLLMArgs
+    from hybrid_rl.config.schema import VLLMRolloutConfig
     from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
     from hybrid_rl.resharding.handoff.tensor import TensorSource
     from hybrid_rl.vllm.library import VLLMEngine  # imports vLLM
@@ -52,7 +53,11 @@ def measure(given: Namespace) -> None:
     cache_bytes = 64 << 20 if given.tiny else given.cache_gib << 30
     engine = VLLMEngine(
         module,
-        VLLMConfig(max_num_seqs=4, max_num_batched_tokens=256, enforce_eager=True, kv_cache_memory_bytes=cache_bytes),
+        VLLMRolloutConfig(
+            max_num_seqs=4,
+            kv_cache_memory_bytes=cache_bytes,
+            engine_args=VLLMArgs(max_num_batched_tokens=256, enforce_eager=True),
+        ),
         dtype=device.DTYPES[given.dtype],
         device=torch.device(given.device),
         max_length=MAX_LENGTH,

@@ -32,7 +32,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
-from hybrid_rl.config.schema import VLLMConfig  # noqa: E402
+from hybrid_rl.config.engine_keys import VLLMArgs  # noqa: E402
+from hybrid_rl.config.schema import VLLMRolloutConfig  # noqa: E402
 from hybrid_rl.controller.ranks import object_gather  # noqa: E402
 from hybrid_rl.engines.base import TAGS  # noqa: E402
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source  # noqa: E402
@@ -167,8 +168,11 @@ class Bench:
         self.rank, self.gather = rank, gather
         self.shards = sharded_model({**SHAPE, "num_hidden_layers": arguments.layers}, arguments.seed)
         region = move_to_region(self.shards, "actor")
-        config = VLLMConfig(
-            tensor_parallel_size=tensor_parallel, enforce_eager=True, kv_cache_memory_bytes=2**24, max_num_seqs=8
+        config = VLLMRolloutConfig(
+            tensor_parallel_size=tensor_parallel,
+            kv_cache_memory_bytes=2**24,
+            max_num_seqs=8,
+            engine_args=VLLMArgs(enforce_eager=True),
         )
         self.engine = VLLMEngine(
             self.shards.module, config, dtype=torch.bfloat16, device=torch.device("cpu"), max_length=128

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import device, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import MAX_POSITIONS, Work, save_model  # noqa: E402
-from hybrid_rl.config import InPlaceConfig  # noqa: E402
+from hybrid_rl.config.schema import InPlaceRolloutConfig  # noqa: E402
 from hybrid_rl.engines.base import TAGS, RolloutRequest, SamplingParams  # noqa: E402
 from hybrid_rl.engines.client import EngineClient  # noqa: E402
 from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
@@ -43,7 +43,7 @@ from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
 VLLM = {
     "engine": "vllm",
-    "enforce_eager": True,
+    "engine_args.enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 26,
     "max_num_seqs": 8,
     "handoff_check.verify_steps": 1,
@@ -333,7 +333,7 @@ def rates(models: dict[str, nn.Module], batch: int, num_tokens: int, num_rounds:
     engines = {}
     for name, model in models.items():
         packed = CausalLM(model)  # type: ignore[arg-type]
-        engines[name] = InPlaceEngine(packed, InPlaceConfig(max_num_seqs=batch), max_length=8 + num_tokens)
+        engines[name] = InPlaceEngine(packed, InPlaceRolloutConfig(max_num_seqs=batch), max_length=8 + num_tokens)
         engines[name].wake(TAGS)
     found: dict[str, list[float]] = {name: [] for name in models}
     for number in range(1 + num_rounds):

@@ -68,7 +68,9 @@ def cases(given: Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 if config != "ranks":
                     yield f"{engine} {size} {config}", size, CONFIGS[config] | own
                     continue
-                least = {"max_num_batched_tokens": SAMPLE_TOKENS} if engine == "vllm" else {}  # that vLLM takes
+                least = (
+                    {"engine_args.max_num_batched_tokens": SAMPLE_TOKENS} if engine == "vllm" else {}
+                )  # that vLLM takes
                 yield f"{engine} {size} 2 ranks", size, CONFIGS[config] | own | least
                 yield f"{engine} {size} 2 ranks, offload", size, CONFIGS[config] | own | least | LEAVING
 

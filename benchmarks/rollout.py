@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import levels, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import EOS_ID, PAD_ID, WORKS, Work, continuous_batching, load, rows, save_fitted  # noqa: E402
-from hybrid_rl.config import InPlaceConfig  # noqa: E402
+from hybrid_rl.config.schema import InPlaceRolloutConfig  # noqa: E402
 from hybrid_rl.engines.base import (  # noqa: E402
     TAGS,  # noqa: E402
     RolloutRequest,
@@ -143,7 +143,7 @@ def timed(generator: Generator, prompts: Prompts, number: int) -> Rollout:
 
 def our_engine(model: Qwen2ForCausalLM, work: Work) -> Generator:
     """The embedded engine. As in training every rollout has a new policy version, so that no prefix outlives one."""
-    engine = InPlaceEngine(CausalLM(model), InPlaceConfig(), max_length=work.longest_tokens)
+    engine = InPlaceEngine(CausalLM(model), InPlaceRolloutConfig(), max_length=work.longest_tokens)
     engine.wake(TAGS)
 
     def run(prompts: Prompts, number: int) -> list[int]:

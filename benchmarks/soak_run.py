@@ -48,10 +48,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "inplace": {"engine": "inplace"},
     "vllm": {
         "engine": "vllm",
-        "enforce_eager": True,
-        "rollout.vllm.block_size": 32,
+        "engine_args.enforce_eager": True,
+        "rollout.engine_args.block_size": 32,
         "kv_cache_memory_bytes": 2**23,
-        "per_request_seeds": True,
+        "engine_args.per_request_seeds": True,
         "handoff_check.verify_steps": 10,
     },
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_rl.config import InPlaceConfig
+from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.engines.base import (
     KV_CACHE,
     WEIGHTS,
@@ -74,7 +74,7 @@ class ContractEngine(RolloutEngine):
 
     def __init__(
         self,
-        config: InPlaceConfig,
+        config: InPlaceRolloutConfig,
         *,
         vocab_size: int,
         hidden_size: int,
@@ -86,7 +86,7 @@ class ContractEngine(RolloutEngine):
         super().__init__(
             vocab_size=vocab_size,
             limit=LengthLimit(max_positions, f"the model has {max_positions} positions"),
-            max_num_waiting=config.max_num_waiting,
+            max_num_waiting=config.engine_args.max_num_waiting,
             decode=decode,
         )
         self._config = config
@@ -102,7 +102,7 @@ class ContractEngine(RolloutEngine):
         self._weights = {
             spec.name: self.weights_region.allocate(spec.shape, spec.dtype) for spec in self._layout.tensors
         }
-        size = config.block_size
+        size = config.engine_args.block_size
         num_blocks = config.max_num_seqs * -(-max_positions // size)
         if config.kv_cache_memory_bytes is not None:
             num_blocks = max(1, config.kv_cache_memory_bytes // (size * hidden_size * torch.float32.itemsize))
@@ -114,8 +114,8 @@ class ContractEngine(RolloutEngine):
         self._scheduler = Scheduler(
             BlockPool(num_blocks, size),
             SlotTable(config.max_num_seqs, -(-max_positions // size)),
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            remember_prefixes=config.enable_prefix_caching,
+            max_num_batched_tokens=config.engine_args.max_num_batched_tokens,
+            remember_prefixes=config.engine_args.enable_prefix_caching,
             counters=self._counters,
         )
 
@@ -166,7 +166,7 @@ class ContractEngine(RolloutEngine):
     def _run(self, chunks: list[Chunk]) -> list[tuple[Sequence, int, float]]:
         """A pass: copy what newcomers continue, write the keys of all chunks, then choose a token for every sequence
         whose last chunk it was."""
-        size = self._config.block_size
+        size = self._config.engine_args.block_size
         copies = [(chunk.copied_block, chunk.sequence.blocks[chunk.start // size]) for chunk in chunks]
         pairs = [(source, block) for source, block in copies if source >= 0]
         held = [self._kv[source * size : (source + 1) * size].clone() for source, _ in pairs]
@@ -190,7 +190,7 @@ class ContractEngine(RolloutEngine):
 
     def _slots(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Where tokens start .. end of a sequence lie in the cache."""
-        size = self._config.block_size
+        size = self._config.engine_args.block_size
         return [sequence.blocks[i // size] * size + i % size for i in range(start, end)]
 
     def _choose(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:

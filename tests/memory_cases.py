@@ -92,7 +92,7 @@ KEYS: dict[str, Any] = {
     "tokens_per_micro_batch": 2 * PACKED_TOKENS,
     "kv_cache_memory_bytes": 1 << 20,
     "max_num_seqs": NUM_PROMPTS * NUM_GENERATIONS,  # as many as there are, and passes that are full
-    "max_num_batched_tokens": NUM_PROMPTS * PROMPT_TOKENS,
+    "engine_args.max_num_batched_tokens": NUM_PROMPTS * PROMPT_TOKENS,
     "old_logprobs": "recompute",
     "learning_rate": 1e-6,
 }
@@ -100,14 +100,14 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "plain": {},
     "ppo": {"algorithm": "ppo", "beta": 0.05},
     "checkpointing": {"gradient_checkpointing": True},
-    "ranks": {"num_ranks": 2, "backend": "ray", "max_num_seqs": 8, "max_num_batched_tokens": 32},
+    "ranks": {"num_ranks": 2, "backend": "ray", "max_num_seqs": 8, "engine_args.max_num_batched_tokens": 32},
     "bfloat16": {"dtype": "bfloat16"},  # fp32 masters and accumulators
     "lora": {"lora.r": 8, "beta": 0.05, "dtype": "bfloat16"},
     "offload": {"algorithm": "ppo", "beta": 0.05, "offload": [OPTIMIZER, REFERENCE, CRITIC, CRITIC_OPTIMIZER]},
 }
 VLLM_KEYS: dict[str, Any] = {
     "engine": "vllm",
-    "enforce_eager": True,
+    "engine_args.enforce_eager": True,
 }
 
 

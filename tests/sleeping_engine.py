@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceConfig
+from hybrid_rl.config.engine_keys import InPlaceArgs
+from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.engines import registry
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.engines.colocated import ColocatedEngine, TracedWeights
@@ -30,7 +31,7 @@ from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory.region import capacity_for
 from hybrid_rl.models import CausalLM
-from hybrid_rl.options import key
+from hybrid_rl.options import entries, key
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from hybrid_rl.resharding.plan import Plan, make_plan
@@ -46,7 +47,7 @@ class SleepingRolloutConfig(ColocatedRolloutConfig):
     """rollout.engine=sleeping. A process that is sent one knows the engine from then on."""
 
     engine: Literal["sleeping"] = key(NAME, "for tests")
-    sleeping: InPlaceConfig = field(default_factory=InPlaceConfig)
+    engine_args: InPlaceArgs = entries(InPlaceArgs, "as in place")
 
     def __reduce__(self) -> Any:
         return _arrived, tuple(getattr(self, item.name) for item in fields(self))
@@ -111,7 +112,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
 
     can_sleep = True
 
-    def __init__(self, setup: EngineSetup, config: InPlaceConfig) -> None:
+    def __init__(self, setup: EngineSetup, config: SleepingRolloutConfig) -> None:
         trained = setup.model
         with torch.random.fork_rng():
             own = AutoModelForCausalLM.from_config(trained.module.config).to(trained.dtype)
@@ -196,4 +197,4 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
 def make_engine(setup: EngineSetup) -> SleepingEngine:
     """Make the engine of rollout.engine=sleeping."""
     assert isinstance(setup.config, SleepingRolloutConfig)
-    return SleepingEngine(setup, setup.config.sleeping)
+    return SleepingEngine(setup, setup.config)

@@ -3,12 +3,10 @@
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.eval_keys import EvalConfig
-from hybrid_rl.config.hf import HFConfig
 from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
 from hybrid_rl.config.schema import (
     CriticConfig,
     FSDPConfig,
-    InPlaceConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
@@ -25,8 +23,6 @@ __all__ = [
     "CriticConfig",
     "EvalConfig",
     "FSDPConfig",
-    "HFConfig",
-    "InPlaceConfig",
     "Leaf",
     "MemoryConfig",
     "ModelConfig",

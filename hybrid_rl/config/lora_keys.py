@@ -46,8 +46,8 @@ class LoraKeys(FullTrainingConfig):
 
 
 def check_slot(lora: FullTrainingConfig) -> None:
-    """Raise ConfigError unless vLLM's own LoRA slots hold such adapters (rollout.vllm.lora_handoff=adapter)."""
-    asked = "rollout.vllm.lora_handoff=adapter"
+    """Raise ConfigError unless vLLM's own LoRA slots hold such adapters (rollout.lora_handoff=adapter)."""
+    asked = "rollout.lora_handoff=adapter"
     if not isinstance(lora, LoraKeys):
         raise ConfigError(f"{asked}, but no adapters are trained; set lora.r, or leave it out")
     unlike = {
@@ -59,5 +59,5 @@ def check_slot(lora: FullTrainingConfig) -> None:
         if value := getattr(lora, name):
             raise ConfigError(
                 f"{asked} and lora.{name}={value}: vLLM's slots hold low-rank matrices of linear layers, and {why}; "
-                f"set rollout.vllm.lora_handoff=merged, or leave lora.{name} out"
+                f"set rollout.lora_handoff=merged, or leave lora.{name} out"
             )

@@ -20,6 +20,7 @@ from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.buffer_keys import BufferConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.data_keys import DataConfig
+from hybrid_rl.config.engine_keys import ARGS_DOC, CHECK_DOC, ByteCheck, EngineArgs, HandoffCheck, InPlaceArgs, VLLMArgs
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
@@ -125,88 +126,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """Keys of all engines."""
-
-    max_num_seqs: int = key(256, "sequences decoded together by one engine", minimum=1)
-    max_num_waiting: int = key(
-        65536, "requests of a rank that may wait in the engine; further ones are refused", minimum=1
-    )
-    kv_cache_memory_bytes: int | None = key(
-        None,
-        "size of the KV cache of a rank; None = room for max_num_seqs full sequences, at most 40 % of free memory; "
-        "sequences that do not fit wait",
-        minimum=1,
-    )
-
-
-@dataclass(frozen=True)
-class InPlaceConfig(EngineConfig):
-    """The embedded engine, which decodes from the actor's own modules. If sequences outgrow the cache, the newest wait
-    and are computed again."""
-
-    max_num_batched_tokens: int = key(
-        8192, "prompt tokens of one pass, in addition to decoding; longer prompts are computed in chunks", minimum=1
-    )
-    enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
-    block_size: int = key(16, "tokens of one KV block; the compiled CPU kernel needs a multiple of 16", minimum=1)
-    cuda_graphs: bool = key(True, "on CUDA, replay decode passes as CUDA graphs, for batches of a few sizes")
-
-
-@dataclass(frozen=True)
-class VLLMConfig(EngineConfig):
-    """vLLM in the trainer's processes. Any other argument of vLLM is given as rollout.vllm.<name>."""
-
-    tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
-    max_num_batched_tokens: int = key(8192, "tokens of one pass; longer prompts are computed in chunks", minimum=1)
-    enable_prefix_caching: bool = key(True, "prompts with a common beginning share its cache blocks within a rollout")
-    enforce_eager: bool | None = key(
-        None, "no CUDA graphs and no compiled model: a faster start, slower steps; None = yes on CPUs"
-    )
-    per_request_seeds: bool = key(
-        False, "make a sample's noise depend only on its own seed, on any rank; vLLM then samples more slowly"
-    )
-    plain_weights: bool = key(
-        True, "keep weights as loaded even if the platform would pack them, so that they can be written directly"
-    )
-    lora_handoff: Literal["merged", "adapter"] = key(
-        "merged",
-        "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
-        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with "
-        "both",
-    )
-    engine_args: dict[str, Any] = key(
-        {}, "every other argument of vLLM, under its own name next to these keys", takes_rest=True
-    )
-
-
-CHECK_DOC = "how often engine and trainer are compared, and what may differ"
-
-
-@dataclass(frozen=True)
-class HandoffCheck:
-    """The comparison of engine and trainer after a handoff of weights."""
-
-    probe_steps: int = key(
-        8,
-        "compare engine and trainer on a probe prompt at the first 3 handoffs and after every n-th step; 0 = never",
-        minimum=0,
-    )
-    probe_tolerance: float | None = key(
-        None, "largest logprob gap of the probe before the run stops; None = 1e-3; bfloat16: see vllm.md", above=0
-    )
-
-
-@dataclass(frozen=True)
-class ByteCheck(HandoffCheck):
-    """The same for an engine with weights of its own."""
-
-    verify_steps: int = key(
-        10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
-    )
-
-
-@dataclass(frozen=True)
 class RolloutConfig:
     """The generation of completions for training. Each engine has a subclass that describes the engine to the library.
 
@@ -238,17 +157,19 @@ class RolloutConfig:
     stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
     handoff_check: HandoffCheck = entries(HandoffCheck, CHECK_DOC)
+    max_num_seqs: int = key(256, "sequences decoded together by one engine", minimum=1)
+    kv_cache_memory_bytes: int | None = key(
+        None,
+        "size of the KV cache of a rank; None = room for max_num_seqs full sequences, at most 40 % of free memory; "
+        "sequences that do not fit wait",
+        minimum=1,
+    )
+    engine_args: EngineArgs = entries(EngineArgs, ARGS_DOC)
 
     @property
     def ranks_per_engine(self) -> int:
         """Consecutive ranks that run one engine together."""
         return 1
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences decoded together by the engine; its own keys stand under its name."""
-        own: EngineConfig = getattr(self, self.engine)
-        return own.max_num_seqs
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if this engine cannot run this configuration. num_ranks: those that generate."""
@@ -260,7 +181,7 @@ class InPlaceRolloutConfig(RolloutConfig):
     """rollout.engine=inplace."""
 
     engine: Literal["inplace"] = key("inplace", ENGINES)
-    inplace: InPlaceConfig = field(default_factory=InPlaceConfig)
+    engine_args: InPlaceArgs = entries(InPlaceArgs, ARGS_DOC)
 
 
 @dataclass(frozen=True)
@@ -311,12 +232,19 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
     )
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    engine_args: VLLMArgs = entries(VLLMArgs, ARGS_DOC)
+    tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
+    lora_handoff: Literal["merged", "adapter"] = key(
+        "merged",
+        "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
+        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with "
+        "both",
+    )
 
     @property
     def ranks_per_engine(self) -> int:
         """Ranks of a tensor-parallel replica."""
-        return self.vllm.tensor_parallel_size
+        return self.tensor_parallel_size
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if ranks cannot be divided into replicas, the transport of the weights does not fit them,
@@ -324,22 +252,22 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         if num_ranks % self.ranks_per_engine:
             ranks = "rollout_ranks" if getattr(config.controller, "rollout_ranks", 0) else "num_ranks"
             raise ConfigError(
-                f"rollout.vllm.tensor_parallel_size={self.ranks_per_engine} does not divide {ranks}={num_ranks}; use "
+                f"rollout.tensor_parallel_size={self.ranks_per_engine} does not divide {ranks}={num_ranks}; use "
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
-        check_arguments(self.vllm, config.model.device)
-        if self.vllm.lora_handoff == "adapter":
+        check_arguments(self, config.model.device)
+        if self.lora_handoff == "adapter":
             check_slot(config.lora)
             if self.transport == "disk":
                 raise ConfigError(
-                    "rollout.transport=disk writes all weights at every handoff, and rollout.vllm.lora_handoff=adapter "
+                    "rollout.transport=disk writes all weights at every handoff, and rollout.lora_handoff=adapter "
                     "hands over adapters only; leave transport out"
                 )
         elif self.adopt_weights and config.lora.is_on:
             raise ConfigError(
                 "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
                 "as one tensor (lora.r): the base would be lost; leave adopt_weights out, or set "
-                "rollout.vllm.lora_handoff=adapter"
+                "rollout.lora_handoff=adapter"
             )
         super().check(config, num_ranks)
 

@@ -28,7 +28,7 @@ def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[
             continue
         remedy = choice.remedy if tags[section] == choice.default else ""
         if (tags[section], owners) == ("vllm", ["inplace"]):
-            remedy = f"an argument of vLLM itself is given as rollout.vllm.{leaf}"
+            remedy = f"an argument of vLLM itself is given as rollout.engine_args.{leaf}"
         if choice.tag is None:
             return f"key {path!r} would do nothing: {remedy}"
         return (

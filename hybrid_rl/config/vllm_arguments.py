@@ -1,4 +1,4 @@
-"""Arguments of vLLM that cannot be given as rollout.vllm.NAME: why, or what to set instead.
+"""Arguments of vLLM that cannot be given as rollout.engine_args.NAME: why, or what to set instead.
 
 They would change nothing here, or what the engine generates without the trainer knowing of it. Those of all versions
 that are supported; which of the others exist is vLLM's to say, once it is imported.
@@ -26,13 +26,16 @@ def reserved() -> Mapping[str, str]:
 def check_arguments(config: Any, device: str) -> None:
     """Raise ConfigError for an argument of vLLM that is not the user's to give, or that would do nothing.
 
-    config: a VLLMConfig. device: cpu or cuda; on CPUs the engine has no CUDA graphs unless it is told to compile.
+    config: a VLLMRolloutConfig. device: cpu or cuda; on CPUs there are no CUDA graphs unless it is told to compile.
     """
-    is_eager = device == "cpu" if config.enforce_eager is None else config.enforce_eager
-    for name in config.engine_args:
+    args = config.engine_args
+    is_eager = device == "cpu" if args.enforce_eager is None else args.enforce_eager
+    for name in args.others:
         if name in reserved():
-            raise ConfigError(f"rollout.vllm.{name} cannot be set: {reserved()[name]}")
+            raise ConfigError(f"rollout.engine_args.{name} cannot be set: {reserved()[name]}")
         if is_eager and name in _OF_GRAPHS:
-            raise ConfigError(f"rollout.vllm.{name} would do nothing: the engine has no CUDA graphs (enforce_eager)")
+            raise ConfigError(f"rollout.engine_args.{name} would do nothing: there are no CUDA graphs (enforce_eager)")
+        if name == "cuda_graphs":
+            raise ConfigError("rollout.engine_args.cuda_graphs belongs to rollout.engine=inplace; set enforce_eager")
         if config.tensor_parallel_size == 1 and name == "disable_custom_all_reduce":
-            raise ConfigError(f"rollout.vllm.{name} would do nothing with tensor_parallel_size=1; leave it out")
+            raise ConfigError(f"rollout.engine_args.{name} would do nothing with tensor_parallel_size=1; leave it out")

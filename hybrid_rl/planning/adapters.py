@@ -60,7 +60,7 @@ def slot_numel(module: nn.Module, config: TrainerConfig) -> int:
     """Return the elements of vLLM's LoRA slot on one rank of a replica: of each layer one factor is cut, the other is
     on every rank; both are padded to one rank."""
     assert isinstance(config.rollout, VLLMRolloutConfig)
-    size, rank = config.rollout.vllm.tensor_parallel_size, slot_rank(module)
+    size, rank = config.rollout.tensor_parallel_size, slot_rank(module)
     found = 0
     for one in factors_of(module):
         cut, whole = (one.inputs, one.outputs) if one.layer in CUT_INPUTS else (one.outputs, one.inputs)
@@ -76,4 +76,4 @@ def widest(module: nn.Module) -> int:
 def has_slot(config: TrainerConfig) -> bool:
     """Return whether vLLM has the adapters in a slot of its own."""
     rollout = config.rollout
-    return config.lora.is_on and isinstance(rollout, VLLMRolloutConfig) and rollout.vllm.lora_handoff == "adapter"
+    return config.lora.is_on and isinstance(rollout, VLLMRolloutConfig) and rollout.lora_handoff == "adapter"

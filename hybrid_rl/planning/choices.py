@@ -275,7 +275,6 @@ def with_choices(config: TrainerConfig, choices: Choices) -> TrainerConfig:
         smaller = dataclasses.replace(config.optimizer, tokens_per_micro_batch=choices.tokens_per_micro_batch)
         config = dataclasses.replace(config, optimizer=smaller)
     if "kv_cache_memory_bytes" in choices.reasons:
-        engine = config.rollout.engine
-        own = dataclasses.replace(getattr(config.rollout, engine), kv_cache_memory_bytes=choices.kv_cache_memory_bytes)
-        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **{engine: own}))
+        rollout = dataclasses.replace(config.rollout, kv_cache_memory_bytes=choices.kv_cache_memory_bytes)
+        config = dataclasses.replace(config, rollout=rollout)
     return config

@@ -56,16 +56,16 @@ class CacheShape:
 def paged_cache(layers: dict[int, LayerShape], config: TrainerConfig, max_length: int) -> CacheShape:
     """Return the cache of rollout.engine=inplace."""
     assert isinstance(config.rollout, InPlaceRolloutConfig)
-    own = config.rollout.inplace
+    rollout, own = config.rollout, config.rollout.engine_args
     token = sum(layer.bytes_per_token for layer in layers.values())
     blocks = -(-max_length // own.block_size)
     words = f"each {blocks} blocks x {own.block_size} tokens x {token:,} B"
-    return CacheShape(blocks * own.block_size * token, own.max_num_seqs, 0, words, own.block_size * token)
+    return CacheShape(blocks * own.block_size * token, rollout.max_num_seqs, 0, words, own.block_size * token)
 
 
 def own_cache(size: CacheSize, config: TrainerConfig, max_length: int) -> CacheShape:
     """Return the cache of rollout.engine=hf."""
-    num_sequences = config.rollout.hf.max_num_seqs  # type: ignore[attr-defined]
+    num_sequences = config.rollout.max_num_seqs
     words = f"each {size.fixed_bytes:,} B + {max_length} tokens x {size.token_bytes:,} B"
     return CacheShape(size.num_bytes(max_length), num_sequences, 0, words)
 
@@ -75,7 +75,7 @@ def vllm_cache(
 ) -> CacheShape:
     """Return the cache of rollout.engine=vllm on one rank."""
     assert isinstance(config.rollout, VLLMRolloutConfig)
-    own, settings = config.rollout.vllm, module.config.get_text_config()
+    own, settings = config.rollout, module.config.get_text_config()
     latent = getattr(settings, "kv_lora_rank", None)
     token = 0
     for layer in layers.values():
@@ -84,7 +84,7 @@ def vllm_cache(
         else:
             heads = max(1, layer.num_heads // own.tensor_parallel_size)
             token += heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
-    block = int(own.engine_args.get("block_size") or VLLM_BLOCK[config.model.device])
+    block = int(own.engine_args.others.get("block_size") or VLLM_BLOCK[config.model.device])
     blocks = -(-max_length // block)
     words = f"each {blocks} blocks x {block} tokens x {token:,} B"
     return CacheShape(blocks * block * token, own.max_num_seqs, block * token, words, block * token)
@@ -92,9 +92,7 @@ def vllm_cache(
 
 def given_cache_bytes(config: TrainerConfig) -> int | None:
     """Return the size of the cache that the configuration gives, None for auto."""
-    section = getattr(config.rollout, config.rollout.engine)
-    given: int | None = section.kv_cache_memory_bytes
-    return given
+    return config.rollout.kv_cache_memory_bytes
 
 
 def gathered_share(module: PreTrainedModel, itemsize: int) -> Share:
@@ -111,13 +109,13 @@ def vllm_weights_share(module: PreTrainedModel, config: TrainerConfig, itemsize:
     Raises ConfigError if the heads cannot be cut into so many parts.
     """
     assert isinstance(config.rollout, VLLMRolloutConfig)
-    size = config.rollout.vllm.tensor_parallel_size
+    size = config.rollout.tensor_parallel_size
     settings = module.config.get_text_config()
     num_heads = getattr(settings, "num_attention_heads", None)
     if num_heads is not None and num_heads % size:
         fitting = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ConfigError(
-            f"rollout.vllm.tensor_parallel_size={size} does not divide num_attention_heads={num_heads} of the model; "
+            f"rollout.tensor_parallel_size={size} does not divide num_attention_heads={num_heads} of the model; "
             f"use one of {fitting}"
         )
     if isinstance(config.rollout, ColocatedRolloutConfig) and config.rollout.adopt_weights:

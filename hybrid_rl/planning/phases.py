@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy
-from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.memory.cycle import (
     ACTOR,
     CRITIC,
@@ -295,10 +295,9 @@ class StepMemory:
 
     def _engine_work(self) -> list[Share]:
         """Return what the fullest pass of the engine takes besides weights and cache."""
-        own = getattr(self.config.rollout, self.config.rollout.engine)
-        prompt = self.passes.longest_prompt(self.config)
-        num_tokens = min(own.max_num_batched_tokens, own.max_num_seqs * prompt) + own.max_num_seqs
-        return self._engine_pass(num_tokens, own.max_num_seqs)
+        count, most = self.config.rollout.max_num_seqs, self.config.rollout.engine_args.max_num_batched_tokens
+        num_tokens = min(most, count * self.passes.longest_prompt(self.config)) + count
+        return self._engine_pass(num_tokens, count)
 
     def _engine_pass(self, num_tokens: int, num_sequences: int) -> list[Share]:
         """Return what a pass over so many tokens takes."""
@@ -316,20 +315,20 @@ class StepMemory:
 
     def _engine_graphs(self) -> list[Share]:
         """Return what the engine has on a GPU in every phase, for none of it sleeps: graphs, and vLLM's buffers."""
-        config, own = self.config, getattr(self.config.rollout, self.config.rollout.engine)
+        config, rollout = self.config, self.config.rollout
         if config.model.device != "cuda":
             return []
-        if isinstance(config.rollout, ColocatedRolloutConfig):
+        if isinstance(rollout, VLLMRolloutConfig):
             vocabulary = self.passes.shape.models.policy.config.get_text_config().vocab_size
-            graphs = 0 if own.enforce_eager else GRAPH_BYTES
-            sums = REDUCE_BYTES if config.rollout.ranks_per_engine > 1 else 0
-            text = f"{own.max_num_seqs} x {vocabulary:,} counts x 4 B"
+            graphs = 0 if rollout.engine_args.enforce_eager else GRAPH_BYTES
+            sums = REDUCE_BYTES if rollout.ranks_per_engine > 1 else 0
+            text = f"{rollout.max_num_seqs} x {vocabulary:,} counts x 4 B"
             text += f" + {size_text(graphs)} of CUDA graphs" if graphs else ""
             text += f" + {size_text(sums)} for sums between ranks" if sums else ""
-            return [Share(ENGINE_GRAPHS, own.max_num_seqs * vocabulary * 4 + graphs + sums, text)]
-        if not getattr(own, "cuda_graphs", False):
+            return [Share(ENGINE_GRAPHS, rollout.max_num_seqs * vocabulary * 4 + graphs + sums, text)]
+        if not getattr(rollout.engine_args, "cuda_graphs", False):
             return []
-        count = own.max_num_seqs
+        count = rollout.max_num_seqs
         held = self.passes.generate(config, count, count, keeps_logprobs=False).fullest.others
         return [Share(ENGINE_GRAPHS, held, f"counted: a pass of {count:,} tokens, in CUDA graphs")]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.schema import RolloutConfig, VLLMConfig, VLLMRolloutConfig
+from hybrid_rl.config.engine_keys import ByteCheck, VLLMArgs
+from hybrid_rl.config.schema import RolloutConfig, VLLMRolloutConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit, smallest_plan
@@ -23,7 +25,7 @@ MOST_RANKS = 64
 HOST_MEMORY = "memory.host_memory"
 ADAPTER_RANK = 16  # of adapters where all weights do not fit
 CANNOT_PLAN = (ConfigError, ModelError)  # keys that do not go together, or a model that cannot be counted with them
-FEWER = {"max_num_batched_tokens": (2048, 256), "max_num_seqs": (32, 8, 1)}  # of an engine
+FEWER = {"rollout.engine_args.max_num_batched_tokens": (2048, 256), "rollout.max_num_seqs": (32, 8, 1)}
 
 
 NO_REMEDY = (
@@ -205,7 +207,7 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
         return Remedy(((path, value),))
 
     if given_cache_bytes(config) is not None:
-        yield one(f"rollout.{config.rollout.engine}.kv_cache_memory_bytes", None)
+        yield one("rollout.kv_cache_memory_bytes", None)
     if config.memory.offload is not None:
         yield one("memory.offload", None)
     if several and config.fsdp.dp_replicate > 1:
@@ -226,17 +228,16 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
     for number in (size // 2, size // 4, shape.max_length):
         if shape.max_length <= number < size:
             yield one("optimizer.tokens_per_micro_batch", number)
-    engine = getattr(config.rollout, config.rollout.engine)
-    for name, numbers in FEWER.items():
+    for path, numbers in FEWER.items():
         for number in numbers:
-            if getattr(engine, name) > number:
-                yield one(f"rollout.{config.rollout.engine}.{name}", number)
+            if attrgetter(path)(config) > number:
+                yield one(path, number)
     if is_cuda and not model.activation_offload:
         yield one("model.activation_offload", True)
     if isinstance(config.rollout, VLLMRolloutConfig):
         for number in _replica_sizes(config, shape):
-            if number > config.rollout.vllm.tensor_parallel_size:
-                yield one("rollout.vllm.tensor_parallel_size", number)
+            if number > config.rollout.tensor_parallel_size:
+                yield one("rollout.tensor_parallel_size", number)
     if is_cuda and model.dtype == "float32":
         yield one("model.dtype", "bfloat16")
     if is_cuda and not several and config.memory.optimizer_on_host is False:
@@ -258,17 +259,19 @@ def _vllm(config: TrainerConfig, shape: RunShape) -> list[Remedy]:
     sizes = [] if isinstance(config.rollout, VLLMRolloutConfig) else _replica_sizes(config, shape)
     if config.model.device != "cuda" or not sizes:
         return []
-    return [Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", sizes[-1])))]
+    return [Remedy((("rollout.engine", "vllm"), ("rollout.tensor_parallel_size", sizes[-1])))]
 
 
 def _on_vllm(config: TrainerConfig) -> TrainerConfig:
     """Return a run with vLLM in place of its engine, with all that is common to both, and of the engine's own keys
     those that were given."""
-    rollout, own = config.rollout, getattr(config.rollout, config.rollout.engine)
-    names = {item.name for item in dataclasses.fields(VLLMConfig)} & {item.name for item in dataclasses.fields(own)}
+    rollout, own = config.rollout, config.rollout.engine_args
+    names = {item.name for item in dataclasses.fields(VLLMArgs)} & {item.name for item in dataclasses.fields(own)}
     given = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(type(own)(), name)}
-    common = {item.name: getattr(rollout, item.name) for item in dataclasses.fields(RolloutConfig)} | {"engine": "vllm"}
-    return dataclasses.replace(config, rollout=VLLMRolloutConfig(**common, vllm=VLLMConfig(**given)))
+    common: dict[str, Any] = {item.name: getattr(rollout, item.name) for item in dataclasses.fields(RolloutConfig)}
+    check = ByteCheck(**vars(rollout.handoff_check))
+    common |= {"engine": "vllm", "engine_args": VLLMArgs(**given), "handoff_check": check}
+    return dataclasses.replace(config, rollout=VLLMRolloutConfig(**common))
 
 
 def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:

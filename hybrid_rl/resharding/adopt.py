@@ -25,7 +25,8 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
     if trace.untraced:
         raise HandoffError(
             f"the engine rearranges {len(trace.untraced)} of its tensors, e.g. {min(trace.untraced)}; their "
-            f"memory cannot be shared with the trainer's: leave adopt_weights out, or set plain_weights=true"
+            "memory cannot be shared with the trainer's: leave adopt_weights out, or set "
+            "engine_args.plain_weights=true"
         )
     views: dict[str, Tensor] = {}
     problems: dict[str, str] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm import EngineArgs
 
-from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.errors import ConfigError
@@ -20,7 +20,7 @@ WORKER = "hybrid_rl.vllm.cpu_worker.RunWorker"
 
 
 def engine_arguments(
-    config: VLLMConfig,
+    config: VLLMRolloutConfig,
     folder: Path,
     *,
     dtype: torch.dtype,
@@ -32,16 +32,17 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of EngineArgs, without the size of the cache. folder: the one with config.json.
 
-    Raises ConfigError for an argument in config.engine_args that vLLM does not know, or that is not the user's.
+    Raises ConfigError for an argument in config.engine_args.others that vLLM does not know, or that is not the user's.
     """
-    is_eager = device.type == "cpu" if config.enforce_eager is None else config.enforce_eager
+    args = config.engine_args
+    is_eager = device.type == "cpu" if args.enforce_eager is None else args.enforce_eager
     check_arguments(config, device.type)
     names = {item.name for item in dataclasses.fields(EngineArgs)}
-    for name in config.engine_args:
+    for name in args.others:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"rollout.vllm.{name} is not an argument of the vLLM that is installed{hint}")
+            raise ConfigError(f"rollout.engine_args.{name} is not an argument of the vLLM that is installed{hint}")
     # The next pass starts while the last one's tokens are on their way; vLLM has it on GPUs only.
     defaults: dict[str, Any] = {"async_scheduling": device.type == "cuda"}
     if device.type == "cpu":
@@ -59,8 +60,8 @@ def engine_arguments(
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "enable_prefix_caching": config.enable_prefix_caching,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "enable_prefix_caching": args.enable_prefix_caching,
         "enforce_eager": is_eager,
         "load_format": "dummy",
         "use_tqdm_on_load": False,
@@ -72,11 +73,11 @@ def engine_arguments(
         ours["enable_sleep_mode"] = True
     if device.type == "cpu":
         ours["worker_cls"] = WORKER
-    return {**defaults, **config.engine_args, **ours}
+    return {**defaults, **args.others, **ours}
 
 
 def kv_cache_bytes(
-    config: VLLMConfig, vllm_config: Any, *, max_length: int, device: torch.device, memory_share: float
+    config: VLLMRolloutConfig, vllm_config: Any, *, max_length: int, device: torch.device, memory_share: float
 ) -> int:
     """Return the bytes that the cache is given: as configured, or room for max_num_seqs full sequences, at most a share
     of what is free now, and for one sequence in any case. Raises ConfigError if a configured size does not hold one."""

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybrid_rl.compat.vllm import detach_finalizer, drop_world
-from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.controller.session import temporary_folder
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, ModelError
 from hybrid_rl.vllm.arguments import kv_cache_bytes
@@ -110,7 +110,7 @@ OF_CODE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Ass
 
 
 def build(
-    arguments: dict[str, Any], config: VLLMConfig, max_length: int, device: torch.device, memory_share: float
+    arguments: dict[str, Any], config: VLLMRolloutConfig, max_length: int, device: torch.device, memory_share: float
 ) -> tuple[LLMEngine, int]:
     """Build the engine; return it and the bytes of its cache. Raises ConfigError or ModelError, with vLLM's own words,
     for what it refuses."""
@@ -142,15 +142,17 @@ def refusal(error: Exception) -> ConfigError | ModelError:
     if "nvcc" in words:  # FlashInfer, vLLM's first choice on some GPUs, compiles its kernels as it is first used
         return ModelError(
             f"vLLM's kernels cannot be compiled here: {words.rstrip('. ')}; pip install nvidia-cuda-nvcc "
-            "nvidia-cuda-cccl (of CUDA's version), set rollout.vllm.attention_backend=FLASH_ATTN, "
+            "nvidia-cuda-cccl (of CUDA's version), set rollout.engine_args.attention_backend=FLASH_ATTN, "
             f"{others}"
         )
     if "support LoRA" in words:
         return ConfigError(
-            f"vLLM has no slots for adapters of this model: {words.rstrip('. ')}; set rollout.vllm.lora_handoff=merged"
+            f"vLLM has no slots for adapters of this model: {words.rstrip('. ')}; set rollout.lora_handoff=merged"
         )
     if isinstance(error, (ValueError, NotImplementedError)):
-        return ConfigError(f"vLLM refuses this model or these keys of rollout.vllm: {words}; change them, {others}")
+        return ConfigError(
+            f"vLLM refuses this model or these entries of rollout.engine_args: {words}; change them, {others}"
+        )
     return ModelError(
         f"vLLM fails on this model ({type(error).__name__}: {words}): its code for the architecture expects another "
         f"config.json or other weights; {others.removeprefix('or ')}, or try another version of vLLM"
@@ -164,8 +166,8 @@ def explain_step(error: BaseException, *, is_first: bool) -> None:
     told = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
     if "does not use offset" in str(error):  # vLLM takes back the noise of a pass whose prompt was not yet whole
         raise EngineStateError(
-            "vLLM cannot compute a prompt in chunks on a CPU with per_request_seeds=true "
-            f"({words[0]}); set per_request_seeds=false, or raise "
+            "vLLM cannot compute a prompt in chunks on a CPU with engine_args.per_request_seeds=true "
+            f"({words[0]}); set engine_args.per_request_seeds=false, or raise "
             "max_num_batched_tokens above the tokens of all prompts of a pass "
             "(max_num_seqs times the longest)"
         ) from error

@@ -48,7 +48,7 @@ def reload_derived(
         finalize_layerwise_reload(layer, model_config)
     left = sorted(name for name in derived.reasons if name not in loaded)
     if left:
-        plain = "" if model_config.quantization else "rollout.vllm.plain_weights=true, or "
+        plain = "" if model_config.quantization else "rollout.engine_args.plain_weights=true, or "
         raise HandoffError(
             f"vLLM's reload left {len(left)} weights as they were, e.g. {left[0]} ({derived.reasons[left[0]]}): this "
             f"model cannot take new weights; set {plain}rollout.engine=inplace"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from vllm.inputs import tokens_input
 
-from hybrid_rl.config.schema import VLLMConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.engines.base import (
     KV_CACHE,
     TAGS,
@@ -78,7 +78,7 @@ class VLLMEngine(ColocatedEngine):
     def __init__(
         self,
         module: PreTrainedModel,
-        config: VLLMConfig,
+        config: VLLMRolloutConfig,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -96,7 +96,7 @@ class VLLMEngine(ColocatedEngine):
             limit=LengthLimit(
                 max_length, "vLLM was built for the longest prompt and max_completion_length, which may be raised"
             ),
-            max_num_waiting=config.max_num_waiting * config.tensor_parallel_size,
+            max_num_waiting=config.engine_args.max_num_waiting * config.tensor_parallel_size,
             decode=decode,
         )
         self._config, self._device = config, device
@@ -111,7 +111,7 @@ class VLLMEngine(ColocatedEngine):
                 checkpoint_views(module),
                 adapter_ranks or {},
                 rank=dist.get_rank(),
-                is_plain=config.plain_weights,
+                is_plain=config.engine_args.plain_weights,
                 dtype=dtype,
                 device=device,
             )
@@ -252,7 +252,7 @@ class VLLMEngine(ColocatedEngine):
         while self._waiting and len(self._running) < self._config.max_num_seqs:
             generation = self._waiting.popleft()
             request = generation.request
-            has_own_seed = self._config.per_request_seeds or self._draws_seeds
+            has_own_seed = self._config.engine_args.per_request_seeds or self._draws_seeds
             params = vllm_params(request.params, has_own_seed=has_own_seed, num_begun=len(generation.tokens))
             self._running[request.id] = generation
             prompt = tokens_input([*request.prompt_ids, *generation.tokens])
@@ -395,7 +395,7 @@ def make_engine(setup: EngineSetup) -> VLLMEngine:
     assert isinstance(setup.config, VLLMRolloutConfig)
     return VLLMEngine(
         setup.model.module,
-        setup.config.vllm,
+        setup.config,
         dtype=setup.model.dtype,
         device=setup.device,
         max_length=setup.max_length,

@@ -270,7 +270,7 @@ def check_reloadable(model: nn.Module, layers: Iterable[str]) -> None:
     if packed and current_platform.is_cpu():
         raise HandoffError(
             f"vLLM packs experts such as {packed[0]} when it starts, and its reload does not pack them again; set "
-            f"rollout.vllm.plain_weights=true, or rollout.engine=inplace"
+            f"rollout.engine_args.plain_weights=true, or rollout.engine=inplace"
         )
 
 

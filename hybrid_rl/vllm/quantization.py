@@ -70,8 +70,8 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         ]
         if unlike:
             raise ConfigError(
-                f"rollout.vllm.plain_weights has no experts with {' and '.join(unlike)}; set "
-                f"rollout.vllm.plain_weights=false, or rollout.engine=inplace"
+                f"rollout.engine_args.plain_weights has no experts with {' and '.join(unlike)}; set "
+                f"rollout.engine_args.plain_weights=false, or rollout.engine=inplace"
             )
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
@@ -100,8 +100,8 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         """x [tokens, hidden], topk_weights and topk_ids [tokens, k] -> [tokens, hidden]."""
         if layer.apply_router_weight_on_input:
             raise ConfigError(
-                "rollout.vllm.plain_weights has no experts whose input is weighted by the router; set "
-                "rollout.vllm.plain_weights=false, or rollout.engine=inplace"
+                "rollout.engine_args.plain_weights has no experts whose input is weighted by the router; set "
+                "rollout.engine_args.plain_weights=false, or rollout.engine=inplace"
             )
         out = torch.zeros_like(x)
         for expert in topk_ids.unique().tolist():

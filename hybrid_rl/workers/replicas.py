@@ -24,7 +24,7 @@ def check_replicas(config: RolloutConfig, context: RankContext) -> None:
         memories, hosts = zip(*places[first : first + size], strict=True)
         if len(set(memories)) > 1:
             raise ConfigError(
-                f"rollout.vllm.tensor_parallel_size={size}: ranks {first} to {first + size - 1} are on "
+                f"rollout.tensor_parallel_size={size}: ranks {first} to {first + size - 1} are on "
                 f"{', '.join(hosts)}, and the ranks of a replica on CPUs meet in shared memory, which these have "
                 f"not in common; set controller.ray.placement=pack on nodes with room for {size} ranks each, or "
                 f"tensor_parallel_size=1"

@@ -131,7 +131,7 @@ class EmbeddedSide(RolloutSide):
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
         self._model = model
         rollout, device = setup.config.rollout, model.device
-        has_graphs = isinstance(rollout, InPlaceRolloutConfig) and rollout.inplace.cuda_graphs
+        has_graphs = isinstance(rollout, InPlaceRolloutConfig) and rollout.engine_args.cuda_graphs
         if isinstance(model, ShardedCausalLM) and has_graphs and device.type == "cuda":
             # Graphs hold the addresses of the weights.
             model.twin.keep_addresses(
@@ -166,7 +166,7 @@ class ColocatedSide(RolloutSide):
         size = config.ranks_per_engine
         gather = BlockGather(size)
         # The engine adds adapters by itself; otherwise they are merged into its weights.
-        self._sends_adapters = isinstance(config, VLLMRolloutConfig) and config.vllm.lora_handoff == "adapter"
+        self._sends_adapters = isinstance(config, VLLMRolloutConfig) and config.lora_handoff == "adapter"
         ranks = adapter_ranks(model.module) if self._sends_adapters else {}
         with plain(model.module):  # the engine's model has no adapters
             engine = make_engine(replace(engine_setup(setup, model, context), adapter_ranks=ranks))

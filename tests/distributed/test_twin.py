@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl.compat.fsdp import parameters
-from hybrid_rl.config import InPlaceConfig, OptimizerConfig
+from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
@@ -17,6 +17,7 @@ from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
+from tests.engine_settings import inplace_settings
 from tests.unit.engines.inplace.graph_stand_in import force_device_path
 from tests.unit.models.families import VOCABULARY, build
 
@@ -28,7 +29,7 @@ MAX_TOKENS = 9
 
 
 def engine_of(model: CausalLM) -> InPlaceEngine:
-    engine = InPlaceEngine(model, InPlaceConfig(kv_cache_memory_bytes=1 << 20), max_length=32)
+    engine = InPlaceEngine(model, inplace_settings(kv_cache_memory_bytes=1 << 20), max_length=32)
     engine.sleep({WEIGHTS, KV_CACHE})
     return engine
 

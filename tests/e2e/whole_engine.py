@@ -36,10 +36,10 @@ CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3})]
 FAVOUR = {"k": 3.0}
 KEYS: dict[str, Any] = {
     "engine": "vllm",
-    "enforce_eager": True,
-    "rollout.vllm.block_size": 32,
+    "engine_args.enforce_eager": True,
+    "rollout.engine_args.block_size": 32,
     "kv_cache_memory_bytes": 2**23,
-    "per_request_seeds": True,
+    "engine_args.per_request_seeds": True,
     "num_ranks": 2,
     "handoff_check.probe_steps": 1,
     "handoff_check.probe_tolerance": 1e-5,

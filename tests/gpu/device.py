@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
+from tests.engine_settings import inplace_settings
 from tests.unit.engines import engines
 from tests.unit.models import families
 
@@ -62,7 +62,7 @@ def build(name: str, **settings: Any) -> PreTrainedModel:
 def rig_of(family: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> DeviceRig:
     """An engine over a model of `families`, ready at version 1."""
     module = build(family, dtype=dtype)
-    config = InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings})
+    config = inplace_settings(**{"block_size": 4, "max_num_seqs": 16, **settings})
     engine = InPlaceEngine(CausalLM(module), config, max_length=48)
     rig = DeviceRig(engine, module)
     rig.ready()

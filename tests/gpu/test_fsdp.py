@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.controller.ranks import join_ranks
 from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
@@ -19,6 +18,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from tests.distributed.test_fsdp import EXACT, grpo_backward
+from tests.engine_settings import inplace_settings
 from tests.gpu.device import DEVICE, cuda_only
 from tests.reference import grpo_case
 from tests.unit.engines.engines import Rig, same_samples
@@ -106,7 +106,7 @@ def generated(new_region: Callable[[int], CudaRegion] | None) -> Phases:
     if new_region is not None:
         model.twin.keep_addresses(lambda num_bytes: regions.append(new_region(num_bytes)) or regions[0])
     with model.twin.bound():
-        engine = InPlaceEngine(model.plain_twin(), InPlaceConfig(kv_cache_memory_bytes=1 << 24), max_length=48)
+        engine = InPlaceEngine(model.plain_twin(), inplace_settings(kv_cache_memory_bytes=1 << 24), max_length=48)
     rig = Rig(engine, model.twin.module)
     for version in (1, 2, 3):
         with model.twin.bound():

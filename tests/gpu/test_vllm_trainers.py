@@ -23,7 +23,7 @@ MIB = 1 << 20
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 KEYS = {
     "engine": "vllm",
-    "enforce_eager": True,
+    "engine_args.enforce_eager": True,
     "kv_cache_memory_bytes": 64 * MIB,
     "prompts_per_step": 4,
     "num_generations": 4,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybrid_rl.config.schema import VLLMConfig
 from hybrid_rl.engines.base import (
     KV_CACHE,
     TAGS,
@@ -30,6 +29,7 @@ from hybrid_rl.errors import EngineStateError, MemoryStateError
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.verify import Verifier
+from tests.engine_settings import vllm_settings
 from tests.gpu.device import DEVICE, cuda_only
 
 # Logits of this model reach 2^2 to 2^3, of which bfloat16 keeps steps of 2^-6; both sides round some ten times on the
@@ -100,7 +100,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         tie_word_embeddings=True,
     )
     module: Any = Qwen2ForCausalLM(config).to(DEVICE)
-    settings = VLLMConfig(max_num_seqs=16, kv_cache_memory_bytes=64 * MIB, **request.module.SETTINGS)
+    settings = vllm_settings(max_num_seqs=16, kv_cache_memory_bytes=64 * MIB, **request.module.SETTINGS)
     engine = VLLMEngine(module, settings, dtype=torch.bfloat16, device=torch.device(DEVICE), max_length=64)
     engine.wake(TAGS)
     yield Rig(module, engine)

@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VLLM = {
     "engine": "vllm",
-    "enforce_eager": True,
-    "rollout.vllm.block_size": 32,
+    "engine_args.enforce_eager": True,
+    "rollout.engine_args.block_size": 32,
     "kv_cache_memory_bytes": 2**23,
-    "per_request_seeds": True,
+    "engine_args.per_request_seeds": True,
     "handoff_check.verify_steps": 1,
 }
 needs_vllm = pytest.mark.skipif(bool(without_vllm()), reason=without_vllm() or "-")

@@ -30,7 +30,12 @@ WORK = {
     },
     "vllm": LOSS | {"the handoff's write": ("resharding/execute.py", "_launch")},
 }
-VLLM = {"engine": "vllm", "enforce_eager": True, "rollout.vllm.block_size": 32, "kv_cache_memory_bytes": 2**22}
+VLLM = {
+    "engine": "vllm",
+    "engine_args.enforce_eager": True,
+    "rollout.engine_args.block_size": 32,
+    "kv_cache_memory_bytes": 2**22,
+}
 
 
 @contextmanager

@@ -284,7 +284,7 @@ def test_public_names() -> None:
         {"gradient_checkpointing": True},
         {"old_logprobs": "rollout", "loss_type": "dr_grpo", "scale_rewards": "none"},
         {"importance_sampling_level": "sequence", "loss_type": "grpo", "delta": 2.0, "epsilon_high": 0.28},
-        {"tokens_per_micro_batch": 20, "max_num_seqs": 3, "block_size": 2},
+        {"tokens_per_micro_batch": 20, "max_num_seqs": 3, "engine_args.block_size": 2},
     ],
     ids=lambda keys: "-".join(keys),
 )

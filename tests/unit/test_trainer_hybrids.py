@@ -114,8 +114,8 @@ def test_in_place_says_what_to_do_and_hf_says_what_it_does(make_trainer, caplog)
         ({"torch_compile": True}, "torch_compile=true compiles packed blocks"),
         ({"attention": "sdpa"}, "attention='sdpa' would do nothing: rollout.engine=hf"),
         ({"algorithm": "rspo"}, "reads the model's routers from packed rows"),
-        ({"block_size": 16}, "belongs to rollout.engine=inplace"),
-        ({"enable_prefix_caching": False}, "belongs to rollout.engine=inplace or vllm"),
+        ({"engine_args.block_size": 16}, "belongs to rollout.engine=inplace"),
+        ({"engine_args.enable_prefix_caching": False}, "belongs to rollout.engine=inplace or vllm"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -35,11 +35,11 @@ def compiled(run_name: str, cache_bytes: int) -> tuple[str, str]:
     """Under which folder and hash vLLM keeps what it compiles for a model, whose cache has so many bytes."""
     from vllm import EngineArgs
 
-    from hybrid_rl.config.schema import VLLMConfig
     from hybrid_rl.vllm.arguments import engine_arguments
     from hybrid_rl.vllm.build import give_cache, variables
     from hybrid_rl.vllm.config_folder import config_folder
     from hybrid_rl.vllm.environment import process_kept
+    from tests.engine_settings import vllm_settings
     from tests.vllm.rigs import tiny
 
     module, cpu = tiny(), torch.device("cpu")
@@ -49,7 +49,7 @@ def compiled(run_name: str, cache_bytes: int) -> tuple[str, str]:
             folder = config_folder(module)
             settings = {"dtype": torch.float32, "max_length": 64, "seed": 0}
             settings |= {"trust_remote_code": False, "can_sleep": False}
-            arguments = engine_arguments(VLLMConfig(enforce_eager=False), folder, device=cpu, **settings)
+            arguments = engine_arguments(vllm_settings(enforce_eager=False), folder, device=cpu, **settings)
             config = EngineArgs(**arguments | {"load_format": "dummy"}).create_engine_config()
             give_cache(config.cache_config, cache_bytes)
             return str(folder), config.compute_hash()

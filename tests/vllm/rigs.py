@@ -8,21 +8,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.engines.base import TAGS, Counters
 from hybrid_rl.vllm.engine import VLLMEngine
+from tests.engine_settings import vllm_settings
 from tests.unit.engines.engines import Rig, decode
 from tests.unit.models.families import build
 
 MAX_NUM_SEQS, BLOCK_SIZE = 64, 32  # the smallest blocks of vLLM's attention on CPUs; its heads have 32 dims at least
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-CONFIG = VLLMConfig(
-    max_num_seqs=MAX_NUM_SEQS,
-    max_num_batched_tokens=4096,
-    enforce_eager=True,
-    per_request_seeds=True,
-    engine_args={"block_size": BLOCK_SIZE},
-)
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_batched_tokens": 4096,
+    "enforce_eager": True,
+    "per_request_seeds": True,
+    "others": {"block_size": BLOCK_SIZE},
+}
+CONFIG = vllm_settings(**SETTINGS)
 
 
 def tiny(family: str = "qwen2", **changes: Any) -> PreTrainedModel:
@@ -30,7 +32,7 @@ def tiny(family: str = "qwen2", **changes: Any) -> PreTrainedModel:
     return build(family, **{**SHAPE, **changes})
 
 
-def make_engine(module: PreTrainedModel, config: VLLMConfig = CONFIG, **settings: Any) -> VLLMEngine:
+def make_engine(module: PreTrainedModel, config: VLLMRolloutConfig = CONFIG, **settings: Any) -> VLLMEngine:
     """An engine of this process in fp32, of the model's positions."""
     defaults = {"dtype": torch.float32, "device": torch.device("cpu"), "max_length": 64, "decode": decode}
     return VLLMEngine(module, config, **{**defaults, **settings})
@@ -48,7 +50,7 @@ class VLLMRig(Rig):
         rig._weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         return rig
 
-    def renewed(self, *, max_num_seqs: int = 16, max_num_waiting: int = CONFIG.max_num_waiting) -> VLLMRig:
+    def renewed(self, *, max_num_seqs: int = 16, max_num_waiting: int = CONFIG.engine_args.max_num_waiting) -> VLLMRig:
         """As if it had just been made, with these settings."""
         live = self.engine
         live._paused, live._aborted = None, set(live._ids)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 LORA = {
     **KEYS,
-    "rollout.vllm.lora_handoff": "adapter",
+    "rollout.lora_handoff": "adapter",
     "lora.r": 3,
     "lora_alpha": 7,
     "rank_pattern": {"q_proj": 5},

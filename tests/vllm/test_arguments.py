@@ -6,7 +6,8 @@ import dataclasses
 
 from vllm import EngineArgs
 
-from hybrid_rl.config.schema import VLLMConfig
+from hybrid_rl.config.engine_keys import VLLMArgs
+from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.config.vllm_arguments import reserved
 from hybrid_rl.vllm.versions import installed_version, numbers
 
@@ -34,9 +35,8 @@ OLD_ONLY = {"calculate_kv_scales"}
 
 
 def test_every_argument_is_a_key_passes_through_or_is_refused() -> None:
-    own = {item.name for item in dataclasses.fields(EngineArgs)} - {
-        item.name for item in dataclasses.fields(VLLMConfig)
-    }
+    keys = {item.name for kind in (VLLMArgs, VLLMRolloutConfig) for item in dataclasses.fields(kind)}
+    own = {item.name for item in dataclasses.fields(EngineArgs)} - keys
     taken = {name for names in TAKEN.values() for name in names.split()}
     assert own - reserved().keys() - taken == set()
     assert taken & reserved().keys() == set()

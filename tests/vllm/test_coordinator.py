@@ -21,12 +21,13 @@ def share(rank, num_ranks):
     from hybrid_rl.engines.coordinator import Coordinator
     from hybrid_rl.errors import EngineStateError
     from hybrid_rl.resharding.handoff.tensor import TensorSource
+    from tests.engine_settings import vllm_settings
     from tests.unit.engines.engines import forward_logprobs, request
-    from tests.vllm.rigs import CONFIG, make_engine, tiny
+    from tests.vllm.rigs import SETTINGS, make_engine, tiny
 
     module = tiny()
-    config = CONFIG.__class__(
-        **{**vars(CONFIG), "tensor_parallel_size": num_ranks, "per_request_seeds": False, "max_num_seqs": 8}
+    config = vllm_settings(
+        **{**SETTINGS, "tensor_parallel_size": num_ranks, "per_request_seeds": False, "max_num_seqs": 8}
     )
     live = make_engine(module, config, seed=7)
     gather = BlockGather(num_ranks)

@@ -21,8 +21,9 @@ from hybrid_rl.vllm import build as build_module
 from hybrid_rl.vllm.arguments import engine_arguments, kv_cache_bytes
 from hybrid_rl.vllm.build import reason
 from hybrid_rl.vllm.environment import process_kept
+from tests.engine_settings import vllm_settings
 from tests.unit.engines.engines import finish, forward_logprobs, request, same_samples
-from tests.vllm.rigs import CONFIG, VLLMRig, make_engine, tiny
+from tests.vllm.rigs import CONFIG, SETTINGS, VLLMRig, make_engine, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def test_steps_handoffs_and_sleep_leave_no_trace(rig):
 
 def test_without_seeds_of_requests_the_noise_follows_the_first_ones(rig):
     """Two equal requests of a call draw differently; a later call repeats it, whatever was drawn in between."""
-    rig.engine._config = CONFIG.__class__(**{**vars(CONFIG), "per_request_seeds": False})
+    rig.engine._config = vllm_settings(**{**SETTINGS, "per_request_seeds": False})
     first = rig.run([request(0, 4, 12, seed=5), request(1, 4, 12, seed=5)])
     assert first[0].completion_ids != first[1].completion_ids
     torch.rand(3)
@@ -201,7 +202,7 @@ def test_a_token_without_a_finite_logprob_stops_the_rollout(rig):
 
 
 def arguments(device="cpu", **given):
-    config = CONFIG.__class__(**{**vars(CONFIG), "engine_args": given})
+    config = vllm_settings(**{**SETTINGS, "others": given})
     return engine_arguments(
         config,
         "folder",
@@ -231,8 +232,14 @@ def test_blocks_on_a_cpu_are_as_small_as_they_can_be():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("blok_size", r"rollout.vllm.blok_size is not an argument of the vLLM that is installed; did you mean .block_"),
-        ("gpu_memory_utilization", r"rollout.vllm.gpu_memory_utilization cannot be set: set kv_cache_memory_bytes"),
+        (
+            "blok_size",
+            r"engine_args.blok_size is not an argument of the vLLM that is installed; did you mean .block_",
+        ),
+        (
+            "gpu_memory_utilization",
+            r"engine_args.gpu_memory_utilization cannot be set: set kv_cache_memory_bytes",
+        ),
     ],
 )
 def test_arguments_that_are_unknown_or_not_the_users_are_refused(name, message):
@@ -254,7 +261,7 @@ def test_a_cache_that_cannot_hold_a_sequence_is_refused(rig):
     """The sequence takes 64 tokens of 1024 bytes, and vLLM's own block 32."""
 
     def size(given):
-        config = CONFIG.__class__(**{**vars(CONFIG), "kv_cache_memory_bytes": given})
+        config = vllm_settings(**{**SETTINGS, "kv_cache_memory_bytes": given})
         vllm_config = rig.engine._llm.vllm_config
         return kv_cache_bytes(config, vllm_config, max_length=64, device=torch.device("cpu"), memory_share=1.0)
 

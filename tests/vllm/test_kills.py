@@ -28,7 +28,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def play(tmp_path: Path, forks: Any, short_folder: Path, record_property: Any):
     """Make a `Killed` whose engine is vLLM, with per_request_seeds=true; of two ranks tensor parallel over both."""
-    assert ENGINE["per_request_seeds"]
+    assert ENGINE["engine_args.per_request_seeds"]
     made: list[Killed] = []
 
     def make(keys: dict[str, Any], *, seed: int, num_ranks: int = 1) -> Killed:

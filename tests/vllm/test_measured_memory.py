@@ -13,7 +13,7 @@ from tests.memory_cases import CONFIGS, SIZES, VLLM_KEYS, MeasuredStep, check, c
 
 pytestmark = pytest.mark.slow
 
-RANK_KEYS = {"max_num_batched_tokens": 64}  # the longest sequence, the least that vLLM takes
+RANK_KEYS = {"engine_args.max_num_batched_tokens": 64}  # the longest sequence, the least that vLLM takes
 CASES = [
     pytest.param(size, config, marks=() if (size, config) == ("wordy", "plain") else pytest.mark.sweep)
     for size in SIZES

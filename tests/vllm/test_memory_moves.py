@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 
 VLLM: dict[str, Any] = {
     "engine": "vllm",
-    "enforce_eager": True,
+    "engine_args.enforce_eager": True,
     "kv_cache_memory_bytes": 2**22,
-    "per_request_seeds": True,
+    "engine_args.per_request_seeds": True,
     "handoff_check.probe_tolerance": 1e-5,
     "shape": SHAPE,
 }

@@ -155,7 +155,7 @@ def test_experts_that_a_reload_would_leave_unpacked_are_refused() -> None:
     config, architecture = MODELS["qwen3-moe"]
     with stand_in_model(config, architecture, 0, 1, torch.bfloat16, "meta") as model:
         check_reloadable(model, ["model.layers.0.self_attn.qkv_proj"])
-        with pytest.raises(HandoffError, match="not pack them again; set rollout.vllm.plain_weights=true"):
+        with pytest.raises(HandoffError, match="not pack them again; set rollout.engine_args.plain_weights=true"):
             check_reloadable(model, ["model.layers.0.mlp.experts.routed_experts"])
 
 

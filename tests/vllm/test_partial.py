@@ -17,10 +17,10 @@ pytestmark = pytest.mark.slow
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 KEYS = {
     "engine": "vllm",
-    "enforce_eager": True,
-    "rollout.vllm.block_size": 32,
+    "engine_args.enforce_eager": True,
+    "rollout.engine_args.block_size": 32,
     "kv_cache_memory_bytes": 2**22,
-    "per_request_seeds": True,
+    "engine_args.per_request_seeds": True,
     "prompts_per_step": 2,
     "num_generations": 2,
     "max_completion_length": 40,

@@ -47,7 +47,7 @@ UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check th
         (
             RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
             ModelError,
-            "cannot be compiled here: Could not find nvcc .*rollout.vllm.attention_backend=FLASH_ATTN, or set rollout",
+            "cannot be compiled here: Could not find nvcc .*engine_args.attention_backend=FLASH_ATTN, or set rollout",
         ),
         (ConfigError("ours"), ConfigError, "^ours$"),
         (torch.distributed.DistNetworkError("a rank"), torch.distributed.DistNetworkError, "^a rank$"),
@@ -72,7 +72,7 @@ def test_seeds_of_prompts_in_chunks_on_a_cpu():
     with pytest.raises(RuntimeError) as caught:
         torch.Generator().set_offset(0)
     with pytest.raises(
-        EngineStateError, match="in chunks on a CPU with per_request_seeds=true .*set per_request_seeds="
+        EngineStateError, match="in chunks on a CPU with per_request_seeds=true .*set engine_args.per_request_seeds="
     ):
         explain_step(caught.value, is_first=False)
 

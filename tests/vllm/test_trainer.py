@@ -16,10 +16,10 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 KEYS = {
     "handoff_check.probe_steps": 1,
     "engine": "vllm",
-    "enforce_eager": True,
-    "rollout.vllm.block_size": 32,  # any argument of vLLM is a key
+    "engine_args.enforce_eager": True,
+    "rollout.engine_args.block_size": 32,  # any argument of vLLM is a key
     "kv_cache_memory_bytes": 2**22,
-    "per_request_seeds": True,
+    "engine_args.per_request_seeds": True,
     "prompts_per_step": 4,
     "num_generations": 4,
     "max_completion_length": 8,

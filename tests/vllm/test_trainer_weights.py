@@ -38,7 +38,7 @@ def gaps(trainer):
 def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train, monkeypatch):
     """A tied head: vLLM computes with a packed copy of the embedding, which no write to the embedding reaches."""
     model = tiny("llama", **SHAPE, vocab_size=len(VOCABULARY), tie_word_embeddings=True)
-    trainer = train(model, plain_weights=False)
+    trainer = train(model, engine_args={"plain_weights": False})
     trainer.fit()
     assert len(gaps(trainer)) == 3 and max(gaps(trainer)) < 1e-5
     worker = trainer.policy._backend._worker
@@ -91,8 +91,8 @@ def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
 
 
 def test_memory_that_cannot_be_shared_is_refused(train, caplog):
-    with pytest.raises(HandoffError, match="rearranges .* set plain_weights=true"):
-        train(adopt_weights=True, plain_weights=False)
+    with pytest.raises(HandoffError, match="rearranges .* set engine_args.plain_weights=true"):
+        train(adopt_weights=True, engine_args={"plain_weights": False})
     with pytest.raises(ConfigError, match="shares one rank's memory"):
         train(adopt_weights=True, num_ranks=2)
     trainer = train(max_steps=1)

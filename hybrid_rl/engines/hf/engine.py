@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hybrid_rl.config import HFConfig
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, join_line
 from hybrid_rl.engines.embedded import EmbeddedEngine
@@ -41,13 +40,13 @@ class HFEngine(EmbeddedEngine):
     def __init__(
         self,
         model: CausalLM,
-        config: HFConfig,
+        config: HFRolloutConfig,
         *,
         max_length: int,
         decode: Callable[[Rows[int]], str] | None = None,
         memory_share: float = 1.0,
     ) -> None:
-        super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
+        super().__init__(model, max_num_waiting=config.engine_args.max_num_waiting, decode=decode)
         self._config = config
         # The only ones that `enable_gradient_checkpointing` puts into training mode.
         self._parts = [part for part in model.module.modules() if hasattr(part, "gradient_checkpointing")]
@@ -106,8 +105,8 @@ class HFEngine(EmbeddedEngine):
     def _run(self) -> list[Sampled]:
         with _generating(self._parts):
             sampled = [cohort.decode() for cohort in self._cohorts]
-            budget = self._config.max_num_batched_tokens
-            while prompts := self._admitted(budget, is_first=budget == self._config.max_num_batched_tokens):
+            budget = self._config.engine_args.max_num_batched_tokens
+            while prompts := self._admitted(budget, is_first=budget == self._config.engine_args.max_num_batched_tokens):
                 try:
                     cohort, first = Cohort.start(self._model, prompts)
                 except BaseException:
@@ -186,7 +185,7 @@ def make_engine(setup: EngineSetup) -> HFEngine:
     """Make the engine of rollout.engine=hf. Raises ModelError as HFEngine does."""
     assert isinstance(setup.config, HFRolloutConfig)
     return HFEngine(
-        setup.model, setup.config.hf, max_length=setup.max_length, decode=setup.decode, memory_share=setup.memory_share
+        setup.model, setup.config, max_length=setup.max_length, decode=setup.decode, memory_share=setup.memory_share
     )
 
 

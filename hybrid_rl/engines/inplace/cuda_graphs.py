@@ -184,7 +184,7 @@ class DecodeGraphs:
             self._memory = None
             _logger.warning(
                 "decode passes of %s are not captured as CUDA graphs, and take longer: in them the host waits for the "
-                "device (%s). rollout.inplace.cuda_graphs=false says so without this warning",
+                "device (%s). rollout.engine_args.cuda_graphs=false says so without this warning",
                 *(type(self._model.module).__name__, reads.first),
             )
             return False
@@ -198,7 +198,7 @@ class DecodeGraphs:
             self._memory = None
             raise ModelError(
                 f"{type(self._model.module).__name__} cannot be captured as a CUDA graph ({error}); set "
-                f"rollout.inplace.cuda_graphs=false"
+                f"rollout.engine_args.cuda_graphs=false"
             ) from error
         self._graphs = graphs
         self.num_captures += len(graphs)

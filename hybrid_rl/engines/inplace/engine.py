@@ -11,7 +11,6 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.engines.base import EngineState, FinishedSample, RolloutRequest
 from hybrid_rl.engines.embedded import EmbeddedEngine
@@ -38,7 +37,7 @@ class InPlaceEngine(EmbeddedEngine):
     def __init__(
         self,
         model: CausalLM,
-        config: InPlaceConfig,
+        config: InPlaceRolloutConfig,
         *,
         max_length: int,
         decode: Callable[[Rows[int]], str] | None = None,
@@ -48,21 +47,22 @@ class InPlaceEngine(EmbeddedEngine):
             recorder = ShapeRecorder()
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
             model.hidden_states(zero, zero, recorder)
+        args = config.engine_args
         # Not before a first pass, in which some rotary embeddings replace a buffer.
-        super().__init__(model, max_num_waiting=config.max_num_waiting, decode=decode)
+        super().__init__(model, max_num_waiting=args.max_num_waiting, decode=decode)
         num_blocks = _num_blocks(config, recorder, max_length, model.device, memory_share)
-        region = cache_region(recorder.layers, num_blocks * config.block_size, model.device)
-        self._cache = PagedCache(recorder.layers, num_blocks, config.block_size, model.device, region)
-        self.kv_cache_tokens, self.kv_cache_bytes = num_blocks * config.block_size, self._cache.num_bytes
-        slots = SlotTable(config.max_num_seqs, -(-max_length // config.block_size))
+        region = cache_region(recorder.layers, num_blocks * args.block_size, model.device)
+        self._cache = PagedCache(recorder.layers, num_blocks, args.block_size, model.device, region)
+        self.kv_cache_tokens, self.kv_cache_bytes = num_blocks * args.block_size, self._cache.num_bytes
+        slots = SlotTable(config.max_num_seqs, -(-max_length // args.block_size))
         self._scheduler = Scheduler(
-            BlockPool(num_blocks, config.block_size),
+            BlockPool(num_blocks, args.block_size),
             slots,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            remember_prefixes=config.enable_prefix_caching,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            remember_prefixes=args.enable_prefix_caching,
             counters=self._counters,
         )
-        self._runner = Runner(model, self._cache, slots, cuda_graphs=config.cuda_graphs)
+        self._runner = Runner(model, self._cache, slots, cuda_graphs=args.cuda_graphs)
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -154,7 +154,7 @@ def make_engine(setup: EngineSetup) -> InPlaceEngine:
     assert isinstance(setup.config, InPlaceRolloutConfig)
     return InPlaceEngine(
         setup.model,
-        setup.config.inplace,
+        setup.config,
         max_length=setup.max_length,
         decode=setup.decode,
         memory_share=setup.memory_share,
@@ -162,10 +162,10 @@ def make_engine(setup: EngineSetup) -> InPlaceEngine:
 
 
 def _num_blocks(
-    config: InPlaceConfig, recorder: ShapeRecorder, max_length: int, device: torch.device, memory_share: float
+    config: InPlaceRolloutConfig, recorder: ShapeRecorder, max_length: int, device: torch.device, memory_share: float
 ) -> int:
-    block_bytes = config.block_size * sum(layer.bytes_per_token for layer in recorder.layers.values())
-    blocks_per_sequence = -(-max_length // config.block_size)
+    block_bytes = config.engine_args.block_size * sum(layer.bytes_per_token for layer in recorder.layers.values())
+    blocks_per_sequence = -(-max_length // config.engine_args.block_size)
     if config.kv_cache_memory_bytes is not None:
         return max(1, config.kv_cache_memory_bytes // block_bytes)
     wanted = config.max_num_seqs * blocks_per_sequence

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig, optimizer_steps_per_training_step
 from hybrid_rl.config.algorithm import learns_from_demonstrations, needs_reference, reference_ranks
-from hybrid_rl.config.schema import EngineConfig
 from hybrid_rl.extras.plan.step_time import Generation, Lengths, ModelWork, StepWork
 from hybrid_rl.memory.cycle import CRITIC, KV_CACHE, REFERENCE, TEACHER, Cycle
 from hybrid_rl.models.load import DTYPES
@@ -102,16 +101,15 @@ def _generation(config: TrainerConfig, memory: MemoryPlan, kv_bytes_per_token: i
     """Return how a step generates; None if its samples are given."""
     if learns_from_demonstrations(config) or config.mode == "train":
         return None
-    engine: EngineConfig = getattr(config.rollout, config.rollout.engine)
     size = config.rollout.ranks_per_engine
     cache = memory.resident_bytes(KV_CACHE) * size if KV_CACHE in memory.residents else 0
     has_baseline = Needs.BASELINE_REWARDS in config.advantage.needs
     return Generation(
         size,
-        engine.max_num_seqs,
+        config.rollout.max_num_seqs,
         cache // kv_bytes_per_token if cache else None,
         kv_bytes_per_token,
         DTYPES[config.model.dtype].itemsize,
         extra_samples=config.data.prompts_per_step if has_baseline else 0,
-        is_shared=getattr(engine, "enable_prefix_caching", False),
+        is_shared=getattr(config.rollout.engine_args, "enable_prefix_caching", False),
     )

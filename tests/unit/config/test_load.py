@@ -130,7 +130,7 @@ def test_unknown_keys(given: str, message: str) -> None:
             load_config({section: {leaf: 1}})
 
 
-@pytest.mark.parametrize("section", ["model", "data", "rollout.inplace", "algorithm", "controller"])
+@pytest.mark.parametrize("section", ["model", "data", "rollout.engine_args", "algorithm", "controller"])
 @pytest.mark.parametrize("value", [3, None, [1]])
 def test_a_section_is_no_value(section: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=section.replace(".", r"\.")):
@@ -321,8 +321,8 @@ def test_later_layers_win(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [dict, OmegaConf.create], ids=["mapping", "omegaconf"])
 def test_mappings(make: Any) -> None:
-    assert load_config(make({"seed": 5, "rollout": {"inplace": {"block_size": 8}}}))[0] == loaded(
-        **{"seed": 5, "rollout.inplace.block_size": 8}
+    assert load_config(make({"seed": 5, "rollout": {"engine_args": {"block_size": 8}}}))[0] == loaded(
+        **{"seed": 5, "rollout.engine_args.block_size": 8}
     )
 
 

@@ -46,6 +46,7 @@ PACKAGE = Path(hybrid_rl.__file__).parent
 TAGS = {f"{section}.{choice.tag}" for section, choice in CHOICES.items() if choice.tag}
 # Names under which code holds the config or one of its sections.
 HOLDERS = {path.split(".")[-2] for path in LEAVES if "." in path} | {
+    "args",
     "config",
     "_config",
     "settings",

@@ -12,7 +12,11 @@ from hybrid_rl.errors import ConfigError
 
 
 def resolved(**arguments: Any) -> Any:
-    keys = {"engine": "vllm", "device": "cpu", **{f"rollout.vllm.{name}": value for name, value in arguments.items()}}
+    keys = {
+        "engine": "vllm",
+        "device": "cpu",
+        **{f"rollout.engine_args.{name}": value for name, value in arguments.items()},
+    }
     return resolve(*load_config({}, keys)).rollout
 
 
@@ -33,7 +37,7 @@ def resolved(**arguments: Any) -> Any:
     ],
 )
 def test_what_would_change_nothing_or_the_samples_is_refused_by_name(name: str, value: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^rollout\.vllm\.{name} cannot be set: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"^rollout\.engine_args\.{name} cannot be set: .*{reason}"):
         resolved(**{name: value})
 
 
@@ -46,7 +50,7 @@ def test_every_reason_is_that_of_a_name_of_its_own() -> None:
     [
         (
             {"cudagraph_capture_sizes": [1, 2]},
-            "cudagraph_capture_sizes would do nothing: the engine has no CUDA graphs",
+            "cudagraph_capture_sizes would do nothing: there are no CUDA graphs",
         ),
         ({"max_cudagraph_capture_size": 8, "enforce_eager": True}, "max_cudagraph_capture_size would do nothing"),
         ({"disable_custom_all_reduce": True}, "would do nothing with tensor_parallel_size=1"),
@@ -60,5 +64,5 @@ def test_what_other_keys_leave_without_effect_is_refused(arguments: dict[str, An
 
 def test_what_has_an_effect_passes() -> None:
     arguments = {"cudagraph_capture_sizes": [1, 2], "enforce_eager": False, "block_size": 64}
-    engine_args = resolved(**arguments).vllm.engine_args
+    engine_args = resolved(**arguments).engine_args.others
     assert engine_args == {"cudagraph_capture_sizes": [1, 2], "block_size": 64}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_rl.config import HFConfig, InPlaceConfig
 from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.guards import RolloutEngine
@@ -20,6 +19,7 @@ from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.contract_engine import ContractEngine, ContractModel
 from tests.engine_faults import Fault
+from tests.engine_settings import hf_settings, inplace_settings
 from tests.unit.models.families import VOCABULARY, build
 
 
@@ -53,7 +53,7 @@ class Rig:
 def inplace(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Rig:
     """Blocks of 4 tokens: more of them, and attention in PyTorch."""
     module = build(family, dtype=dtype)
-    config = InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings})
+    config = inplace_settings(**{"block_size": 4, "max_num_seqs": 16, **settings})
     engine = InPlaceEngine(CausalLM(module), config, max_length=48, decode=decode)
     return Rig(engine, module)
 
@@ -69,7 +69,7 @@ def hf(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, block_size:
     if "kv_cache_memory_bytes" in settings:
         settings["kv_cache_memory_bytes"] = settings["kv_cache_memory_bytes"] // TOKEN_BYTES * (2 * 2 * (8 + 8) * 4)
     settings.pop("enable_prefix_caching", None)
-    config = HFConfig(**{"max_num_seqs": 16, **settings})
+    config = hf_settings(**{"max_num_seqs": 16, **settings})
     engine = HFEngine(CausalLM(module, "unpacked"), config, max_length=48, decode=decode)
     return Rig(engine, module, remembers_prefixes=False)
 
@@ -91,7 +91,7 @@ def contract(
         torch.manual_seed(0)
         module = ContractTrainer(VOCABULARY, hidden_size)
     engine = ContractEngine(
-        InPlaceConfig(**{"block_size": 4, "max_num_seqs": 16, **settings}),
+        inplace_settings(**{"block_size": 4, "max_num_seqs": 16, **settings}),
         vocab_size=VOCABULARY,
         hidden_size=hidden_size,
         max_positions=64,

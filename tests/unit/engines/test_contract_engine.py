@@ -6,7 +6,6 @@ import threading
 import pytest
 import torch
 
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, EngineState, RolloutRequest, SamplingParams
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, MemoryStateError
@@ -14,6 +13,7 @@ from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.contract_engine import ContractEngine, ContractModel, layout_bytes
 from tests.engine_faults import EFFECTS, Fault, InjectedFault
+from tests.engine_settings import inplace_settings
 from tests.unit.engines.engines import contract, finish, forward_logprobs, request, same_samples
 
 DEADLINE_SECONDS = 60
@@ -41,7 +41,9 @@ def test_tokens_and_logprobs_by_hand():
     with torch.no_grad():
         module.embedding.copy_(torch.tensor([[1.0, 0], [0, 1], [1, 1]]))
         module.head.copy_(torch.tensor([[1.0, 0], [0, 2], [-1, 1]]))
-    engine = ContractEngine(InPlaceConfig(block_size=1, max_num_seqs=1), vocab_size=3, hidden_size=2, max_positions=4)
+    engine = ContractEngine(
+        inplace_settings(block_size=1, max_num_seqs=1), vocab_size=3, hidden_size=2, max_positions=4
+    )
     engine.wake(TAGS)
     report = engine.update_weights(TensorSource.of(module), 1)
     assert (report.num_bytes, report.num_tensors) == (4 * (6 + 6 + 1), 3)

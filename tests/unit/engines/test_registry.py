@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.hf import HFConfig, HFRolloutConfig
-from hybrid_rl.config.schema import InPlaceConfig, InPlaceRolloutConfig
+from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.engines import registry
 from hybrid_rl.engines.hf.engine import HFEngine
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.engines.registry import MODULES, EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
+from tests.engine_settings import hf_settings, inplace_settings
 from tests.unit.models.families import build
 
 
@@ -27,11 +27,11 @@ def test_every_engine_of_the_configuration_is_registered():
 
 
 def test_an_engine_is_made_with_its_own_section():
-    inplace = make_engine(setup(InPlaceRolloutConfig(inplace=InPlaceConfig(block_size=4, kv_cache_memory_bytes=10**6))))
+    inplace = make_engine(setup(inplace_settings(block_size=4, kv_cache_memory_bytes=10**6)))
     assert isinstance(inplace, InPlaceEngine)
     # Two layers of two key heads with 8 dims, for keys and values padded to 16, in fp32: 384 bytes a token.
     assert inplace.kv_cache_tokens == 10**6 // (4 * 384) * 4
-    hf = make_engine(setup(HFRolloutConfig(hf=HFConfig(max_num_waiting=7))))
+    hf = make_engine(setup(hf_settings(max_num_waiting=7)))
     assert isinstance(hf, HFEngine) and hf.num_queueable == 7
 
 

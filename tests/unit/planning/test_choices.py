@@ -51,10 +51,10 @@ def test_graphs_and_buffers_of_the_engine_lie_there_in_every_phase():
         assert {"update", "score_actor", "save"} & {memory.phase for memory in found.phases} and len(sizes) == 1
         return sizes.pop()
 
-    assert standing(engine="vllm", enforce_eager=True) == 8 * 100 * 4
+    assert standing(engine="vllm", engine_args={"enforce_eager": True}) == 8 * 100 * 4
     assert standing(engine="vllm") == 8 * 100 * 4 + 10**9
     assert standing(engine="vllm", num_ranks=2, tensor_parallel_size=2) == 8 * 100 * 4 + 10**9 + 256 * 10**6
-    assert standing(cuda_graphs=False) == 0 < standing()
+    assert standing(engine_args={"cuda_graphs": False}) == 0 < standing()
     assert plan(settings(device="cpu")).phases[0].bytes_of(ENGINE_GRAPHS) == 0
 
 
@@ -90,7 +90,7 @@ def test_ranks_that_train_and_ranks_that_only_generate_are_counted_apart():
     assert less.generating.choices.offload == ()
     assert less.generating.has_room
     chosen = with_choices(config, less.choices)
-    assert chosen.rollout.inplace.kv_cache_memory_bytes == less.choices.kv_cache_memory_bytes
+    assert chosen.rollout.kv_cache_memory_bytes == less.choices.kv_cache_memory_bytes
 
 
 def test_cache_that_holds_no_sequence_is_told():
@@ -111,7 +111,7 @@ def test_residents_leave_in_order_until_it_fits():
     assert tight.fits and tight.choices.offload == (OPTIMIZER, REFERENCE)
     assert "memory.offload" in tight.choices.reasons
     chosen = with_choices(config, tight.choices)
-    assert chosen.memory.offload == [OPTIMIZER, REFERENCE] and chosen.rollout.inplace.kv_cache_memory_bytes
+    assert chosen.memory.offload == [OPTIMIZER, REFERENCE] and chosen.rollout.kv_cache_memory_bytes
     assert chosen.optimizer == config.optimizer
     given = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload=[]))
     assert not plan(given, passes.shape and tight.peak.device_bytes - 1, passes=passes).choices.offload
@@ -205,10 +205,10 @@ def test_an_embedded_engine_gives_way_to_vllm_over_several_ranks():
     """Only so do engines share one copy of the weights; what was given for the engine stays."""
     config = settings(num_ranks=2, device="cuda", dtype="bfloat16", max_num_seqs=8, tokens_per_micro_batch=32)
     shape = shape_of(config, **MIDDLE)
-    remedy = Remedy((("rollout.engine", "vllm"), ("rollout.vllm.tensor_parallel_size", 2)))
+    remedy = Remedy((("rollout.engine", "vllm"), ("rollout.tensor_parallel_size", 2)))
     on_vllm = remedy.apply(config)
     assert on_vllm.rollout.engine == "vllm" and on_vllm.rollout.ranks_per_engine == 2
-    assert on_vllm.rollout.vllm.max_num_seqs == 8
+    assert on_vllm.rollout.max_num_seqs == 8
     assert on_vllm.rollout.max_completion_length == config.rollout.max_completion_length == 24
     assert plan_memory(shape, on_vllm, budget_for(10**12, ranks=2)).fits
 
@@ -235,16 +235,18 @@ def test_smaller_passes_of_the_engine_are_tried_with_all_else(monkeypatch):
     config = settings(num_ranks=2, max_num_seqs=64)
 
     def fits(changed, _):
-        engine = changed.rollout.inplace
+        engine = changed.rollout
         return (
-            engine.max_num_seqs <= 8 and engine.max_num_batched_tokens <= 2048 and changed.model.gradient_checkpointing
+            engine.max_num_seqs <= 8
+            and engine.engine_args.max_num_batched_tokens <= 2048
+            and changed.model.gradient_checkpointing
         )
 
     alone, *_ = found_where(monkeypatch, fits, config, budget_for(10**9, ranks=2))
     assert sorted(alone.split(" and ")) == [
         "model.gradient_checkpointing=true",
-        "rollout.inplace.max_num_batched_tokens=2048",
-        "rollout.inplace.max_num_seqs=8",
+        "rollout.engine_args.max_num_batched_tokens=2048",
+        "rollout.max_num_seqs=8",
     ]
 
 
@@ -258,7 +260,7 @@ def test_vllm_is_tried_with_all_else_over_as_many_ranks_as_divide_the_heads(monk
     (words,) = found  # heads: 2
     assert words.split(" and ") == [
         "rollout.engine=vllm",
-        "rollout.vllm.tensor_parallel_size=2",
+        "rollout.tensor_parallel_size=2",
         "model.gradient_checkpointing=true",
         "num_ranks=2",
     ]

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl.agents.client import Limits
 from hybrid_rl.agents.plain import PlainText
-from hybrid_rl.config import AgentConfig, InPlaceConfig
+from hybrid_rl.config import AgentConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import TAGS, SamplingParams
 from hybrid_rl.engines.client import EngineClient
@@ -21,6 +21,7 @@ from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rewards import GivenReward, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
+from tests.engine_settings import inplace_settings
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -49,7 +50,7 @@ class Rig:
         **rewards: Any,
     ) -> None:
         self.module = build_model(max_position_embeddings=MAX_LENGTH)
-        settings = InPlaceConfig(block_size=4, max_num_seqs=max_num_seqs)
+        settings = inplace_settings(block_size=4, max_num_seqs=max_num_seqs)
         self.engine = InPlaceEngine(CausalLM(self.module), settings, max_length=MAX_LENGTH, decode=TOKENIZER.decode)
         self.engine.wake(TAGS)
         self.engine.update_weights(TensorSource.of(self.module), 1)

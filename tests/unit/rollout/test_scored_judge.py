@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.engines.client import EngineClient
@@ -18,6 +17,7 @@ from hybrid_rl.rewards import EngineJudge, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.judged import JudgeRound, judge_encoder
+from tests.engine_settings import inplace_settings
 from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
 
@@ -216,7 +216,7 @@ def test_room_for_the_judge():
 
 
 def ready_engine(module):
-    engine = InPlaceEngine(CausalLM(module), InPlaceConfig(block_size=4, max_num_seqs=8), max_length=96)
+    engine = InPlaceEngine(CausalLM(module), inplace_settings(block_size=4, max_num_seqs=8), max_length=96)
     engine.wake(TAGS)
     engine.update_weights(TensorSource.of(module), 1)
     return engine

@@ -91,7 +91,7 @@ def test_a_configuration_says_what_to_do_instead(make_trainer) -> None:
     config = make_trainer().config
     for section, name in (
         *((config, "seed"), (config.optimizer, "learning_rate"), (config.rollout, "temperature")),
-        *((config.rollout.inplace, "block_size"), (config.advantage, "scale_rewards"), (config.kl, "beta")),
+        *((config.rollout.engine_args, "block_size"), (config.advantage, "scale_rewards"), (config.kl, "beta")),
     ):
         with pytest.raises(
             dataclasses.FrozenInstanceError, match=rf"{name}=0.5: .*resume=trainer.save\(\), {name}=0.5"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_rl.checkpoint.owners import Owner
-from hybrid_rl.config.schema import InPlaceRolloutConfig, RolloutConfig, VLLMConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import InPlaceRolloutConfig, RolloutConfig, VLLMRolloutConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.workers.replicas import check_replicas
@@ -15,7 +15,7 @@ from hybrid_rl.workers.replicas import check_replicas
 HERE = ((Owner.here().kernel, os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else -1), "box")
 CONTAINER = ((HERE[0][0], -7), "other")  # of this machine, with a /dev/shm of its own
 OTHER = (("another kernel", HERE[0][1]), "other")
-TWO, FOUR = (VLLMRolloutConfig(vllm=VLLMConfig(tensor_parallel_size=size)) for size in (2, 4))
+TWO, FOUR = (VLLMRolloutConfig(tensor_parallel_size=size) for size in (2, 4))
 
 
 def context(places: list[Any], device: str = "cpu") -> RankContext:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hybrid_rl.config import HFConfig
 from hybrid_rl.engines.hf.engine import HFEngine
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.cache import CacheSize, check_cache
+from tests.engine_settings import hf_settings
 from tests.unit.engines.engines import (
     Rig,
     decode,
@@ -27,7 +27,7 @@ FAMILIES = [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.sweep) for name in 
 
 def hybrid(name, **settings):
     module = build_hybrid(name)
-    config = HFConfig(**{"max_num_seqs": 16, **settings})
+    config = hf_settings(**{"max_num_seqs": 16, **settings})
     return Rig(HFEngine(CausalLM(module, "unpacked"), config, max_length=48, decode=decode), module)
 
 
@@ -126,12 +126,12 @@ def test_a_model_that_recomputes_activations_generates_all_the_same():
     """transformers gives no cache in training mode then, and says so in a warning only."""
     module = build("qwen2")
     model = CausalLM(module, "unpacked")
-    rig = Rig(HFEngine(model, HFConfig(), max_length=48), module).ready()
+    rig = Rig(HFEngine(model, hf_settings(), max_length=48), module).ready()
     expected = rig.run([request(0), request(1, 6)])
     model.enable_gradient_checkpointing()
     training = [child.training for child in module.modules()]
     assert any(training)
-    again = Rig(HFEngine(model, HFConfig(), max_length=48), module).ready()
+    again = Rig(HFEngine(model, hf_settings(), max_length=48), module).ready()
     same_samples(again.run([request(0), request(1, 6)]), expected)
     assert [child.training for child in module.modules()] == training
 

@@ -15,13 +15,13 @@ from transformers import NemotronHConfig, PreTrainedModel
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from hybrid_rl.compat.transformers import experts_of
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.inplace import capturing
 from hybrid_rl.engines.inplace.capturing import HostReads, capturable
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.engines.inplace.kv_cache import ShapeRecorder
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.decoding import decoded_experts, groups_on_device
+from tests.engine_settings import inplace_settings
 from tests.pretended_cuda import CUDA, PretendedCuda, pretended_cuda, to_cuda
 from tests.unit.engines.engines import Rig, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
@@ -183,7 +183,7 @@ def test_decoded_experts_are_those_of_the_model(name: str, num_tokens: int) -> N
 
 def rig_of(family: str, **changes: Any) -> Rig:
     module = build(family, **changes)
-    engine = InPlaceEngine(CausalLM(module), InPlaceConfig(block_size=4, max_num_seqs=16), max_length=48)
+    engine = InPlaceEngine(CausalLM(module), inplace_settings(block_size=4, max_num_seqs=16), max_length=48)
     return Rig(engine, module).ready()
 
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest
 from hybrid_rl.engines.client import EngineClient, Handle
 from hybrid_rl.engines.inplace import runner
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
+from tests.engine_settings import inplace_settings
 from tests.float64 import KeepFloat64
 from tests.unit.engines.engines import TOKEN_BYTES, Rig, forward_logprobs, prompt, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
@@ -42,7 +42,7 @@ class Conversation:
 def made(dtype: torch.dtype = torch.float32, **settings: Any) -> Rig:
     """An engine that takes sequences of a thousand tokens."""
     module = build("qwen2", dtype=dtype, max_position_embeddings=1024)
-    config = InPlaceConfig(**{"max_num_seqs": 16, **settings})
+    config = inplace_settings(**{"max_num_seqs": 16, **settings})
     return Rig(InPlaceEngine(CausalLM(module), config, max_length=64), module).ready()
 
 

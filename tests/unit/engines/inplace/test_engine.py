@@ -8,13 +8,13 @@ import psutil
 import pytest
 import torch
 
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.base import KV_CACHE, TAGS
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.native import keyed_uniform_torch
 from hybrid_rl.resharding.handoff.tensor import TensorSource
+from tests.engine_settings import inplace_settings
 from tests.unit.engines.engines import IN_PLACE, TOKEN_BYTES, forward_logprobs, inplace, request
 from tests.unit.models.families import SUPPORTED
 
@@ -170,7 +170,7 @@ def test_the_size_of_the_cache(free_bytes, settings, num_blocks, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": free_bytes}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rig = inplace()
-    engine = InPlaceEngine(CausalLM(rig.module), InPlaceConfig(**settings), max_length=40)
+    engine = InPlaceEngine(CausalLM(rig.module), inplace_settings(**settings), max_length=40)
     engine.wake(TAGS)
     assert engine.stats().kv_cache_bytes == num_blocks * 16 * TOKEN_BYTES
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_rl.config import InPlaceConfig
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import DataError, ModelError, QueueFullError
 from hybrid_rl.models import CausalLM
+from tests.engine_settings import inplace_settings
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,
@@ -104,7 +104,7 @@ def test_the_last_token_that_the_length_allows_may_complete_a_stop_string(make):
 
 def test_stop_strings_without_a_way_to_text_are_refused():
     module = inplace().module
-    engine = InPlaceEngine(CausalLM(module), InPlaceConfig(), max_length=48)
+    engine = InPlaceEngine(CausalLM(module), inplace_settings(), max_length=48)
     rig = replace(inplace(), engine=engine, module=module).ready()
     with pytest.raises(DataError, match="request 1 has stop strings, but the engine was given no decode function"):
         engine.submit([request(0), request(1, stop_strings=("a",))], 1)
@@ -119,7 +119,7 @@ def test_a_request_beyond_the_rotary_limit_is_refused_and_changes_no_other():
     module = build("qwen2", rope_parameters=rope, max_position_embeddings=128)
     model = CausalLM(module)
     model.verify()
-    engine = InPlaceEngine(model, InPlaceConfig(block_size=4), max_length=48)
+    engine = InPlaceEngine(model, inplace_settings(block_size=4), max_length=48)
     rig = replace(inplace(), engine=engine, module=module).ready()
     short = [request(i, 4 + i, 8) for i in range(3)]
     alone = rig.run(short)

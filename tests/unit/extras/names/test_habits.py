@@ -24,7 +24,7 @@ KEYS = leaf_names()
 SECTIONS = {item.name for item in dataclasses.fields(TrainerConfig)} | set(CHOICES)
 MEMBERS = {member for choice in CHOICES.values() for member in choice.members}
 SEEN = [visible_leaves(tags) for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"})]
-PATHS = {name for leaves in SEEN for leaf in leaves.values() for name in (leaf.path, leaf.name)}
+PATHS = {name for leaves in SEEN for leaf in leaves.values() for name in (leaf.path, leaf.name, leaf.key.path)}
 ARGUMENTS = set(inspect.signature(Trainer).parameters)
 # Words with an underscore or a dot in them that are no keys.
 FILES = {"metrics.jsonl", "samples.jsonl", "num_tokens", "trainer.plan", "requires_grad", "torch.backends.cuda.matmul"}
@@ -36,7 +36,7 @@ FILES |= {
     "torch.backends.cuda.matmul.allow_tf32",
     "low_var_kl",
     "rollout.vllm",
-    "rollout.vllm.model_impl",
+    "rollout.engine_args.model_impl",
 }
 
 
@@ -100,7 +100,7 @@ def test_records_are_whole() -> None:
         assert not habit.note.endswith("."), habit
         if habit.kind == "same":
             assert habit.here in KEYS, habit
-    both = set(by_end()) & {path.rpartition(".")[2] for path in visible_leaves()}
+    both = set(by_end()) & {leaf.name for leaf in visible_leaves().values()}
     assert not both, both
     assert {switch for switch in read_table("values")["off anyway"] if habit_of(switch) is None} == set()
 

@@ -72,7 +72,7 @@ def test_models_besides_the_policy_have_their_own_size(folder: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_what_does_not_fit_comes_with_remedies_that_help_and_without_times(folder: Path) -> None:
-    words = ("device=cpu", "device_memory=1MB", "max_num_batched_tokens=64", "max_num_seqs=4")
+    words = ("device=cpu", "device_memory=1MB", "engine_args.max_num_batched_tokens=64", "max_num_seqs=4")
     plan = plan_of(folder, *words, machine=Machine())
     assert not plan.fits and plan.time is None and "does not fit" in plan.time_missing
     assert plan.text().splitlines()[3].startswith("does not fit: a rank needs ")
