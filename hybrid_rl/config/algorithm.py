@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from hybrid_rl.algos import KLInLoss, KLInReward, Needs, PolicyObjective
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig
+from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
 
@@ -70,11 +71,11 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
             f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "
             f"start of the step, but old_logprobs=rollout takes both from the engine; use recompute, or another loss"
         )
-    model, uses_dora = config.model, getattr(config.lora, "use_dora", False)
+    model, uses_dora = config.model, isinstance(config.lora, LoraKeys) and config.lora.peft.use_dora
     if uses_dora and model.torch_compile and model.gradient_checkpointing:
         raise ConfigError(
-            "lora.use_dora=true, torch_compile=true and gradient_checkpointing=true: compiled blocks of DoRA cannot be "
-            "computed again in the backward pass; leave one of the three out"
+            "lora.peft.use_dora=true, torch_compile=true and gradient_checkpointing=true: compiled blocks of DoRA "
+            "cannot be computed again in the backward pass; leave one of the three out"
         )
     if config.model.torch_compile and Needs.ROUTER_SCORES in config.policy_loss.needs:
         raise ConfigError(

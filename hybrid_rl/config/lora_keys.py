@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
+from hybrid_rl.options import entries, key
 
 RANK_DOC = "rank of low-rank adapters (LoRA, arXiv:2106.09685): only they are trained; None = no adapters"
 
@@ -24,15 +24,9 @@ class FullTrainingConfig:
 
 
 @dataclass(frozen=True)
-class LoraKeys(FullTrainingConfig):
-    """Low-rank adapters, under the names of peft's LoraConfig: y = W x + s B A x, s = lora_alpha / r."""
+class PeftKeys:
+    """Options of adapters that are seldom set."""
 
-    lora_alpha: float = key(8, "the adapters' product is scaled by lora_alpha / r", above=0)
-    target_modules: list[str] | str | None = key(
-        "all-linear",
-        "layers with an adapter: all-linear (all but the head), a list of ends of names, or a text, which is a regular "
-        "expression of whole names; None = those that peft chooses for the architecture",
-    )
     exclude_modules: list[str] | str | None = key(None, "layers without an adapter, in the same forms")
     target_parameters: list[str] = key(
         [], "ends of names of parameters with an adapter, for experts that are fused into one: mlp.experts.gate_up_proj"
@@ -42,6 +36,19 @@ class LoraKeys(FullTrainingConfig):
     use_dora: bool = key(False, "train a magnitude per output beside the direction (DoRA, arXiv:2402.09353)")
     rank_pattern: dict[str, Any] = key({}, "other ranks by ends of names or regular expressions of layers")
     alpha_pattern: dict[str, Any] = key({}, "other values of lora_alpha, likewise")
+
+
+@dataclass(frozen=True)
+class LoraKeys(FullTrainingConfig):
+    """Low-rank adapters, under the names of peft's LoraConfig: y = W x + s B A x, s = lora_alpha / r."""
+
+    lora_alpha: float = key(8, "the adapters' product is scaled by lora_alpha / r", above=0)
+    target_modules: list[str] | str | None = key(
+        "all-linear",
+        "layers with an adapter: all-linear (all but the head), a list of ends of names, or a text, which is a regular "
+        "expression of whole names; None = those that peft chooses for the architecture",
+    )
+    peft: PeftKeys = entries(PeftKeys, "further options of peft's LoraConfig, under its names")
     lora_critic: bool = key(False, "the critic's backbone is frozen and trained through an adapter of its own too")
 
 
@@ -56,8 +63,8 @@ def check_slot(lora: FullTrainingConfig) -> None:
         "target_parameters": "experts that are fused into one parameter have no slot",
     }
     for name, why in unlike.items():
-        if value := getattr(lora, name):
+        if value := getattr(lora.peft, name):
             raise ConfigError(
-                f"{asked} and lora.{name}={value}: vLLM's slots hold low-rank matrices of linear layers, and {why}; "
-                f"set rollout.lora_handoff=merged, or leave lora.{name} out"
+                f"{asked} and lora.peft.{name}={value}: vLLM's slots hold low-rank matrices of linear layers, and "
+                f"{why}; set rollout.lora_handoff=merged, or leave lora.peft.{name} out"
             )

@@ -4,7 +4,8 @@ Frozen dataclasses, nested one level deep. `policy_loss`, `rollout.engine`, `con
 that select the class of their section (choices.py): a key of another choice does not exist and is refused. The sections
 of an algorithm (advantage, policy_loss, kl, correction) are the records of hybrid_rl.algos themselves. Leaf names are
 unique over the whole tree: a leaf name (`learning_rate`) means the same as its path (`optimizer.learning_rate`)
-wherever it is given. Keys with the same meaning as in TRL have TRL's name. Batch sizes are global and name their unit.
+wherever it is given. A key may be a mapping with fixed names (`entries`): a record, whose fields are its entries. Keys
+with the same meaning as in TRL have TRL's name. Batch sizes are global and name their unit.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def versions_share(policy: nn.Module, config: TrainerConfig, sharding: ShardOpti
     whole = weights_share(VERSIONS, [policy], sharding)
     is_embedded = not isinstance(config.rollout, ColocatedRolloutConfig)
     lora = config.lora
-    if not isinstance(lora, LoraKeys) or (lora.modules_to_save and not is_embedded):
+    if not isinstance(lora, LoraKeys) or (lora.peft.modules_to_save and not is_embedded):
         return Share(VERSIONS, NUM_VERSIONS * whole.num_bytes, f"{NUM_VERSIONS} versions x {whole.formula}")
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     moving = sum(p.numel() * p.itemsize for p in trained) if sharding is None else shard_bytes(policy, sharding)

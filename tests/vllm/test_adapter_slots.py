@@ -24,8 +24,8 @@ LORA = {
     "rollout.lora_handoff": "adapter",
     "lora.r": 3,
     "lora_alpha": 7,
-    "rank_pattern": {"q_proj": 5},
-    "exclude_modules": r".*layers\.1\.self_attn\.o_proj",
+    "peft.rank_pattern": {"q_proj": 5},
+    "peft.exclude_modules": r".*layers\.1\.self_attn\.o_proj",
     "learning_rate": 1e-2,
     "handoff_check.verify_steps": 5,
 }

@@ -51,7 +51,9 @@ def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
         pytest.param({"num_ranks": 2, "rollout_ranks": 2}, id="two engines", marks=pytest.mark.sweep),
         pytest.param({"lora.r": 4, "lora_alpha": 32}, id="merged", marks=pytest.mark.sweep),
         pytest.param(
-            {"lora.r": 4, "lora_alpha": 32, "modules_to_save": ["norm"]}, id="trained whole", marks=pytest.mark.sweep
+            {"lora.r": 4, "lora_alpha": 32, "peft.modules_to_save": ["norm"]},
+            id="trained whole",
+            marks=pytest.mark.sweep,
         ),
         pytest.param({"lora.r": 4, "lora_alpha": 32, "lora_handoff": "adapter"}, id="adapter", marks=pytest.mark.sweep),
     ],

@@ -240,8 +240,8 @@ _SHORT: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer]] = MappingProxyT
         "lora_r": _rank("lora_r", 16, 32),
         "lora_rank": _rank("lora_rank", 0, _VERLS_ALPHA),
         "lora_target_modules": _names("target_modules"),
-        "lora_target_parameters": _names("target_parameters"),
-        "lora_modules_to_save": _names("modules_to_save"),
+        "lora_target_parameters": _names("peft.target_parameters"),
+        "lora_modules_to_save": _names("peft.modules_to_save"),
     }
 )
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
@@ -264,7 +264,8 @@ _RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = Mappin
         f"{_ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
         f"{_ROLLOUT}.val_kwargs.do_sample": lambda value, _: None if value else Answer({"eval_temperature": 0}),
         f"{_MODEL}.lora_rank": _adapter_rank,
-        **{f"{_MODEL}.{key}": _of_adapter(key) for key in ("lora_alpha", "target_modules", "exclude_modules")},
+        **{f"{_MODEL}.{key}": _of_adapter(key) for key in ("lora_alpha", "target_modules")},
+        f"{_MODEL}.exclude_modules": _of_adapter("peft.exclude_modules"),
         "critic.model.lora_rank": _switch({"lora_critic": True}),
         **{
             f"critic.model.{key}": lambda _, __: Answer(note="the critic's adapter has that of the policy's")

@@ -160,7 +160,7 @@ def _refuse_layers(module: PreTrainedModel) -> None:
 
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     whole = " or, as this model has one tensor for embedding and head, train all weights (without lora)"
-    whole = whole if _are_tied(module) else ", or train it whole with lora.modules_to_save"
+    whole = whole if _are_tied(module) else ", or train it whole with lora.peft.modules_to_save"
     names = {id(child): name for name, child in module.named_modules()}
     routers = {router for router, _ in find_routers(module) if type(router).forward is not nn.Linear.forward}
     for _, _, wrapper in wrappers(module):
@@ -168,8 +168,9 @@ def _refuse_layers(module: PreTrainedModel) -> None:
         if hasattr(wrapper, "modules_to_save"):
             if wrapper in (embedding, head) and _are_tied(module):
                 raise ConfigError(
-                    f"lora.modules_to_save names {name}, but this model's head is its embedding: trained whole, one of "
-                    "the two would stay behind, and engines and saved models have one tensor for both; leave it out"
+                    f"lora.peft.modules_to_save names {name}, but this model's head is its embedding: trained whole, "
+                    "one of the two would stay behind, and engines and saved models have one tensor for both; leave it "
+                    "out"
                 )
         elif wrapper is head:
             raise ConfigError(
@@ -179,14 +180,14 @@ def _refuse_layers(module: PreTrainedModel) -> None:
             end = name.rpartition(".")[2]
             raise ConfigError(
                 f"lora.target_modules names {name}, a router that gives more than its product, to which an adapter of "
-                f"a layer cannot be added. Leave it out (exclude_modules=[{end}]), or give its weight an adapter "
-                f"(target_parameters=[{end}.weight] besides)"
+                f"a layer cannot be added. Leave it out (peft.exclude_modules=[{end}]), or give its weight an adapter "
+                f"(peft.target_parameters=[{end}.weight] besides)"
             )
         elif not isinstance(wrapper, (Linear, ParamWrapper)):
             kind = type(wrapper.get_base_layer()).__name__
             raise ConfigError(
                 f"lora.target_modules names {name}, which is a {kind}: only linear layers can have adapters. Leave it "
-                f"out{whole if wrapper is embedding else ', or train it whole with lora.modules_to_save'}"
+                f"out{whole if wrapper is embedding else ', or train it whole with lora.peft.modules_to_save'}"
             )
 
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from hybrid_rl.errors import ConfigError
 
-# Fields of LoraConfig that are keys of their own.
-KEYS: tuple[str, ...] = ("r", "lora_alpha", "target_modules", "exclude_modules", "target_parameters", "modules_to_save")
-KEYS += ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+# Fields of LoraConfig that are keys of their own, and those that are entries of lora.peft.
+KEYS = ("r", "lora_alpha", "target_modules")
+ENTRIES: tuple[str, ...] = ("exclude_modules", "target_parameters", "modules_to_save", "use_rslora", "use_dora")
+ENTRIES += ("rank_pattern", "alpha_pattern")
 # Fields that say nothing about training here: what saved the adapter, and for what.
 SILENT = frozenset({"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"})
 SILENT |= {"inference_mode", "runtime_config"}
@@ -40,11 +41,12 @@ def require_peft() -> None:
 
 
 def peft_config_of(keys: Mapping[str, Any]) -> Any:
-    """Return the LoraConfig of configuration keys (KEYS by name)."""
+    """Return the LoraConfig of configuration keys, by the names that they have there."""
     require_peft()
     from peft import LoraConfig
 
-    given = {name: value for name, value in keys.items() if name in KEYS and value not in (None, [], {})}
+    keys = _flat(keys)
+    given = {name: keys[name] for name in (*KEYS, *ENTRIES) if keys.get(name) not in (None, [], {})}
     if keys.get("target_modules") == []:
         if "target_parameters" not in given:
             raise ConfigError("lora.target_modules=[] names no layer; leave it out for all-linear")
@@ -55,11 +57,18 @@ def peft_config_of(keys: Mapping[str, Any]) -> Any:
     return LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **given)
 
 
+def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys and entries of lora.peft side by side."""
+    inner = vars(keys["peft"]) if "peft" in keys else {}
+    return {**inner, **{name.removeprefix("peft."): value for name, value in keys.items()}}
+
+
 def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
     """Return the LoraConfig of a critic's module: the policy's adapters, and its head trained whole; what the policy
     trains whole is so here if the critic has it."""
     heads = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
     paths = [name for name, _ in module.named_modules()]
+    keys = _flat(keys)
     shared = [name for name in keys["modules_to_save"] if any(path.endswith(name) for path in paths)]
     found = peft_config_of({**keys, "modules_to_save": [*heads, *shared]})
     found.task_type = "TOKEN_CLS"
@@ -93,9 +102,10 @@ def keys_of(peft_config: Any, trained: str = "") -> dict[str, Any]:
         value, usual = getattr(peft_config, item.name), getattr(default, item.name)
         if item.name == "target_modules":  # None is peft's choice, not ours
             found[item.name] = sorted(value) if isinstance(value, set) else value
-        elif item.name in KEYS:
-            if value is not None and (value != usual or item.name in ("r", "lora_alpha")):
-                found[item.name] = sorted(value) if isinstance(value, set) else value
+        elif item.name in (*KEYS, *ENTRIES):
+            if value is not None and (value != usual or item.name in KEYS):
+                name = item.name if item.name in KEYS else f"peft.{item.name}"
+                found[name] = sorted(value) if isinstance(value, set) else value
         elif value != usual and item.name not in SILENT:
             if trained and item.name == "init_lora_weights" and value in HARMLESS_STARTS:
                 continue

@@ -61,7 +61,7 @@ def _check_rank(module: nn.Module, settings: Any) -> None:
     if most and rank > most:
         raise ConfigError(
             f"lora: adapters of rank {rank} are larger than the weights that they change, none of which has a rank "
-            f"above {most}; set lora.r (and lora.rank_pattern) to a fraction of that, or train all weights"
+            f"above {most}; set lora.r (and lora.peft.rank_pattern) to a fraction of that, or train all weights"
         )
 
 

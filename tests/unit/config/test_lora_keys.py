@@ -30,13 +30,13 @@ def test_a_text_is_a_regular_expression_and_a_list_has_ends_of_names() -> None:
     assert lora("target_modules=.*q_proj").target_modules == ".*q_proj"
     assert lora("target_modules=[q_proj, v_proj]").target_modules == ["q_proj", "v_proj"]
     assert lora("target_modules=null").target_modules is None
-    assert load_config({"lora": {"r": 2, "exclude_modules": "a|b"}})[0].lora.exclude_modules == "a|b"
+    assert load_config({"lora": {"r": 2, "peft": {"exclude_modules": "a|b"}}})[0].lora.peft.exclude_modules == "a|b"
     with pytest.raises(ConfigError, match=r"write a list as lora.target_modules=\[q_proj,v_proj\]"):
         lora("target_modules=q_proj,v_proj")
 
 
 def test_a_config_is_read_back_from_its_run_folder() -> None:
-    config, _ = load_config({"lora.r": 8, "target_modules": ".*q_proj", "rank_pattern": {"q_proj": 2}})
+    config, _ = load_config({"lora.r": 8, "target_modules": ".*q_proj", "peft.rank_pattern": {"q_proj": 2}})
     assert load_config(config)[0] == config
 
 
@@ -47,7 +47,7 @@ def test_a_config_is_read_back_from_its_run_folder() -> None:
         ({"algorithm": "prorl"}, "reference_reset_steps=.* moves the reference"),
         ({"kl": "loss", "controller": "ray", "num_ranks": 2, "reference_ranks": 1}, "reference_ranks=1: with lora.r"),
         (
-            {"use_dora": True, "torch_compile": True, "gradient_checkpointing": True},
+            {"peft.use_dora": True, "torch_compile": True, "gradient_checkpointing": True},
             "compiled blocks of DoRA cannot be computed again",
         ),
         ({"lora_critic": True}, "lora_critic=True would do nothing: there is no critic"),

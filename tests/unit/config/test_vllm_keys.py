@@ -86,9 +86,12 @@ def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path) -> None:
     ("keys", "match"),
     [
         ({}, "lora_handoff=adapter, but no adapters are trained; set lora.r, or leave it out"),
-        ({"lora.r": 4, "use_dora": True}, "lora.use_dora=True: .* DoRA changes the length .*lora_handoff=merged"),
-        ({"lora.r": 4, "modules_to_save": ["lm_head"]}, "modules that are trained whole are no adapters"),
-        ({"lora.r": 4, "target_parameters": ["mlp.experts.down_proj"]}, "fused into one parameter have no slot"),
+        (
+            {"lora.r": 4, "peft.use_dora": True},
+            "use_dora=True: .* DoRA changes the length .*lora_handoff=merged",
+        ),
+        ({"lora.r": 4, "peft.modules_to_save": ["lm_head"]}, "modules that are trained whole are no adapters"),
+        ({"lora.r": 4, "peft.target_parameters": ["mlp.experts.down_proj"]}, "fused into one parameter have no slot"),
         ({"lora.r": 4, "transport": "disk", "weights_path": "x"}, "transport=disk writes all weights at every handoff"),
     ],
     ids=["no adapters", "DoRA", "modules trained whole", "experts", "files"],

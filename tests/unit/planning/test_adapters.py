@@ -65,7 +65,7 @@ def test_gradients_are_those_of_the_adapters(step_of) -> None:
         ({}, 2 * TRAINED * 4),
         ({"num_ranks": 2}, 2 * TRAINED // 2 * 4),
         ({"engine": "vllm"}, 2 * TRAINED * 4 + BASE * 4),
-        ({"engine": "vllm", "modules_to_save": ["norm"]}, 2 * (BASE + TRAINED + 5 * 16) * 4),
+        ({"engine": "vllm", "peft.modules_to_save": ["norm"]}, 2 * (BASE + TRAINED + 5 * 16) * 4),
     ],
 )
 def test_versions_for_ranks_that_only_generate_are_of_adapters(step_of, overrides, expected) -> None:

@@ -28,7 +28,7 @@ def test_a_checkpoint_whose_adapters_have_another_scale_is_not_resumed(tmp_path:
     check_resumed_adapters(module, tmp_path, config)
     for other, scale in (
         ({"lora.lora_alpha": 64}, "16"),
-        ({"lora.alpha_pattern": {"q_proj": 64}}, "16"),
+        ({"peft.alpha_pattern": {"q_proj": 64}}, "16"),
     ):
         told = f"q_proj is of rank 4 and scaled by {scale}; in the checkpoint it is of rank 4 and scaled by 2"
         with pytest.raises(CheckpointError, match=told):

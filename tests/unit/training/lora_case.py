@@ -14,7 +14,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.settings import ENTRIES, peft_config_of
 from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
@@ -33,7 +33,7 @@ Result = tuple[float, dict[str, Tensor]]
 
 def config_of(keys: Mapping[str, Any], **more: Any) -> TrainerConfig:
     """keys: of the section lora, r among them."""
-    lora = {f"lora.{name}": value for name, value in keys.items()}
+    lora = {f"{'peft' if name in ENTRIES else 'lora'}.{name}": value for name, value in keys.items()}
     settings = {
         "loss_type": "dapo",
         "beta": BETA,

@@ -5,7 +5,7 @@ import dataclasses
 
 import torch
 
-from hybrid_rl.config.lora_keys import LoraKeys
+from hybrid_rl.config.lora_keys import LoraKeys, PeftKeys
 from hybrid_rl.config.schema import ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
@@ -22,7 +22,7 @@ from tests.unit.training.critic_case import (
 )
 from tests.unit.training.lora_case import give_values, gradients
 
-KEYS = LoraKeys(r=4, lora_alpha=6, modules_to_save=["lm_head", "model.norm"], lora_critic=True)
+KEYS = LoraKeys(r=4, lora_alpha=6, peft=PeftKeys(modules_to_save=["lm_head", "model.norm"]), lora_critic=True)
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

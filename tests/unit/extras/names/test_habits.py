@@ -23,7 +23,7 @@ TABLES = sorted(Path(habits.__file__).parent.glob("*.yaml"))
 KEYS = leaf_names()
 SECTIONS = {item.name for item in dataclasses.fields(TrainerConfig)} | set(CHOICES)
 MEMBERS = {member for choice in CHOICES.values() for member in choice.members}
-SEEN = [visible_leaves(tags) for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"})]
+SEEN = [visible_leaves(tags) for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"}, {"lora": "adapters"})]
 PATHS = {name for leaves in SEEN for leaf in leaves.values() for name in (leaf.path, leaf.name, leaf.key.path)}
 ARGUMENTS = set(inspect.signature(Trainer).parameters)
 # Words with an underscore or a dot in them that are no keys.

@@ -198,7 +198,7 @@ def test_adapters_of_verl(arguments: list[str], expected: dict[str, str]) -> Non
         (["lora_r=8", "lora_target_modules=q_proj"], {"lora.r": "8", "lora_alpha": "32", "target_modules": "[q_proj]"}),
         (
             ["lora_r=8", "lora_target_modules=all-linear", "lora_modules_to_save=[a,b]"],
-            {"lora.r": "8", "lora_alpha": "32", "target_modules": "all-linear", "modules_to_save": "[a, b]"},
+            {"lora.r": "8", "lora_alpha": "32", "target_modules": "all-linear", "peft.modules_to_save": "[a, b]"},
         ),
         # verl's and OpenRLHF's alpha is 16.
         (["lora_rank=32", "lora_target_modules=null"], {"lora.r": "32", "lora_alpha": "16"}),

@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an embedding": (
         "llama",
         {"target_modules": ["embed_tokens"]},
-        "names model.embed_tokens, which is a Embedding.*or train it whole with lora.modules_to_save",
+        "names model.embed_tokens, which is a Embedding.*or train it whole with lora.peft.modules_to_save",
     ),
     "an embedding that is the head": (
         "gemma2",
@@ -105,9 +105,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "the router of Llama 4": (
         "llama4",
         ALL,
-        r"feed_forward.router, a router .*\(exclude_modules=\[router\]\), or give",
+        r"feed_forward.router, a router .*\(peft.exclude_modules=\[router\]\), or give",
     ),
-    "that of Phi-3.5-MoE": ("phimoe", ALL, r"mlp.router, a router .*\(target_parameters=\[router.weight\] besides\)"),
+    "that of Phi-3.5-MoE": (
+        "phimoe",
+        ALL,
+        r"mlp.router, a router .*target_parameters=\[router.weight\] besides\)",
+    ),
     "DoRA of experts": (
         "qwen3-moe",
         {"target_modules": "all-linear", "use_dora": True},
