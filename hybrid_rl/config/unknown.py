@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.leaves import Leaf, visible_leaves
+from hybrid_rl.config.leaves import Leaf, all_leaves, visible_leaves
 from hybrid_rl.process.hooks import extra
 
 # Names that are less alike than this mean something else: a wrong hint is worse than none.
 LIKENESS = 0.75
 
 
+def theirs(path: str) -> Any:
+    """Return the record that answers a key of another library (`Habit`); None for one that exists here under other
+    choices."""
+    return None if any(path == leaf.path for leaf in all_leaves()) else extra("habit_of")(path)
+
+
 def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
     """Return what is wrong with a key that is not among `leaves`, those that exist under these tags."""
     leaf = path.rsplit(".", 1)[-1]
-    habit = extra("habit_of")(path)
+    habit = theirs(path)
     if habit is not None:
         is_off = value is None or (value is False and extra("is_off_anyway")(leaf))
         why = "has no effect" if value is None else "is what happens anyway"
@@ -45,8 +52,7 @@ def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[
 
 def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool:
     """Return whether such a key, which is not among `leaves`, would exist under these tags."""
-    theirs = visible_leaves(tags)
-    elsewhere = [theirs[p] for p in theirs.keys() - leaves.keys()]
+    elsewhere = [leaf for place, leaf in visible_leaves(tags).items() if place not in leaves]
     rests = [leaf.path.rpartition(".")[0] for leaf in elsewhere if leaf.metadata["takes_rest"]]
     keys = {leaf.key.path for leaf in elsewhere} - {leaf.key.path for leaf in leaves.values()}
     names = {p.rpartition(".")[2] for p in (*keys, *(leaf.path for leaf in elsewhere))}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from hybrid_rl.extras.names import corrections, habit_of
+from hybrid_rl.config.unknown import theirs
+from hybrid_rl.extras.names import corrections
 from hybrid_rl.extras.names.records import Answer, read_table, said
 
 
@@ -16,7 +17,7 @@ def translate(path: str, value: Any, asked: Mapping[str, Any]) -> Answer | None:
 
     asked: all settings, by path, because some count only with others.
     """
-    habit = habit_of(path)
+    habit = theirs(path)
     if path.startswith("~"):
         return Answer(note="with ~ Hydra deletes a key; here only the keys that are set exist")
     if path.removeprefix("lora.") == "lora_alpha" and asked.keys() & _RANKS:
