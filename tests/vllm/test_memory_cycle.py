@@ -76,7 +76,7 @@ class Watched(Bench):
         monkeypatch.setattr(engine_module, "tear_down", tear_down)
         monkeypatch.setattr(engine_module, "can_sleep_on", lambda device: True)
         monkeypatch.setattr(WeightWriter, "write", watched)
-        super().__init__(engine="vllm", handoff_check={"verify_steps": 1}, **keys)
+        super().__init__(engine="vllm", **{"handoff_check.verify_steps": 1}, **keys)
 
     def _make(self, setup: WorkerSetup, context: RankContext) -> HybridWorker:
         worker = super()._make(setup, context)

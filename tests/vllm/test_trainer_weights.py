@@ -56,7 +56,7 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
 
 def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
     """What an architecture is like that vLLM computes by code of its own: the bytes are right, the logprobs are not."""
-    trainer, frames = train(handoff_check={"verify_steps": 5}), {}
+    trainer, frames = train(**{"handoff_check.verify_steps": 5}), {}
     with recording(frames, "vllm"):
         trainer.fit()
     assert len(frames["the handoff's write"]) <= 13, frames
