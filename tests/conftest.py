@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,8 @@ os.environ["MPLBACKEND"] = "Agg"
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+from tests.no_pictures import draw_nothing  # noqa: E402
 
 # A run that finds GPUs which it cannot use is an error, and a warning where a container hides them; tests take the CPU.
 if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():
@@ -133,3 +136,20 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures() -> Iterator[pytest.MonkeyPatch]:
+    """Runs draw no pictures, which takes longer than most of them. Tests of files that import no run go without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "hybrid_rl.logging.report" in sys.modules:
+            draw_nothing(patch)
+        yield patch
+
+
+@pytest.fixture
+def pictures(no_pictures: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs of this test draw them."""
+    no_pictures.undo()
+    yield
+    draw_nothing(no_pictures)

@@ -11,7 +11,6 @@ from hybrid_rl.batch import BatchRef
 from hybrid_rl.errors import RewardError
 from hybrid_rl.logging.report import read_jsonl
 from tests.callers import build_policy
-from tests.no_pictures import draw_nothing
 from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
 
 pytestmark = pytest.mark.slow  # processes are started
@@ -43,9 +42,8 @@ def length(completions, **_):
 
 
 @pytest.fixture
-def train(tmp_path: Path, forked_ranks, monkeypatch):
+def train(tmp_path: Path, forked_ranks):
     """A Trainer with tools on so many ranks, always of the same model."""
-    draw_nothing(monkeypatch)
     made = []
 
     def make(num_ranks, **keys):

@@ -7,7 +7,6 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 
 pytestmark = pytest.mark.slow  # processes are started
@@ -25,8 +24,7 @@ def samples_of(folder: Path) -> list[dict]:
     )
 
 
-def test_two_ranks_evaluate_as_one_process(tmp_path: Path, forked_ranks, monkeypatch) -> None:
-    draw_nothing(monkeypatch)
+def test_two_ranks_evaluate_as_one_process(tmp_path: Path, forked_ranks) -> None:
     keys = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 2, "eval_steps": 1}
     keys |= {"eval_temperature": 1.0, "num_generations_eval": 4, "metric_for_best_model": "eval/b/pass@4"}
     keys |= {"save_steps": 9, "load_best_model_at_end": True, "learning_rate": 1e-2, "output_dir": str(tmp_path)}

@@ -10,7 +10,6 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.training.sharding.build import generating_model
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
 from tests.unit.models.families import VOCABULARY, build
 
@@ -69,9 +68,8 @@ def test_two_ranks_have_the_head_of_one() -> None:
             assert float((seen[name] - expected[name]).abs().max()) > 1e-3, name
 
 
-def test_engine_and_trainer_lie_closer_on_two_ranks(tmp_path, forked_ranks, monkeypatch) -> None:
+def test_engine_and_trainer_lie_closer_on_two_ranks(tmp_path, forked_ranks) -> None:
     """As with one (tests/unit/test_trainer_float32_head.py): what is left is the rounding in the body."""
-    draw_nothing(monkeypatch)
     keys: dict[str, Any] = {"dtype": "bfloat16", "beta": 0.1, "max_steps": 1, "output_dir": str(tmp_path)}
     keys |= {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 16, "num_ranks": 2}
     divergence = []

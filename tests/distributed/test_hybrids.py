@@ -4,7 +4,6 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
-from tests.no_pictures import draw_nothing
 from tests.tiny import VOCABULARY, build_tokenizer, spread, sums
 from tests.unit.models.hybrids import build_hybrid
 
@@ -24,8 +23,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.sweep)])
-def test_two_ranks_generate_and_train_as_one_does(name, tmp_path, forked_ranks, monkeypatch):
-    draw_nothing(monkeypatch)
+def test_two_ranks_generate_and_train_as_one_does(name, tmp_path, forked_ranks):
     lines = []
     for num_ranks in (1, 2):
         model = build_hybrid(name, vocab_size=len(VOCABULARY))

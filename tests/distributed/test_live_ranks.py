@@ -7,16 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rl import Trainer
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
 from tests.unit.run.test_settings import logprobs_of
 
 pytestmark = pytest.mark.slow  # processes are started
 
 
-def test_ranks_learn_score_and_sample_as_was_set(tmp_path: Path, forked_ranks, monkeypatch) -> None:
+def test_ranks_learn_score_and_sample_as_was_set(tmp_path: Path, forked_ranks) -> None:
     """The first update of AdamW is the learning rate itself, wherever the gradient is far above its epsilon."""
-    draw_nothing(monkeypatch)
     model, values = build_model(), [7.0]
 
     def score(completion_ids, **_):

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, ids_of, spread, sums
 
 pytestmark = pytest.mark.slow  # processes are started
@@ -22,9 +21,8 @@ KEYS: dict[str, Any] = {"prompts_per_step": 4, "num_generations": 2, "max_comple
 KEYS |= {"learning_rate": 1e-2, "save_steps": 1}
 
 
-def test_one_rank_then_two_then_one(tmp_path: Path, forked_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_then_two_then_one(tmp_path: Path, forked_ranks: Any) -> None:
     """It begins with the adapter of a PeftModel, whose base exists in memory only."""
-    draw_nothing(monkeypatch)
     model = peft.get_peft_model(build_model(), peft.LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,6 @@ from hybrid_rl.errors import HybridRLError, MemoryRefusedError
 from tests.memory_faults import How, fail_once
 from tests.memory_runs import CASES, compare, compare_checkpoints, folders, watched_run
 from tests.memory_watch import Recorder, slope
-from tests.no_pictures import draw_nothing
 from tests.sleeping_engine import sleeping_engine
 
 pytestmark = pytest.mark.slow  # processes are started
@@ -27,8 +26,7 @@ FAULTY_STEP = 2
 
 
 @pytest.fixture
-def make(tmp_path: Path, forked_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    draw_nothing(monkeypatch)
+def make(tmp_path: Path, forked_ranks: Any) -> Iterator[Make]:
     with sleeping_engine(), folders(tmp_path) as make:
         yield lambda **keys: make(num_ranks=2, engine="sleeping", **keys)
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from tests.distributed.conftest import wait_until
-from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 from tests.tiny import build_model, build_tokenizer, sums
 
@@ -67,10 +66,9 @@ def loaded(batch):
     return batch.load() if isinstance(batch, BatchRef) else batch
 
 
-def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path, monkeypatch):
+def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path):
     """Versions are those of the weights. Resumed on two ranks, with a Ctrl-C, the run is the whole one; on one rank
     every prompt is still there once."""
-    draw_nothing(monkeypatch)
     ages = Counter[int]()
     with make(tmp_path / "whole", num_ranks=2) as whole:
         steps = [loaded(whole.step().batch) for _ in range(4)]

@@ -16,7 +16,6 @@ from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.errors import WorkerError
 from tests.distributed.conftest import is_running, wait_until
-from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 from tests.tiny import build_model, build_tokenizer, sums
 
@@ -40,8 +39,7 @@ def long(completion_ids, trainer_state, **_):
 
 
 @pytest.fixture
-def make(tmp_path: Path, forked_ranks, monkeypatch):
-    draw_nothing(monkeypatch)
+def make(tmp_path: Path, forked_ranks):
     made = []
 
     def make(reward=long, folder="runs", **keys) -> Trainer:

@@ -16,7 +16,6 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import AgentError, RewardError
 from tests.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
 from tests.distributed.test_rollout_ranks import WaitsForWeights, interrupt_twice, loaded
-from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 
 pytestmark = pytest.mark.slow  # processes are started
@@ -72,8 +71,7 @@ def long(completion_ids, trainer_state, **_):
 
 
 @pytest.fixture
-def make(tmp_path: Path, forked_ranks, monkeypatch):
-    draw_nothing(monkeypatch)
+def make(tmp_path: Path, forked_ranks):
     made = []
 
     def make(reward=long, folder="runs", **keys) -> Trainer:
@@ -109,7 +107,7 @@ def held(trainer: Trainer, step: int) -> list[int]:
     return [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(step).values()]
 
 
-def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path, monkeypatch):
+def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):
     """With tools that answer at once: samples, versions, rewards and losses. Environments are on the rank that
     generates, and all are closed. Resumed, and with Ctrl-C before and after the weights change, no prompt is lost or
     used twice."""

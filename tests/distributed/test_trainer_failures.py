@@ -13,15 +13,13 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import DivergedError, RewardError, WorkerError
 from hybrid_rl.logging.report import read_jsonl
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def make(tmp_path: Path, forked_ranks, monkeypatch):
-    draw_nothing(monkeypatch)
+def make(tmp_path: Path, forked_ranks):
     made = []
 
     def trainer(reward, **keys) -> Trainer:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.logging.report import read_jsonl
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow  # processes are started
@@ -30,9 +29,8 @@ NUM_STEPS = 10
 
 
 @pytest.fixture
-def train(tmp_path: Path, forked_ranks, monkeypatch):
+def train(tmp_path: Path, forked_ranks):
     """A Trainer of so many ranks over a model of random weights, always the same."""
-    draw_nothing(monkeypatch)
     made = []
 
     def make(num_ranks: int, model=None, **keys) -> Trainer:

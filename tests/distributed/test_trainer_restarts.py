@@ -13,7 +13,6 @@ import pytest
 from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.run import restarts
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
@@ -22,7 +21,6 @@ CLOCK = ("timing/", "perf/", "memory/", "step_time", "handoff/", "restarts")
 
 @pytest.fixture
 def make(tmp_path: Path, forked_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
-    draw_nothing(monkeypatch)
     monkeypatch.setattr(restarts, "FIRST_DELAY_SECONDS", 0.0)
     made = []
 

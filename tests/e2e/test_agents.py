@@ -15,7 +15,6 @@ from recipes.agents import run
 from recipes.agents.chat import Message, call
 from recipes.agents.task import AgentTask
 from recipes.record_curves import AGENT_SEEDS, AGENTS, SEEDS, recorded, run_agents, settings_digest
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model
 
 # Right answers of the calculator recipe before and at least after, and how far a run may end from the recorded one.
@@ -79,7 +78,6 @@ def boxes() -> AgentTask:
 def test_a_small_policy_learns_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins with a look in a quarter of all cases. A sign turned anywhere between the reward of a trajectory and
     the update of its turns makes that fall."""
-    draw_nothing(monkeypatch)
     monkeypatch.setattr(
         run, "build_model", lambda tokenizer, seed: build_model(seed, **SIZE, vocab_size=len(tokenizer))
     )

@@ -15,6 +15,7 @@ def copies_or_ends(prompts: list[str], completion_ids: list[list[int]], **_: obj
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_grpo_learns_from_random_weights(tmp_path, seed: int) -> None:
     """One of 45 tokens is right. Learning twelve answers needs every sign of the loop to be right: advantages, loss,

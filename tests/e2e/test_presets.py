@@ -10,7 +10,6 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.config.presets import PRESETS
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
 # What a run of two steps on random rewards needs besides.
@@ -38,7 +37,6 @@ ALIKE = ("grpo", "dr_grpo", "gpg", "lite_ppo", "luspo", "max_of_group", "maxrl",
 def test_a_preset_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates from each batch, so that ratios, weights and whole mini-batches play their part."""
     monkeypatch.chdir(tmp_path)
-    draw_nothing(monkeypatch)
     rows = sums(16)
     if name == "sft":
         rows = [{**row, "completion": row["answer"]} for row in rows]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.forked import Forked
-from tests.no_pictures import draw_nothing
 
 if TYPE_CHECKING:  # tests of functions need neither transformers nor a Trainer, which take four seconds to import
     from hybrid_rl import Trainer
@@ -29,13 +28,12 @@ def forked() -> Iterator[Forked]:
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
+def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """A Trainer of 2 steps x 4 prompts x 2 samples, unless said otherwise. `model=None` leaves the model to the keys;
-    any other argument is passed on. No curves: drawing them takes longer than such a run."""
+    any other argument is passed on."""
     from hybrid_rl import Trainer
     from tests.tiny import build_model, build_tokenizer, spread, sums
 
-    draw_nothing(monkeypatch)
     made: list[Trainer] = []
     missing = object()
 

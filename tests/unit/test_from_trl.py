@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 
 pytestmark = pytest.mark.slow  # a step at the defaults: 128 completions of up to 512 tokens
@@ -47,7 +46,6 @@ trainer.train()
 def test_trls_quickstart_runs_with_two_changed_lines(tmp_path: Path, monkeypatch) -> None:
     changed = [line for line in difflib.ndiff(THEIRS.splitlines(), OURS.splitlines()) if line.startswith("+ ")]
     assert len(changed) == 2
-    draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     build_model(max_position_embeddings=640).save_pretrained("model")
     build_tokenizer(chat=True).save_pretrained("model")

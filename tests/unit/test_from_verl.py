@@ -12,7 +12,6 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.names import habit_of
 from hybrid_rl.rewards import math_reward
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 
 # As in the script, with what each key becomes by its record; None: the table says to leave it out.
@@ -88,7 +87,6 @@ def test_the_mapped_command_is_a_configuration() -> None:
 
 @pytest.mark.slow
 def test_the_mapped_command_runs_on_verls_own_file(tmp_path: Path, monkeypatch) -> None:
-    draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     build_model().save_pretrained("model")
     build_tokenizer(chat=True).save_pretrained("model")

@@ -11,7 +11,6 @@ from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.errors import AgentError, ConfigError
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.rewards import EngineJudge
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, ids_of, sums
 
 MOST = 44  # tokens after the prompt
@@ -25,8 +24,7 @@ MESSAGES = (
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
-    draw_nothing(monkeypatch)
+def train(tmp_path):
     made = []
 
     def make(rollout_func, functions=None, **keys):

@@ -15,7 +15,6 @@ from hybrid_rl.batch import BatchRef
 from hybrid_rl.logging.report import read_jsonl
 from tests.callers import build_policy
 from tests.distributed.test_rollout_ranks import WaitsForWeights
-from tests.no_pictures import draw_nothing
 from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
 from tests.replayed import gaps_by_version
 from tests.tiny import spread
@@ -60,10 +59,9 @@ def test_every_token_has_the_trainers_logprob_and_delays_change_nothing(num_rank
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *APART])
-def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layout, tmp_path, short_folder, monkeypatch):
+def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layout, tmp_path, short_folder):
     """Two ranks, of one engine and of two, or such ranks beside one that trains; tools are slow now and then, and
     answers are broken off in their middle."""
-    draw_nothing(monkeypatch)
 
     async def add(a: int, b: int) -> int:
         """Add.

@@ -12,7 +12,6 @@ import pytest
 
 from hybrid_rl import Trainer
 from tests.memory_runs import CASES, compare, folders, watched_run
-from tests.no_pictures import draw_nothing
 from tests.vllm.test_trainer import SHAPE
 
 pytestmark = pytest.mark.slow
@@ -28,8 +27,7 @@ VLLM: dict[str, Any] = {
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
-    draw_nothing(monkeypatch)
+def make(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     # Temporary files of ranks: the path of a socket may not be long.
     root = Path(tempfile.gettempdir()).anchor + "tmp"
     with tempfile.TemporaryDirectory(prefix="t", dir=root) as short, folders(tmp_path) as make:

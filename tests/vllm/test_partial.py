@@ -7,7 +7,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
-from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 from tests.tiny import build_model, build_tokenizer, spread, sums
 from tests.vllm.test_trainer_ranks import short_folder as short_folder
@@ -32,9 +31,8 @@ KEYS = {
 }
 
 
-def test_every_token_has_the_version_of_the_weights_that_made_it(tmp_path, monkeypatch):
+def test_every_token_has_the_version_of_the_weights_that_made_it(tmp_path):
     """Replayed through the weights of each version, by the model's own forward pass."""
-    draw_nothing(monkeypatch)
     model = build_model(**SHAPE)
     with Trainer(model, spread, sums(40), tokenizer=build_tokenizer(), output_dir=str(tmp_path), **KEYS) as trainer:
         weights, others, ages, num_mixed = {}, [], Counter[int](), 0
@@ -53,9 +51,8 @@ def test_every_token_has_the_version_of_the_weights_that_made_it(tmp_path, monke
 
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
-def test_ranks_that_share_an_engine_break_off_together(tmp_path, short_folder, monkeypatch):
+def test_ranks_that_share_an_engine_break_off_together(tmp_path, short_folder):
     """Tensor parallel over two ranks, which step together until both have nothing left that runs."""
-    draw_nothing(monkeypatch)
     keys = {**KEYS, "tensor_parallel_size": 2, "transport": "auto", "num_ranks": 2, "run_name": "run", "save_steps": 1}
     keys |= {"ray.env_vars": {"TMPDIR": str(short_folder)}, "output_dir": str(tmp_path)}
     model, ages = build_model(**SHAPE), Counter[int]()

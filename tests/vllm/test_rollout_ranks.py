@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from tests.distributed.test_rollout_ranks import WaitsForWeights
-from tests.no_pictures import draw_nothing
 from tests.replayed import gaps_by_version
 from tests.tiny import build_model, build_tokenizer, sums
 from tests.vllm.test_partial import KEYS, SHAPE
@@ -58,10 +57,9 @@ def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
         pytest.param({"lora.r": 4, "lora_alpha": 32, "lora_handoff": "adapter"}, id="adapter", marks=pytest.mark.sweep),
     ],
 )
-def test_every_token_has_the_version_of_the_weights_that_made_it(keys, tmp_path, short_folder, monkeypatch):
+def test_every_token_has_the_version_of_the_weights_that_made_it(keys, tmp_path, short_folder):
     """Newer weights come in the middle of completions; every handoff is proved byte by byte and on the trainer's
     probe."""
-    draw_nothing(monkeypatch)
     keys = {**KEYS, **APART, **keys, "max_steps": NUM_STEPS, "output_dir": str(tmp_path), "run_name": "run"}
     keys["ray.env_vars"] = {"TMPDIR": str(short_folder)}
     with Trainer(build_model(**SHAPE), WaitsForWeights(), sums(40), tokenizer=build_tokenizer(), **keys) as trainer:

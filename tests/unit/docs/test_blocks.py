@@ -19,7 +19,6 @@ import hybrid_rl
 from hybrid_rl.config import load_config
 from hybrid_rl.config.load import leaf_names
 from tests.callers import build_policy
-from tests.no_pictures import draw_nothing
 from tests.unit.docs.blocks import BLOCKS, PAGES, ROOT, Block
 
 PYTHON = {page: [b.code for b in BLOCKS if (b.page, b.language, b.reason) == (page, "python", None)] for page in PAGES}
@@ -55,7 +54,6 @@ def test_no_block_escapes_by_its_language(page: str) -> None:
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if any("openai" in code for code in PYTHON[page]):
         pytest.importorskip("openai")
-    draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     policy, tokenizer = build_policy(CALLS, favour={"4": 1.0, "7": 1.0})
     original = hybrid_rl.Trainer

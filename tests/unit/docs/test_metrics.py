@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 from tests.unit.docs.blocks import PAGES
 from tests.unit.docs.test_pages import texts
@@ -39,9 +38,7 @@ PATTERNS = re.compile("|".join(re.escape(name).replace(r"\*", ".+") for name in 
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_metric_of_a_run_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_nothing(monkeypatch)
-
+def test_every_metric_of_a_run_is_named(name: str, tmp_path: Path) -> None:
     def right(completions: list[str], **columns: Any) -> list[float]:
         return [float(len(text) % 2) for text in completions]
 

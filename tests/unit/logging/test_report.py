@@ -280,6 +280,7 @@ def test_keep_until_without_files(run: RunFolder) -> None:
 # ------------------------------------------------------------------------------------------------------- the last word
 
 
+@pytest.mark.usefixtures("pictures")
 def test_finish_draws_the_curves(run: RunFolder) -> None:
     for step in range(4):
         run.log_metrics(step, {"reward": step / 4, "entropy": 2.0, "timing/step": 1.0})
@@ -292,6 +293,7 @@ def test_finish_draws_the_curves(run: RunFolder) -> None:
 
 
 @needs_full
+@pytest.mark.usefixtures("pictures")
 def test_finish_writes_what_waited(run: RunFolder) -> None:
     there, run.metrics.path = run.metrics.path, FULL
     run.log_metrics(1, {"reward": 1.0})
@@ -312,6 +314,7 @@ def test_files_that_others_could_not_write_are_named_too(run: RunFolder) -> None
     assert read_jsonl(run.metrics.path) == [{"step": 1, "reward": 1.0}]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_picture_that_cannot_be_drawn_ends_no_run(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     (run.path / "curves.png").mkdir()
     run.log_metrics(1, {"reward": 1.0})

@@ -23,11 +23,6 @@ HERE = Owner.here()
 GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # its number is used again
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_rl.extras.pictures.curves.draw", lambda *_: None)
-
-
 def config(folder: Path, **keys: Any) -> TrainerConfig:
     return resolve(*load_config({"output_dir": str(folder), "run_name": "run", "max_steps": 5, **keys}))
 

@@ -5,7 +5,6 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import NoSignalError
-from tests.no_pictures import draw_nothing
 from tests.tiny import build_model, build_tokenizer, sums
 
 
@@ -14,9 +13,8 @@ def long(completion_ids, **_):
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
+def make(tmp_path):
     """A Trainer of 3 steps x 4 prompts x 3 samples, most of which are equally long: 4 of 12 prompts have signal."""
-    draw_nothing(monkeypatch)
     made = []
 
     def make(folder="runs", reward_funcs=long, **keys):

@@ -20,7 +20,6 @@ from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.logging.report import read_jsonl
 from tests.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
-from tests.no_pictures import draw_nothing
 from tests.replayed import assert_learned_alike, gaps_by_version
 from tests.tiny import spread
 
@@ -54,8 +53,7 @@ class LateSums(CountedSums):
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    draw_nothing(monkeypatch)
+def make(tmp_path: Path) -> Any:
     CountedSums.every, CountedSums.num_closed = [], 0
     made: list[Trainer] = []
 

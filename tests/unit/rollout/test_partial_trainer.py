@@ -17,7 +17,6 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from hybrid_rl.logging.report import read_jsonl
-from tests.no_pictures import draw_nothing
 from tests.replayed import assert_learned_alike, gaps_by_version
 from tests.tiny import build_model, build_tokenizer, spread, sums
 
@@ -33,9 +32,8 @@ KEYS = {
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
+def make(tmp_path):
     """A Trainer whose completions end by chance, after some 14 tokens of 40."""
-    draw_nothing(monkeypatch)
     made = []
 
     def make(folder="runs", reward_funcs=spread, rows=None, **keys):

@@ -15,7 +15,6 @@ from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.errors import HybridRLError, MemoryRefusedError, MemoryStateError
 from tests.memory_faults import fail_once
 from tests.memory_runs import compare, compare_checkpoints, folders
-from tests.no_pictures import draw_nothing
 from tests.sleeping_engine import sleeping_engine
 from tests.tiny import build_model
 
@@ -31,8 +30,7 @@ def swept(*tags: str) -> list[Any]:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trainer]]:
-    draw_nothing(monkeypatch)
+def make(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     with sleeping_engine(), folders(tmp_path) as make:
         yield lambda **keys: make(**{"case": "ppo", "engine": "sleeping", "max_steps": NUM_STEPS, **keys})
 
@@ -40,8 +38,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run that nothing disturbs."""
-    with sleeping_engine(), folders(tmp_path_factory.mktemp("straight")) as make, pytest.MonkeyPatch.context() as patch:
-        draw_nothing(patch)
+    with sleeping_engine(), folders(tmp_path_factory.mktemp("straight")) as make:
         trainer = make(case="ppo", engine="sleeping", max_steps=NUM_STEPS, save_steps=NUM_STEPS)
         trainer.fit()
         return trainer.run_folder

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybrid_rl.cli.train import train_own
 from hybrid_rl.config import load_config
 from recipes.real import plans, without_duplicates
-from tests.no_pictures import draw_nothing
 from tests.tiny import VOCABULARY, build_tokenizer
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -81,7 +80,6 @@ def published(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("recipe", plans.RECIPES, ids=lambda recipe: recipe.name)
 def test_one_step_of_each(recipe: plans.Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_nothing(monkeypatch)
     monkeypatch.chdir(tmp_path)
     given, files = settings(recipe.name), published(tmp_path)
     assert given["data"]["train_path"] in files and given["data"]["eval_path"] in files
