@@ -56,19 +56,17 @@ class ClipRange(PolicyObjective):
         """epsilon_high; epsilon if it is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
-    def clipped(self, log_ratio: Tensor, advantages: Tensor, *, delta: float | None = None) -> PolicyLoss:
-        """Compute PPO's surrogate, -min(min(w, delta) A, clip(w, 1 - epsilon, 1 + epsilon_high) A), of each token.
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """1 - epsilon and 1 + epsilon_high."""
+        return 1 - self.epsilon, 1 + self.high
 
-        PPO, arXiv:1707.06347, eq. 7; two bounds: DAPO, arXiv:2503.14476, eq. 10. delta: None = no such bound.
-        log_ratio: ln w, float [T], with gradient, 0 where masked; w above e^20 counts as e^20, in value and slope.
-        advantages: float [T], 0 where masked, without gradient.
-        """
-        low, high = 1 - self.epsilon, 1 + self.high
-        ratio = ratio_of(log_ratio)
-        unclipped = ratio if delta is None else ratio.clamp(max=delta)
-        detached = ratio.detach()
+    def noted(self, per_token: Tensor, ratio: Tensor, advantages: Tensor) -> PolicyLoss:
+        """Return the loss of each token with what the clip did to it. ratio: w, float [T], with gradient; advantages:
+        float [T], 0 where masked, without gradient."""
+        (low, high), detached = self.bounds, ratio.detach()
         return PolicyLoss(
-            per_token=-torch.minimum(unclipped * advantages, ratio.clamp(low, high) * advantages),
+            per_token,
             weight=ratio,
             ratio=detached,
             clipped_low=(detached < low) & (advantages < 0),
@@ -121,15 +119,17 @@ class Clip(ClipRange):
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the clipped surrogate; the share of tokens beyond `delta` or `dual_clip` is a separate metric."""
         advantages = inputs.kept(inputs.advantages.detach())
-        loss = self.clipped(log_ratio_at(inputs, self.importance_sampling_level), advantages, delta=self.delta)
-        per_token, metrics = loss.per_token, {}
+        ratio, metrics = ratio_of(log_ratio_at(inputs, self.importance_sampling_level)), {}
+        unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
+        per_token = -torch.minimum(unclipped * advantages, ratio.clamp(*self.bounds) * advantages)
         if self.dual_clip is not None:
             per_token = torch.where(advantages < 0, torch.minimum(per_token, -self.dual_clip * advantages), per_token)
         ceiling = self.delta if self.dual_clip is None else self.dual_clip
         if ceiling is not None:
-            metrics = {"clip_ratio/ceiling": ((loss.ratio > ceiling) & (advantages < 0)).float()}
+            metrics = {"clip_ratio/ceiling": ((ratio.detach() > ceiling) & (advantages < 0)).float()}
         per_sample = self.importance_sampling_level != "token"
-        return replace(loss, per_token=per_token, per_sample=per_sample, metrics=metrics)
+        loss = self.noted(per_token, ratio, advantages)
+        return replace(loss, per_sample=per_sample, metrics=metrics)
 
 
 @register

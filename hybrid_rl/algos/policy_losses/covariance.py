@@ -58,10 +58,11 @@ class ClipCov(ClipRange):
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the clipped surrogate, 0 at the tokens that were drawn."""
         advantages, selected = inputs.advantages.detach(), _selected(inputs)
-        loss = self.clipped(inputs.log_ratio, inputs.kept(advantages))
+        kept, ratio = inputs.kept(advantages), ratio_of(inputs.log_ratio)
+        per_token = -torch.minimum(ratio * kept, ratio.clamp(*self.bounds) * kept)
+        loss = self.noted(torch.where(selected, torch.zeros_like(per_token), per_token), ratio, kept)
         return replace(
             loss,
-            per_token=torch.where(selected, torch.zeros_like(loss.per_token), loss.per_token),
             clipped_low=loss.clipped_low | (selected & (advantages < 0)),
             clipped_high=loss.clipped_high | (selected & (advantages > 0)),
             metrics={"covariance/selected_share": selected.to(loss.ratio.dtype)},

@@ -28,12 +28,12 @@ class AroundProximal(ClipRange):
         """Compute -(p_prox / p_roll) * min(u A, clip(u, 1 - epsilon, 1 + epsilon_high) A), u = p / p_prox. `weight` and
         `ratio` are p / p_roll. proximal: ln p_prox, float [T]."""
         engine, advantages = inputs.needed("rollout_logprobs"), inputs.kept(inputs.advantages.detach())
-        loss = self.clipped(masked_log_ratio(inputs.logprobs, proximal, inputs.mask), advantages)
+        ratio = ratio_of(masked_log_ratio(inputs.logprobs, proximal, inputs.mask))
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(*self.bounds) * advantages)
         behavior_weight = ratio_of(masked_log_ratio(proximal.detach(), engine, inputs.mask))
         weight = ratio_of(masked_log_ratio(inputs.logprobs, engine, inputs.mask))
         return dataclasses.replace(
-            loss,
-            per_token=behavior_weight * loss.per_token,
+            self.noted(behavior_weight * -surrogate, ratio, advantages),
             weight=weight,
             ratio=weight.detach(),
             metrics={"behavior_weight": behavior_weight},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hybrid_rl.algos.advantages.groups import Groups
+from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.policy_losses.clip import ClipRange
@@ -47,12 +48,13 @@ class LambdaGRPO(ClipRange):
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the clipped surrogate times the weight of the token's completion."""
-        loss = self.clipped(inputs.log_ratio, inputs.kept(inputs.advantages.detach()))
+        advantages, ratio = inputs.kept(inputs.advantages.detach()), ratio_of(inputs.log_ratio)
+        per_token = -torch.minimum(ratio * advantages, ratio.clamp(*self.bounds) * advantages)
         parameters = inputs.needed("parameters")
-        weights = length_weights(inputs.needed("prepared"), parameters).to(loss.per_token.dtype)
+        weights = length_weights(inputs.needed("prepared"), parameters).to(per_token.dtype)
         exponent = parameters.detach().to(weights.dtype).expand_as(weights)
         metrics = {"lambda_grpo/length_weight": weights.detach(), "lambda_grpo/lambda": exponent}
-        return dataclasses.replace(loss, per_token=weights * loss.per_token, metrics=metrics)
+        return dataclasses.replace(self.noted(weights * per_token, ratio, advantages), metrics=metrics)
 
 
 def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, length_scale: float) -> Tensor:

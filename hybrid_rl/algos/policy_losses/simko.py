@@ -61,7 +61,8 @@ class SimKO(ClipRange):
         # The value of log_ratio, with a gradient of both terms.
         mixed = log_ratio - alpha * (log_ratio - log_ratio.detach()) + alpha * (lifted - lifted.detach())
         scaled = torch.where(punished, self.lambda_top1 * advantages, advantages)
-        loss = self.clipped(torch.where(smoothed, mixed, log_ratio), scaled)
+        ratio = ratio_of(torch.where(smoothed, mixed, log_ratio))
+        loss = self.noted(-torch.minimum(ratio * scaled, ratio.clamp(*self.bounds) * scaled), ratio, scaled)
         shares = {"simko/smoothed_share": smoothed, "simko/punished_share": punished}
         metrics = {name: which.to(loss.ratio.dtype) for name, which in shares.items()}
         return replace(loss, weight=ratio_of(log_ratio), metrics=metrics)
