@@ -74,7 +74,6 @@ def test_gpus_are_left_for_them() -> None:
             "tensor_parallel_size=4 does not divide rollout_ranks=2; use 1, 2",
         ),
         ({"algorithm": "remax"}, "rollout_ranks=2 cannot be combined with advantage=remax"),
-        ({"max_refills": 2}, "rollout_ranks=2 cannot be combined with max_refills"),
         ({"algorithm": "sft"}, "rollout_ranks=2 cannot be combined with demonstrations"),
         ({"controller": "local"}, "rollout_ranks"),
         ({"max_staleness": 1, "rollout.partial": True}, "max_staleness=1 is too small"),
