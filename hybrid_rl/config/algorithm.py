@@ -276,6 +276,11 @@ def reference_ranks(config: TrainerConfig) -> int:
     return getattr(config.controller, "reference_ranks", 0)
 
 
+def steps_ahead(config: TrainerConfig) -> int:
+    """Return how many batches are generated ahead of the one that is trained on: rollout.async_level, resolved."""
+    return int(config.rollout.async_level == 1)
+
+
 def rollout_ranks(config: TrainerConfig) -> int:
     """Return the number of ranks that only generate; 0 if those that train do, or the backend has no such choice."""
     return getattr(config.controller, "rollout_ranks", 0)

@@ -21,8 +21,9 @@ class HeldConfig(BufferConfig):
     oversample: int | None = key(
         None,
         "with rollout.partial, prompts that are under way beyond what a step needs: as many groups are held after it, "
-        "or dropped; None = as many as prompts_per_step, or a sixteenth of it with unfinished=drop",
-        minimum=1,
+        "or dropped; None = as many as prompts_per_step, or a sixteenth of it with unfinished=drop; 0 = none: the "
+        "run is the synchronous one",
+        minimum=0,
     )
     unfinished: Literal["hold", "drop"] = key(
         "hold",
@@ -34,7 +35,7 @@ class HeldConfig(BufferConfig):
         "policy versions that a token may lag behind the weights that train on it; a step finishes what would be older "
         "in the next one. None = async_level; with rollout.partial two more than oversample needs at least, so that "
         "long completions have time to end",
-        minimum=1,
+        minimum=0,
     )
     buffer_order: Literal["fifo", "freshest"] = key(
         "fifo", "which whole groups a step takes if there are more than it needs: the oldest, or the newest"

@@ -85,13 +85,18 @@ def _dtype(given: Mapping[str, Any], _: Mapping[str, str]) -> str | None:
 
 
 def _holds(given: Mapping[str, Any]) -> bool:
-    is_ahead = number(given.get("async_level")) > 0 or number(given.get("rollout_ranks")) > 0
-    return is_ahead or str(given.get("partial")).lower() == "true"
+    return _is_ahead(given) or str(given.get("partial")).lower() == "true"
+
+
+def _is_ahead(given: Mapping[str, Any]) -> bool:
+    level = given.get("async_level")
+    return number(given.get("rollout_ranks") if level in (None, "auto") else level) > 0
 
 
 def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
     # Tokens of older weights need a weight, unless loss or advantages bring their own.
-    if not _holds(given) or given.get("unfinished") == "drop" or given.get("old_logprobs") == "rollout":
+    is_old = _is_ahead(given) or number(given.get("oversample", 1)) > 0
+    if not _holds(given) or not is_old or given.get("unfinished") == "drop" or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()
     is_weighed = loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs

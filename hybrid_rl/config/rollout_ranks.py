@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -13,21 +12,18 @@ from hybrid_rl.config.schema import ColocatedRolloutConfig, CriticConfig, FSDPCo
 from hybrid_rl.errors import ConfigError
 
 
-def with_rollout_ranks(config: TrainerConfig, given: Collection[str]) -> TrainerConfig:
-    """Return the config with async_level=1 if it has ranks that only generate, without these ranks if it replays what
-    they have generated. given: the paths that the user set.
+def with_rollout_ranks(config: TrainerConfig) -> TrainerConfig:
+    """Return the config with its async_level, which is 1 with ranks that only generate if it's left to us, else 0; and
+    without these ranks if it replays what they have generated.
 
     Raises ConfigError for what does not go with such ranks.
     """
-    number = rollout_ranks(config)
+    number, level = rollout_ranks(config), config.rollout.async_level
+    if level == "auto":
+        level = 1 if number else 0
+    apart = replace(config, rollout=replace(config.rollout, async_level=level))
     if not number:
-        return config
-    if "rollout.async_level" in given and config.rollout.async_level == 0:
-        raise ConfigError(
-            f"rollout_ranks={number} generates while the other ranks train, so that every step trains on samples of "
-            "older weights, but async_level=0; leave async_level out, or set it to 1"
-        )
-    apart = replace(config, rollout=replace(config.rollout, async_level=1))
+        return apart
     if config.mode == "train":
         controller: Any = config.controller
         return replace(apart, controller=replace(controller, rollout_ranks=0))

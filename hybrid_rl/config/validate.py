@@ -17,6 +17,7 @@ from hybrid_rl.config.algorithm import (
     needs_reference,
     resolve_algorithm,
     rollout_ranks,
+    steps_ahead,
 )
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
@@ -49,7 +50,7 @@ def resolve(
     Raises ConfigError for sizes that cannot work together, GPUs that are missing, and keys that would have no effect;
     CheckpointError if `resume` names no checkpoint.
     """
-    config = with_rollout_ranks(settled(config, given, hardware, module_device), given)
+    config = with_rollout_ranks(settled(config, given, hardware, module_device))
     algorithm, data, optimizer = config.algorithm, config.data, config.optimizer
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, rollout_ranks(config) or _number_of(config))
@@ -92,7 +93,7 @@ def resolve(
 
 def _settled_buffer(config: TrainerConfig) -> BufferConfig:
     """Return the section of the buffer as it is used. Raises ConfigError for what held groups cannot be joined with."""
-    buffer, size, ahead = config.buffer, config.data.prompts_per_step, config.rollout.async_level
+    buffer, size, ahead = config.buffer, config.data.prompts_per_step, steps_ahead(config)
     if not isinstance(buffer, HeldConfig):
         return buffer
     name = "rollout.partial=true" if config.rollout.partial else f"rollout.async_level={ahead}"
@@ -107,10 +108,10 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
         return _dropping(config, buffer)
     # As many as a step takes, with two versions more than they need, win most of what holding more and for longer could
     # (benchmarks/simulate_time.py), with tokens that are about one version old on average.
-    oversample = (buffer.oversample or size) if config.rollout.partial else None
+    oversample = (size if buffer.oversample is None else buffer.oversample) if config.rollout.partial else None
     # Each step takes as many groups as it begins, so the extra ones of the first step decide how old groups become.
     least = ahead + math.ceil((oversample or 0) / size)
-    longest = least + 2 * config.rollout.partial
+    longest = least + 2 * bool(oversample)
     if buffer.max_staleness is not None and buffer.max_staleness < least:
         raise ConfigError(
             f"max_staleness={buffer.max_staleness} is too small for async_level={ahead} with "
@@ -119,14 +120,16 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
         )
     if buffer.buffer_order == "freshest" and ahead:
         raise ConfigError("buffer_order=freshest would never train on what async_level=1 generates ahead; use fifo")
-    return replace(buffer, oversample=oversample, max_staleness=buffer.max_staleness or longest)
+    return replace(
+        buffer, oversample=oversample, max_staleness=longest if buffer.max_staleness is None else buffer.max_staleness
+    )
 
 
 def _dropping(config: TrainerConfig, buffer: HeldConfig) -> HeldConfig:
     """Return a section that holds nothing. Raises ConfigError for keys that say what becomes of held groups."""
     if not config.rollout.partial:
         raise ConfigError("unfinished=drop would do nothing without rollout.partial=true; set both")
-    if config.rollout.async_level:
+    if steps_ahead(config):
         raise ConfigError(
             "unfinished=drop holds no groups, but async_level=1 trains on groups that are held; leave one of them out"
         )
@@ -137,7 +140,8 @@ def _dropping(config: TrainerConfig, buffer: HeldConfig) -> HeldConfig:
     if found := [what for what, is_so in given.items() if is_so]:
         raise ConfigError(f"{found[0]} would do nothing with unfinished=drop, which holds no groups; leave it out")
     # A sixteenth halves the tail already, and leaves out half of the longest tenth (benchmarks/simulate_tail.py).
-    return replace(buffer, oversample=buffer.oversample or max(1, config.data.prompts_per_step // 16))
+    sixteenth = max(1, config.data.prompts_per_step // 16)
+    return replace(buffer, oversample=sixteenth if buffer.oversample is None else buffer.oversample)
 
 
 def prompts_begun(config: TrainerConfig) -> int:

@@ -222,7 +222,7 @@ def _held(config: TrainerConfig) -> dict[str, Any]:
     if not isinstance(buffer, HeldConfig):
         return {}
     size = config.data.prompts_per_step
-    ahead = config.rollout.async_level * size
+    ahead = size if config.rollout.async_level == 1 else 0
     drops = buffer.unfinished == "drop"
     later = ahead if rollout_ranks(config) else 0  # those generate what is ahead when they have delivered the batch
     rule = HoldRule(size, buffer.max_staleness or 0, ahead - later, buffer.buffer_order, drops=drops)

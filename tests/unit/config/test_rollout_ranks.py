@@ -61,7 +61,6 @@ def test_gpus_are_left_for_them() -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"rollout.async_level": 0}, "rollout_ranks=2 generates while .* but async_level=0"),
         ({"mode": "rollout"}, "rollout_ranks=2 cannot be combined with mode=rollout"),
         ({"rollout.engine": "hf"}, "rollout_ranks=2 cannot be combined with rollout.engine=hf"),
         (

@@ -201,6 +201,7 @@ def test_nothing_else_is_changed() -> None:
     after["optimizer"]["prompts_per_mini_batch"] = None
     after["algorithm"].update(old_logprobs="auto")
     after["model"].update(device="auto", dtype="auto")
+    after["rollout"].update(async_level="auto")
     assert after == before
 
 

@@ -161,6 +161,25 @@ def test_groups_that_teach_nothing_are_replaced_in_every_form_and_a_resumed_run_
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
 
 
+@pytest.mark.parametrize(
+    "keys", [{}, {"max_refills": 30, "reward_funcs": parity}], ids=["all groups", "dynamic sampling"]
+)
+@pytest.mark.parametrize("form", [{}, {"unfinished": "drop"}], ids=["holding", "dropping"])
+def test_with_nothing_more_under_way_a_partial_run_is_the_synchronous_one(make, form, keys):
+    keys = {"rows": sums(200), **keys}
+    whole, partial = make("whole", **{"rollout.partial": False}, **keys), make("partial", oversample=0, **form, **keys)
+    assert partial.config.correction == whole.config.correction
+    for _ in range(KEYS["max_steps"]):
+        theirs, ours = whole.step(), partial.step()
+        for name in ("completion_ids", "policy_version", "rollout_logprobs", "advantages"):
+            assert torch.equal(ours.batch[name].values, theirs.batch[name].values)
+        for name in ("group", "trajectory", "rewards"):
+            assert torch.equal(ours.batch[name], theirs.batch[name])
+        assert ours.metrics["loss"] == theirs.metrics["loss"]
+    theirs = weights_of(whole)
+    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(partial).items())
+
+
 def late(completion_ids, **_):
     """A reward that takes another time in every run."""
     time.sleep(0.05 * random.SystemRandom().random())
