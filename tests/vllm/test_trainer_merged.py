@@ -24,8 +24,8 @@ ADAPTERS = {
     "r": 4,
     "lora_alpha": 32,
     "target_modules": ["q_proj", "v_proj", "o_proj"],
-    "peft.target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    "peft.rank_pattern": {"o_proj": 3},
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "rank_pattern": {"o_proj": 3},
 }
 
 

@@ -239,36 +239,36 @@ def copy_shares(
     num_launches = staging_bytes = 0
     for share in shares:
         held = parts(share.source_rank)
-        launches, staged = copy_share(share, held, destinations)
-        num_launches, staging_bytes = num_launches + launches, max(staging_bytes, staged)
+        groups = _launches(share, held, destinations)
+        for pieces in groups:
+            if _crosses(pieces, held, destinations):
+                staging_bytes = max(staging_bytes, _copy_staged(pieces, held, destinations))
+            else:
+                copy_pieces(pieces, held, destinations)
+        num_launches += len(groups)
         link_bytes[link(share.source_rank)] += _bytes_of(share.pieces.source, share, held)
     return link_bytes, num_launches, staging_bytes
 
 
-def copy_share(share: RankShare, held: Parts, destinations: Sequence[Tensor]) -> tuple[int, int]:
-    """Copy everything from one rank whose parts this process can read, in one launch on the device of the engine's
-    tensors, whatever the dtypes and strides.
-
-    Only parts on another device are staged, bucket by bucket: cast where they are, sent as one, and unpacked. That is
-    the case for shards in host memory and an engine on a GPU. Returns the number of launches, and the most bytes staged
-    at a time.
-    """
+def _launches(share: RankShare, held: Parts, destinations: Sequence[Tensor]) -> list[Pieces]:
+    """Return what to copy from one rank whose parts this process can read, by launch: all in one on the device of the
+    engine's tensors, whatever the dtypes and strides; bucket by bucket if parts are on another device."""
     groups = by_device(share.pieces, held, destinations)
     if any(_crosses(pieces, held, destinations) for pieces in groups):
-        groups = [group for bucket in share.buckets for group in by_device(bucket.pieces, held, destinations)]
-    staging_bytes = 0
-    for pieces in groups:
-        if not _crosses(pieces, held, destinations):
-            copy_pieces(pieces, held, destinations)
-            continue
-        source, target = held[pieces.source[0]], destinations[pieces.destination[0]]
-        assert source is not None
-        message = Message.of(pieces, np.array([dtype_code(t.dtype) for t in destinations])[pieces.destination])
-        staging = torch.empty(message.num_bytes, dtype=torch.uint8, device=source.device)
-        message.pack(held, staging)
-        message.unpack(staging.to(target.device), destinations)
-        staging_bytes = max(staging_bytes, 2 * message.num_bytes)
-    return len(groups), staging_bytes
+        return [group for bucket in share.buckets for group in by_device(bucket.pieces, held, destinations)]
+    return groups
+
+
+def _copy_staged(pieces: Pieces, held: Parts, destinations: Sequence[Tensor]) -> int:
+    """Copy parts to another device: cast where they are, sent as one, and unpacked. That is the case for shards in host
+    memory and an engine on a GPU. Returns the bytes staged."""
+    source, target = held[pieces.source[0]], destinations[pieces.destination[0]]
+    assert source is not None
+    message = Message.of(pieces, np.array([dtype_code(t.dtype) for t in destinations])[pieces.destination])
+    staging = torch.empty(message.num_bytes, dtype=torch.uint8, device=source.device)
+    message.pack(held, staging)
+    message.unpack(staging.to(target.device), destinations)
+    return 2 * message.num_bytes
 
 
 def _crosses(pieces: Pieces, held: Parts, destinations: Sequence[Tensor]) -> bool:

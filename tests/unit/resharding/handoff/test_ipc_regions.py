@@ -115,14 +115,14 @@ def test_another_process_reads_what_the_owner_writes(driver: StandIn) -> None:
 def test_more_pieces_than_a_message_holds_arrive_in_order(driver: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_memory, "MOST_FDS", 3)
     region, mine = in_region({"a": torch.arange(5000.0)}, driver, chunk_bytes=2**17)
-    lender = RegionLender([region])
     num_files = len(os.listdir("/proc/self/fd"))
+    lender = RegionLender([region])
     opened = open_region(lender.lent[0], 0, CPU)
     assert torch.equal(opened.tensor(region.offset_of(mine["a"]), (5000,), torch.float32), mine["a"])
     del opened
     gc.collect()
+    lender.close()  # it waits for its thread, which closes its descriptors after the answer has come
     assert len(os.listdir("/proc/self/fd")) == num_files
-    lender.close()
 
 
 def test_a_region_that_slept_must_be_exported_again(driver: StandIn) -> None:
