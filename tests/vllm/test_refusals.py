@@ -72,7 +72,7 @@ def test_seeds_of_prompts_in_chunks_on_a_cpu():
     with pytest.raises(RuntimeError) as caught:
         torch.Generator().set_offset(0)
     with pytest.raises(
-        EngineStateError, match="in chunks on a CPU with engine_args.per_request_seeds=true .*set engine_args.per_request_seeds="
+        EngineStateError, match="in chunks on a CPU with engine_args.per_request_seeds=true .*set engine_args.per_re"
     ):
         explain_step(caught.value, is_first=False)
 
