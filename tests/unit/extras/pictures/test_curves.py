@@ -12,7 +12,7 @@ from hybrid_rl.extras.pictures.curves import draw
 from hybrid_rl.logging.report import JsonLines, read_jsonl
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of earlier tests, whenever they are collected
 @pytest.mark.parametrize(
     "extra",
     [
