@@ -25,7 +25,7 @@ from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.rollout.tally import Collected
 from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.agents import AgentArguments
-from hybrid_rl.run.attributes import refusing, setting, shown
+from hybrid_rl.run.attributes import SLOTS, refusing, setting, shown
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.crew import Crew
@@ -77,10 +77,7 @@ class Trainer:
     """
 
     # No other attribute can be set: it would do nothing. A class of the user's has those that it likes.
-    __slots__ = (
-        *("_crew", "_evaluator", "_familiar", "_log", "_position", "_recovery", "_rescue", "_saver", "_settings"),
-        *("_stopper", "_tenancy", "_view", "__weakref__"),
-    )
+    __slots__ = SLOTS
     __signature__ = KeySignature()
 
     config: TrainerConfig = shown("_crew.config")
@@ -179,8 +176,7 @@ class Trainer:
             log.display.message(note)
         self._crew = crew = Crew(run, log, sampler, position)
         closing.callback(crew.end)
-        held = run.config, run.module, log.path
-        self._tenancy = tenancy = Tenancy(*held, crew.guard, position, crew.publish_again)
+        self._tenancy = tenancy = Tenancy(run.config, run.module, log.path, crew.guard, position, crew.publish_again)
         self._settings = Settings(crew, tenancy, callbacks)
         self._saver = saver = Saver(crew, tenancy, self._settings, self._notify)
         self._stopper = Stopper(crew, tenancy, saver)

@@ -95,7 +95,8 @@ def _is_ahead(given: Mapping[str, Any]) -> bool:
 
 def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
     # Tokens of older weights need a weight, unless loss or advantages bring their own.
-    is_old = _is_ahead(given) or number(given.get("oversample", 1)) > 0
+    oversample = given.get("oversample")
+    is_old = _is_ahead(given) or oversample is None or number(oversample) > 0
     if not _holds(given) or not is_old or given.get("unfinished") == "drop" or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()

@@ -89,8 +89,8 @@ def members(given: Mapping[str, Any], named: Mapping[str, str]) -> dict[str, str
 
 def by_path(layers: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, Any]:
     """Return the values of layers by their dotted paths; the last one wins."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
-            found |= by_path([value], f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+            values |= by_path([value], f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values

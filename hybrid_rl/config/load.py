@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import importlib.util
 import logging
 import math
 import re
@@ -101,9 +100,9 @@ def load_config(
     reward = (
         "\nverl chooses rewards by data_source: add reward=FILE.py:FUNCTION, in Python reward_funcs=" * lacks_reward
     )
-    absent = [name for name in values.get("report_to", ()) if name != "none" and not importlib.util.find_spec(name)]
-    if absent and problems:  # known of later, when keys are in order: said in the same round
-        problems.add("report_to", f"report_to={absent[0]} is not installed; pip install {' '.join(absent)}")
+    if problems and "report_to" in values:  # looked at when keys are in order, but said in the same round
+        with problems.about("report_to"):
+            extra("check_trackers")(values["report_to"])
     problems.check(
         f"{reward}\nWhat is clear, in one line:\n  {extra('as_arguments')(line)}" if answered and line else ""
     )

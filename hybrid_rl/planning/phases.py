@@ -335,9 +335,8 @@ class StepMemory:
     def _publishing(self) -> Iterator[tuple[str, list[Share]]]:
         """Yield the peaks of publishing: the handoff, and the trainer's half of its probe."""
         config, handoff = self.config, self._handoff()
-        if (
-            not config.rollout.handoff_check.probe_steps or not self.trains
-        ):  # the trainer's half comes from ranks that train
+        # The trainer's half comes from ranks that train.
+        if not config.rollout.handoff_check.probe_steps or not self.trains:
             yield "", handoff
             return
         held, num_tokens = self.passes.probe(config).fullest, self.passes.longest_prompt(config)

@@ -59,7 +59,7 @@ class RolloutReport:
     """The report of a worker's share of a rollout, which comes with its batch. seconds: by part of the work. logged:
     numbers of log_metric. retried: as in `RewardResult`. metrics: of the samples themselves. use: of the engine while
     it generated them; 0 steps = not counted. num_missing: tokens that may be expected to be generated yet for what the
-    worker holds. left: metrics of that; of a step with several rollouts the last ones count."""
+    worker holds. left: metrics of what it holds; in a step of several rounds those of the last round count."""
 
     seconds: dict[str, float]
     failures: list[RewardFailure] = field(default_factory=list)

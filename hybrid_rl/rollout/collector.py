@@ -161,15 +161,15 @@ class Collector:
         refill = Refill(plan.num_prompts, plan.max_refills, self._weights, self._shaping)
         parts, later = list[tuple[list[PromptRow], Any]](), None
         while refill.num_missing:
-            begun, tasks, its = self._round(plan, call, refill)
-            if plan.num_later and not its.is_refill:
+            begun, tasks, round_call = self._round(plan, call, refill)
+            if plan.num_later and not round_call.is_refill:
                 tasks, next_tasks = split_off(tasks, plan.num_later)
-                later = next_tasks, its
-            answer = self._workers.rollout(tasks, its)
-            made = self._counted(answer, its, tally)
+                later = next_tasks, round_call
+            answer = self._workers.rollout(tasks, round_call)
+            made = self._counted(answer, round_call, tally)
             rows = [begun[group] for group in sorted(begun)]
-            if its.hold is not None:
-                rows = self._open.deliver(made, begun, state.global_step, drops=its.hold.drops)
+            if round_call.hold is not None:
+                rows = self._open.deliver(made, begun, state.global_step, drops=round_call.hold.drops)
                 self._open.load(state.global_step, {part: report.num_missing for part, report in enumerate(answer[1])})
             self._observe(plan.sampler, rows, made)
             parts += refill.kept(rows, made)

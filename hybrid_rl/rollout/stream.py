@@ -9,8 +9,9 @@ A group is what is sampled for one prompt. It is in one of these states:
                         held after a step: it goes on, or waits, in the next one
 
 A call without a `HoldRule` (synchronous training, evaluation, generation) takes all its groups when they are whole, so
-nothing is held. With a rule a step takes the groups that the rule chooses and holds the others: partial rollouts. The
-same loop begins the groups of the next step while this one trains (`go_ahead`): asynchronous training.
+nothing is held. With a rule a step takes the groups that the rule chooses and holds the others: partial rollouts. If
+it replaces groups that teach nothing, it takes groups in rounds, each of which goes on with what the last one held.
+The same loop begins the groups of the next step while this one trains (`go_ahead`): asynchronous training.
 
 Which groups a step takes is a matter of counts: all ranks look at what is whole after every so many engine steps, and
 end together when it is enough. No clock is asked, so a run can be repeated. Kimi k1.5 (arXiv:2501.12599, section 2.6.2)
@@ -160,7 +161,8 @@ class GroupStream(ABC, Generic[AnyGroup]):
             chosen = self._chosen(groups, call, rule)
             mine = [group for group in groups if group.group in chosen]
             left = [group for group in groups if group.group not in chosen]
-            self._num_taken = sum(group.num_tokens for group in mine) + call.is_refill * self._num_taken
+            num_taken = sum(group.num_tokens for group in mine)
+            self._num_taken = self._num_taken + num_taken if call.is_refill else num_taken
             of_left = self._left_metrics(left, drops=rule.drops)
             metrics.merge(self._engine_metrics())
             batch, report = self._taken(mine, timings, call)

@@ -11,6 +11,23 @@ from hybrid_rl.run.missing import ARGUMENTS, PARTS, refusal
 
 Owner = TypeVar("Owner", bound=type)
 
+# The parts of a Trainer, by the attributes that hold them.
+SLOTS = (
+    "_crew",
+    "_evaluator",
+    "_familiar",
+    "_log",
+    "_position",
+    "_recovery",
+    "_rescue",
+    "_saver",
+    "_settings",
+    "_stopper",
+    "_tenancy",
+    "_view",
+    "__weakref__",
+)
+
 
 class Shown:
     """An attribute that shows what a part has, and cannot be set. path: to it, "" for one that is not there."""

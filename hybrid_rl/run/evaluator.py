@@ -125,5 +125,5 @@ class RunEvaluator:
             self._tenancy.note_training()
             self._crew.publish_again()
 
-        if told := self._crew.best.load(self._position.step, load):
-            self._log.display.message(told)
+        if note := self._crew.best.load(self._position.step, load):
+            self._log.display.message(note)

@@ -97,18 +97,18 @@ class Recovery:
         """Return the checkpoint from which to go on; None for the beginning. Raises HybridRLError if that is gone, and
         CheckpointError for a damaged one."""
         # Until the first step is logged the checkpoints of a resumed folder may belong to another branch.
-        found = newest_checkpoint(self._crew.folder, is_ours=True) if self._log.is_taken_up else None
-        if found is not None:
-            found = check_resumed(found, is_auto=True)
-        found = found or self._crew.run.resume
-        if found is None and steps_of(self._crew.run.module) != self._first_steps:
+        checkpoint = newest_checkpoint(self._crew.folder, is_ours=True) if self._log.is_taken_up else None
+        if checkpoint is not None:
+            checkpoint = check_resumed(checkpoint, is_auto=True)
+        checkpoint = checkpoint or self._crew.run.resume
+        if checkpoint is None and steps_of(self._crew.run.module) != self._first_steps:
             raise HybridRLError(
                 f"after training step {loss.step}: {loss.cause}. There is no checkpoint yet, and the module that was "
                 "passed has been trained in place, so that its first weights are gone and no restart can begin with "
                 "them: load it again, and set a smaller save_steps; a model that is passed by name or folder can be "
                 f"loaded again\n{loss.traceback}"
             )
-        return found
+        return checkpoint
 
 
 class Attempt(contextlib.AbstractContextManager["Attempt"]):

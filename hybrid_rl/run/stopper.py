@@ -93,26 +93,26 @@ class Stopper:
         for a step, so that to try again would be of no use.
         """
         step, metrics = self._position.step, self._position.metrics
-        told, unsaved = f"stopped by {self.stop.reason} after training step {step}", None
+        message, unsaved = f"stopped by {self.stop.reason} after training step {step}", None
         if not isinstance(failure, KeyboardInterrupt):
-            told += f" ({Loss.of(failure, step).cause})"
+            message += f" ({Loss.of(failure, step).cause})"
         if self._crew.guard.is_torn or self._crew.policy.has_ended:
-            told += "; the ranks have ended, so that nothing is saved now"
+            message += "; the ranks have ended, so that nothing is saved now"
         else:
             try:
                 self._saver.keep_last_step()
             except CheckpointError as error:  # a full disk; there may be an earlier checkpoint to go on from
                 unsaved = error
-                told += f"; that step is not saved: {error}"
+                message += f"; that step is not saved: {error}"
         if not metrics:
-            told += "; nothing was trained since the start of this process"
+            message += "; nothing was trained since the start of this process"
         # Before its first step a resumed run leaves newer checkpoints where they are; they may be damaged.
         saved = checkpoints_of(self._crew.folder) if self._log.is_taken_up else {}
         newest = saved[max(saved)] if saved else self._crew.run.resume
         if unsaved is not None and newest is None:
             raise unsaved
         where = f"resume from {newest}" if newest is not None else "there is no checkpoint yet"
-        self._log.display.message(f"{told}; {where}")
+        self._log.display.message(f"{message}; {where}")
         if self.stop.reason == DEADLINE and not (newest is not None and metrics):
             why = "no training step was complete" if not metrics else "no checkpoint could be saved"
             raise ConfigError(

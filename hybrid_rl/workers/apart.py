@@ -222,6 +222,7 @@ class SplitGroup(PolicyGroup):
         self._generating, self._root = generating, root
         self._ahead: Future[tuple[dict[str, float], float]] | None = None
         self._entered = self._begun = now()  # when the step began, and the last call of go_ahead was made
+        self._refilling = 0.0  # seconds of the step in which groups that teach nothing were replaced
 
     # ---------------------------------------------------------------------------------------------- a training step
 
@@ -232,8 +233,10 @@ class SplitGroup(PolicyGroup):
             return self._generating.rollout(tasks, call)
         self._settled()
         if call.is_refill:
-            return self._generating.rollout(tasks, call)
-        self._entered = now()
+            start, answer = now(), self._generating.rollout(tasks, call)
+            self._refilling += now() - start
+            return answer
+        self._entered, self._refilling = now(), 0.0
         batch, reports = self._generating.rollout(tasks, call)
         # Its samples were made beside the training of the step before: what that took is no part of this step.
         return batch, [replace(report, use=replace(report.use, cost=None)) for report in reports]
@@ -274,7 +277,7 @@ class SplitGroup(PolicyGroup):
         if ahead is not None:
             metrics, generating = result_of(ahead)
             whole = max(now() - self._entered, 1e-9)  # from the wait for the batch's rewards on, in which no side works
-            metrics["ranks/generating_busy"] = min(generating / whole, 1.0)
+            metrics["ranks/generating_busy"] = min((self._refilling + generating) / whole, 1.0)
             metrics["ranks/training_busy"] = min((trained - self._begun) / whole, 1.0)
         taken = largest(self._generating.take_weights(self._root, version))
         return [{**taken, **metrics, "timing/handoff_write": seconds}]

@@ -96,7 +96,7 @@ class PolicyGroup(GeneratingGroup):
 
     def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
         """Raise: these ranks do nothing while they train."""
-        raise EngineStateError("ranks that generate and train in turn begin nothing ahead")
+        raise EngineStateError("ranks that train in turn begin nothing ahead; set rollout_ranks for ranks that do")
 
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
         """Score the data set's own completions of these prompts."""

@@ -501,9 +501,9 @@ def test_keys_are_text_in_a_tree(given, message: str, tmp_path) -> None:
 
 
 def test_trackers_that_are_not_installed_are_named_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"(?s)^2 keys .*learnin_rate .*report_to +mlflow is not installed; pip install mlflow"
+        ConfigError, match=r"(?s)^2 keys .*learnin_rate .*report_to .*mlflow is not installed; pip install\s+mlflow"
     ):
         loaded(learnin_rate=1.0, report_to=["mlflow", "none"])
     assert loaded(report_to=["mlflow"]).report_to == ["mlflow"]  # nothing else is wrong: asked at the start

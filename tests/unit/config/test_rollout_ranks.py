@@ -92,3 +92,23 @@ def test_models_that_score_on_these_ranks_are_refused() -> None:
         check_rollout_rewards(config, has_models=True, has_judges=False)
     with pytest.raises(ConfigError, match="rollout_ranks=2 cannot be combined with judges on the policy's engine"):
         check_rollout_rewards(config, has_models=False, has_judges=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "correction"),
+    [
+        ({"rollout.partial": True}, "tis"),
+        ({"rollout.partial": True, "oversample": None}, "tis"),
+        ({"rollout.partial": True, "oversample": 0}, "none"),
+        ({"rollout.partial": True, "oversample": 0, "rollout.async_level": 1}, "tis"),
+        ({"rollout.async_level": 0}, "none"),
+        ({"rollout_ranks": 2}, "tis"),
+        ({"rollout_ranks": 2, "rollout.async_level": "auto"}, "tis"),
+        ({"rollout_ranks": 2, "rollout.async_level": 0}, "none"),
+    ],
+)
+def test_tokens_of_older_weights_are_corrected_for(keys: dict[str, Any], correction: str) -> None:
+    """A correction is the default of runs that have such tokens, and of no others."""
+    for given in (keys, {name.rpartition(".")[2]: value for name, value in keys.items()}):
+        config, _ = load_config(None, given)
+        assert config.correction.correction_mode == correction

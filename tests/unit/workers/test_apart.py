@@ -47,3 +47,11 @@ def test_busy_shares_are_of_the_whole_step_with_its_wait_for_rewards(monkeypatch
     (metrics,) = group.update_weights(1)
     assert metrics["ranks/generating_busy"] == pytest.approx(3 / 9)
     assert metrics["ranks/training_busy"] == pytest.approx(2 / 9)
+    refill: Any = SimpleNamespace(hold=object(), is_refill=True)
+    group.rollout([], call)
+    group.rollout([], refill)  # 6 s more, in which the generating ranks work and the others wait
+    group.begin([], call)
+    clock[0] += 2.0
+    (metrics,) = group.update_weights(2)
+    assert metrics["ranks/generating_busy"] == pytest.approx((6 + 3) / 15)
+    assert metrics["ranks/training_busy"] == pytest.approx(2 / 15)
