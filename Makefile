@@ -90,7 +90,7 @@ PINNED_PART := tests/pins tests/distributed/test_compat_fsdp.py \
     "tests/distributed/test_fsdp.py::test_gradient_of_the_grpo_step_is_that_of_one_process[2]" tests/vllm/test_versions.py \
     tests/vllm/test_trainer.py::test_twenty_steps_and_every_logprob_is_the_trainers
 
-# What adapters and trackers do with the real libraries. A test that is skipped has failed there (tests/none_skipped.py).
+# What adapters and trackers do with the real libraries. A test that is skipped has failed there (tests/support/plugins/none_skipped.py).
 OUTSIDE_TESTS := tests/unit/extras/environments/test_adapters.py tests/unit/extras/trackers/test_trackers.py
 OUTSIDE_NAMES := the_real_ or test_tensorboard or test_mlflow or test_wandb_offline or test_trackio
 
@@ -130,8 +130,8 @@ kernels: $(STAMP) ## compile the kernels for sm_80 and sm_90, and run them in an
 
 sweep: $(STAMP) vllm ## the long matrices, of which `make test` runs a representative part, into benchmarks/results
 	@rm -f $(SWEEP)
-	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep --hypothesis-profile=drawn -p tests.sweep_results --sweep-results $(SWEEP) tests/unit
-	@$(BIN)/python -m pytest -ra -m "sweep and not e2e_full" --hypothesis-profile=drawn -p tests.sweep_results --sweep-results $(SWEEP) tests --ignore=tests/unit
+	@$(BIN)/python -m pytest -ra $(PARALLEL) -m sweep --hypothesis-profile=drawn -p tests.support.plugins.sweep_results --sweep-results $(SWEEP) tests/unit
+	@$(BIN)/python -m pytest -ra -m "sweep and not e2e_full" --hypothesis-profile=drawn -p tests.support.plugins.sweep_results --sweep-results $(SWEEP) tests --ignore=tests/unit
 
 check: $(if $(ROOM),check-room,check-all) ## lint, types, architecture and quick unit tests; ROOM=algos: of that room alone
 
@@ -153,8 +153,8 @@ check-room: $(STAMP)
 
 durations: $(STAMP) ## measure the unit tests on an idle machine and write tests/slow_tests.txt, which `make check` leaves out
 	@rm -f $(DURATIONS)
-	@$(BIN)/python -m pytest -q -m "not sweep" -p tests.cpu_seconds --cpu-seconds $(DURATIONS) tests/unit
-	@$(BIN)/python -m tests.cpu_seconds $(DURATIONS) > tests/slow_tests.txt
+	@$(BIN)/python -m pytest -q -m "not sweep" -p tests.support.plugins.cpu_seconds --cpu-seconds $(DURATIONS) tests/unit
+	@$(BIN)/python -m tests.support.plugins.cpu_seconds $(DURATIONS) > tests/slow_tests.txt
 
 e2e: $(STAMP) vllm ## end-to-end tests: every recipe to its end for two seeds, and the whole engine: some twenty minutes
 	@$(BIN)/python -m pytest -ra tests/e2e -m "e2e_full or not e2e_full"
@@ -169,14 +169,14 @@ browser: $(STAMP) ## test the report of runs in headless Chromium (Debian: apt-g
 	@$(BIN)/python -m pytest -ra tests/browser
 
 pins: $(PINS_NATIVE) $(PINS)/triton ## distributed, vLLM and kernel tests with the torch and vLLM of constraints-cuda.txt
-	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra $(PINNED) $(ARGS)
+	@HYBRID_RL_NATIVE_FOLDER="$(CURDIR)/$(dir $(PINS_NATIVE))" $(PINS_BIN)/python -m pytest -ra -m "not sweep" $(PINNED) $(ARGS)
 
 pins-part: $(PINS_STAMP) ## the names of torch and vLLM in both environments; of `make pins` one run of FSDP and one of vLLM
 	@$(BIN)/python -m pytest -q -ra -m "not sweep" $(VERSIONS)
 	@if [ -e $(PINS_STAMP) ]; then $(PINS_BIN)/python -m pytest -ra $(PINNED_PART); fi
 
 outside: $(OUTSIDE_STAMP) ## adapters and trackers with the real libraries (requirements-outside.txt); a skipped test is a failure
-	@$(OUTSIDE_BIN)/python -m pytest -q -ra -p tests.none_skipped -k "$(OUTSIDE_NAMES)" $(OUTSIDE_TESTS) $(ARGS)
+	@$(OUTSIDE_BIN)/python -m pytest -q -ra -p tests.support.plugins.none_skipped -k "$(OUTSIDE_NAMES)" $(OUTSIDE_TESTS) $(ARGS)
 
 gpu: ## on a CUDA machine: csrc, tests/gpu and benchmarks/gpu_*, into benchmarks/results (ARGS="--budget 540")
 	@$(GPU_PYTHON) tests/gpu/run.py $(ARGS)

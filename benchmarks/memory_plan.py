@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
-from tests.measured_memory import Measured  # noqa: E402
-from tests.memory_cases import (  # noqa: E402
+from tests.support.memory.measured_memory import Measured  # noqa: E402
+from tests.support.memory.memory_cases import (  # noqa: E402
     CONFIGS,
     MOST,
     PEAK,

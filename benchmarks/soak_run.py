@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import soak_faults
 from hybrid_rl import Callback, Trainer
-from tests.callers import build_policy
+from tests.support.agents.callers import build_policy
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # the smallest of vLLM's on CPUs
 CALLS = [("add", {"a": 1, "b": 2}), ("add", {"a": 20, "b": 3})]

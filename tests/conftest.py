@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.no_pictures import draw_nothing  # noqa: E402
+from tests.support.plugins.no_pictures import draw_nothing  # noqa: E402
 
 # A run that finds GPUs which it cannot use is an error, and a warning where a container hides them; tests take the CPU.
 if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():

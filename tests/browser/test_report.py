@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_rl.extras.report import write_report
 from tests.browser.chromium import Page, executable
-from tests.run_case import HOSTILE, sample, write_lines, write_run
+from tests.support.run_case import HOSTILE, sample, write_lines, write_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(executable() is None, reason="there is no Chromium")]
 

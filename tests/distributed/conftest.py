@@ -18,7 +18,7 @@ import pytest
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from tests.distributed.forks import Forks
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 
 ROOT = Path(__file__).parents[2]
 SETUP_WORKER = Path(__file__).with_name("setup_worker.py")
@@ -37,7 +37,7 @@ from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.ray_backend import RayActors, RayCluster
 from hybrid_rl.controller.remote import RemoteBackend
 from tests.distributed.workers import Probe, sample_batch, split_whole_groups
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 
 FOLDER = Path(sys.argv[1])
 

@@ -10,8 +10,8 @@ from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.errors import RewardError
 from hybrid_rl.logging.report import read_jsonl
-from tests.callers import build_policy
-from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
+from tests.support.agents.callers import build_policy
+from tests.support.agents.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
 
 pytestmark = pytest.mark.slow  # processes are started
 

@@ -24,8 +24,8 @@ from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.sources import ObjectSource
 from tests.distributed.ranks import run_ranks
-from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
+from tests.support.float64 import KeepFloat64
 from tests.unit.training.critic_case import RecordedGradients, config_of, critic_batch, policy_with_head
 
 pytestmark = pytest.mark.slow  # processes are started

@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 pytestmark = pytest.mark.slow  # processes are started
 

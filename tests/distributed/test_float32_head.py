@@ -10,7 +10,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.training.sharding.build import generating_model
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 from tests.unit.models.families import VOCABULARY, build
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.distributed.ranks import run_ranks
-from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
+from tests.support.float64 import KeepFloat64
 from tests.unit.training.grpo_step import case_batch, case_config, terms_of, with_advantages
 
 pytestmark = pytest.mark.slow

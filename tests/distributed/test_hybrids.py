@@ -4,7 +4,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
-from tests.tiny import VOCABULARY, build_tokenizer, spread, sums
+from tests.support.tiny import VOCABULARY, build_tokenizer, spread, sums
 from tests.unit.models.hybrids import build_hybrid
 
 pytestmark = pytest.mark.slow  # processes are started

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.callers import build_policy
-from tests.killed import BACKGROUND, HOLDING, Killed
-from tests.killed_functions import adding, long_in_a_process, sandboxed
-from tests.killed_runs import Program, Starter
-from tests.tiny import sums
+from tests.support.agents.callers import build_policy
+from tests.support.kills.killed import BACKGROUND, HOLDING, Killed
+from tests.support.kills.killed_functions import adding, long_in_a_process, sandboxed
+from tests.support.kills.killed_runs import Program, Starter
+from tests.support.tiny import sums
 
 pytestmark = pytest.mark.slow  # processes are started
 SWEEP = (pytest.mark.sweep, pytest.mark.timeout(3600))

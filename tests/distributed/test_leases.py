@@ -17,8 +17,8 @@ from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.memory.offload import OffloadedTensors
 from hybrid_rl.memory.region import Region
 from tests.distributed.ranks import run_ranks
-from tests.engine_faults import Fault
-from tests.sleeping_region import SleepingRegion
+from tests.support.engines.engine_faults import Fault
+from tests.support.engines.sleeping_region import SleepingRegion
 from tests.unit.engines.engines import contract
 
 pytestmark = pytest.mark.slow

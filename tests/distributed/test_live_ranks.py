@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rl import Trainer
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 from tests.unit.run.test_settings import logprobs_of
 
 pytestmark = pytest.mark.slow  # processes are started

@@ -21,8 +21,8 @@ from hybrid_rl.weights.sources import ObjectSource
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_critic import OPTIONS, PLANS, ROWS, WHOLE, compare, exact_config, gather, whole_weights
 from tests.distributed.test_fsdp import UNEVEN, WITHOUT_WORK
-from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
+from tests.support.float64 import KeepFloat64
 from tests.unit.training.critic_case import critic_batch
 from tests.unit.training.lora_case import adapted, by_peft, check, config_of, gradients, recorded, step
 from tests.unit.training.test_lora_gradients import EXPERTS, PLAIN, TOLERANCE

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
-from tests.tiny import build_model, build_tokenizer, ids_of, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, ids_of, spread, sums
 
 pytestmark = pytest.mark.slow  # processes are started
 

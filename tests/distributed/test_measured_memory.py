@@ -11,8 +11,8 @@ import torch
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.controller.ranks import object_gather
 from tests.distributed.ranks import run_ranks
-from tests.measured_memory import Measured
-from tests.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, config_of, predicted
+from tests.support.memory.measured_memory import Measured
+from tests.support.memory.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, config_of, predicted
 
 pytestmark = pytest.mark.slow  # processes are started
 
@@ -36,7 +36,7 @@ def measured(rank: int, num_ranks: int, size: str, keys: dict[str, Any]) -> dict
 def test_the_plan_of_every_rank_is_within_five_percent(size: str, keys: dict[str, Any], record_property) -> None:
     keys = CONFIGS["ranks"] | keys
     planned = predicted(size, config_of(keys)).phases
-    for found in run_ranks(measured, 2, size, keys, preloaded=("tests.memory_cases",)):
+    for found in run_ranks(measured, 2, size, keys, preloaded=("tests.support.memory.memory_cases",)):
         rows = compared(planned, found)
         # All weights are gathered block by block: the buffer of a block is seen together with the next, or is not.
         check(rows, early_bytes=max(row.measured for row in rows if row.what == "engine_weights") // 2)

@@ -13,10 +13,10 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import HybridRLError, MemoryRefusedError
-from tests.memory_faults import How, fail_once
-from tests.memory_runs import CASES, compare, compare_checkpoints, folders, watched_run
-from tests.memory_watch import Recorder, slope
-from tests.sleeping_engine import sleeping_engine
+from tests.support.engines.sleeping_engine import sleeping_engine
+from tests.support.memory.memory_faults import How, fail_once
+from tests.support.memory.memory_runs import CASES, compare, compare_checkpoints, folders, watched_run
+from tests.support.memory.memory_watch import Recorder, slope
 
 pytestmark = pytest.mark.slow  # processes are started
 
@@ -58,7 +58,7 @@ def faulty(tag: str, how: How | Literal["ctrl-c"]) -> Callable[..., list[float]]
     def reward(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
         import torch.distributed as dist
 
-        from tests.scores import spread
+        from tests.support.scores import spread
 
         if trainer_state.global_step == FAULTY_STEP and dist.get_rank() == 1 and not hasattr(fail_once, "is_done"):
             fail_once.is_done = True  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from tests.distributed.conftest import wait_until
-from tests.replayed import gaps_by_version
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.engines.replayed import gaps_by_version
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 pytestmark = pytest.mark.slow  # processes are started
 

@@ -20,7 +20,7 @@ from hybrid_rl.errors import ConfigError
 from tests.distributed import workers
 from tests.distributed.conftest import wait_until
 from tests.distributed.workers import Probe, sample_batch, split_whole_groups
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.distributed.conftest import DEADLINE_SECONDS, SETUP_WORKER, Start, forked_drivers, is_running, wait_until
 from tests.distributed.forks import Forks
-from tests.shared_memory import entries, left
+from tests.support.memory.shared_memory import entries, left
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError, Worker
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
 from tests.distributed.forks import Forks
 from tests.distributed.workers import Probe, split_whole_groups
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.workers.reward_model import RewardModel
 from tests.distributed.ranks import run_ranks
-from tests.tiny import VOCABULARY, build_tokenizer
+from tests.support.tiny import VOCABULARY, build_tokenizer
 from tests.unit.workers.test_reward_model import classifier, sample_batch
 
 pytestmark = pytest.mark.slow  # processes are started

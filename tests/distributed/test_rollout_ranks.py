@@ -16,8 +16,8 @@ from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.errors import WorkerError
 from tests.distributed.conftest import is_running, wait_until
-from tests.replayed import gaps_by_version
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.engines.replayed import gaps_by_version
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 pytestmark = pytest.mark.slow  # processes are started
 

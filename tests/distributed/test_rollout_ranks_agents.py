@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import AgentError, RewardError
-from tests.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
 from tests.distributed.test_rollout_ranks import WaitsForWeights, interrupt_twice, loaded
-from tests.replayed import gaps_by_version
+from tests.support.agents.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
+from tests.support.engines.replayed import gaps_by_version
 
 pytestmark = pytest.mark.slow  # processes are started
 

@@ -13,7 +13,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import DivergedError, RewardError, WorkerError
 from hybrid_rl.logging.report import read_jsonl
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.logging.report import read_jsonl
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow  # processes are started
 
@@ -167,7 +167,7 @@ def test_bfloat16_keeps_its_masters_over_a_change_of_ranks(train, tmp_path):
     checkpoint.rename(start / "checkpoint-1")
     two = train(2, build_model(dtype=torch.bfloat16), **keys, resume=str(start / "checkpoint-1"))
     two.fit()
-    from tests.optimizer_state import read_optimizer
+    from tests.support.optimizer_state import read_optimizer
 
     states = [read_optimizer(t.run_folder / "checkpoint-2") for t in (one, two)]
     begun = read_optimizer(start / "checkpoint-1")

@@ -13,7 +13,7 @@ import pytest
 from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.run import restarts
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
 CLOCK = ("timing/", "perf/", "memory/", "step_time", "handoff/", "restarts")

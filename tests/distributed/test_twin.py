@@ -17,7 +17,7 @@ from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
-from tests.engine_settings import inplace_settings
+from tests.support.engines.engine_settings import inplace_settings
 from tests.unit.engines.inplace.graph_stand_in import force_device_path
 from tests.unit.models.families import VOCABULARY, build
 

@@ -15,7 +15,7 @@ from recipes.agents import run
 from recipes.agents.chat import Message, call
 from recipes.agents.task import AgentTask
 from recipes.record_curves import AGENT_SEEDS, AGENTS, SEEDS, recorded, run_agents, settings_digest
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 # Right answers of the calculator recipe before and at least after, and how far a run may end from the recorded one.
 START, END, TOLERANCE = 0.2, 0.9, 0.08

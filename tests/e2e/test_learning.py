@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid_rl import Trainer
-from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
+from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 
 LETTERS, DIGITS = "abcdef", "012345"
 

@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.config.presets import PRESETS
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 # What a run of two steps on random rewards needs besides.
 CHANGES: dict[str, dict[str, Any]] = {

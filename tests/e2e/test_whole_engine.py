@@ -22,7 +22,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from hybrid_rl.logging.report import read_jsonl
 from tests.distributed.conftest import wait_until
 from tests.e2e.whole_engine import CASES, DRIVER_DIES_AFTER, KEYS, PHASES, RANK_DIES_IN, drive
-from tests.shared_memory import entries, used
+from tests.support.memory.shared_memory import entries, used
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Callback, Trainer
 from hybrid_rl.memory.history import StepMemory
-from tests.callers import build_policy
-from tests.memory_runs import phases_of
-from tests.memory_watch import MemoryWatch
-from tests.no_pictures import draw_nothing
-from tests.replayed import gaps_by_version
-from tests.tiny import VOCABULARY, build_model, build_tokenizer, sums
+from tests.support.agents.callers import build_policy
+from tests.support.engines.replayed import gaps_by_version
+from tests.support.memory.memory_runs import phases_of
+from tests.support.memory.memory_watch import MemoryWatch
+from tests.support.plugins.no_pictures import draw_nothing
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, sums
 from tests.unit.workers.test_reward_model import classifier
 
 RANK_DIES_IN, DRIVER_DIES_AFTER = 8, 14  # training steps

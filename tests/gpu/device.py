@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
-from tests.engine_settings import inplace_settings
+from tests.support.engines.engine_settings import inplace_settings
 from tests.unit.engines import engines
 from tests.unit.models import families
 

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 import torch
 
-from tests.attention_contract import check_backend
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.engines.attention_contract import check_backend
 
 needs_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
 

@@ -18,9 +18,9 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
 from tests.distributed.test_fsdp import EXACT, grpo_backward
-from tests.engine_settings import inplace_settings
 from tests.gpu.device import DEVICE, cuda_only
 from tests.reference import grpo_case
+from tests.support.engines.engine_settings import inplace_settings
 from tests.unit.engines.engines import Rig, same_samples
 from tests.unit.training.grpo_step import case_batch
 

@@ -14,7 +14,7 @@ from hybrid_rl.training import host_optimizer
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.optimizer import Optimizer
 from tests.gpu.device import DEVICE, cuda_only
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 
 @pytest.mark.parametrize("streamed", [1, 3000, 1 << 26], ids=["each", "some", "all"])

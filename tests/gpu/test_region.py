@@ -19,9 +19,9 @@ from hybrid_rl.resharding.handoff import region_memory
 from hybrid_rl.resharding.handoff.ipc import IpcSource
 from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.plan import make_plan
-from tests.cuda_stand_in import stand_in
 from tests.distributed.ranks import run_ranks
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.cuda.cuda_stand_in import stand_in
 from tests.unit.memory.test_region_contract import *  # noqa: F403
 from tests.unit.memory.test_region_contract import Kind, cuda
 from tests.unit.resharding.handoff.parts import (

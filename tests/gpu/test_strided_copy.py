@@ -10,8 +10,8 @@ from torch import Tensor
 from hybrid_rl import native
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
-from tests.content_hash import content_hash
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.content_hash import content_hash
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(a, b) for a in CASTS for b in CASTS] + [(d, d) for d in (torch.float64, torch.int32, torch.int8, torch.bool)]

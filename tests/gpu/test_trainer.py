@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from tests.gpu.device import DEVICE, cuda_only
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -12,7 +12,7 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
 from tests.gpu.device import DEVICE
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 if find_spec("vllm") is None:
     pytest.skip("needs vllm (constraints-cuda.txt)", allow_module_level=True)

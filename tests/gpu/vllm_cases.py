@@ -29,8 +29,8 @@ from hybrid_rl.errors import EngineStateError, MemoryStateError
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.verify import Verifier
-from tests.engine_settings import vllm_settings
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.engines.engine_settings import vllm_settings
 
 # Logits of this model reach 2^2 to 2^3, of which bfloat16 keeps steps of 2^-6; both sides round some ten times on the
 # way to them, at different places.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.hosts.train import SHAPE
-from tests.tiny import build_model, build_tokenizer
+from tests.support.tiny import build_model, build_tokenizer
 
 RECIPE = """
 model: {{path: "{folder}/model", device: cpu}}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybrid_rl import Trainer
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 KEYS = {
     "prompts_per_step": 4,

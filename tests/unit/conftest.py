@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.forked import Forked
+from tests.support.kills.forked import Forked
 
 if TYPE_CHECKING:  # tests of functions need neither transformers nor a Trainer, which take four seconds to import
     from hybrid_rl import Trainer
@@ -32,7 +32,7 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """A Trainer of 2 steps x 4 prompts x 2 samples, unless said otherwise. `model=None` leaves the model to the keys;
     any other argument is passed on."""
     from hybrid_rl import Trainer
-    from tests.tiny import build_model, build_tokenizer, spread, sums
+    from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
     made: list[Trainer] = []
     missing = object()
@@ -68,7 +68,7 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """Model and tokenizer as a user has them on disk."""
-    from tests.tiny import build_model, build_tokenizer
+    from tests.support.tiny import build_model, build_tokenizer
 
     folder = tmp_path / "model"
     build_model().save_pretrained(folder)

@@ -16,7 +16,7 @@ from typing import Any
 
 import hybrid_rl
 from hybrid_rl import Trainer
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 PACKAGE = Path(hybrid_rl.__file__).parent
 FIRST = "fit"

@@ -22,7 +22,7 @@ from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, STATE_FILE, read_optimizer_into, read_state
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.errors import CheckpointError
-from tests.optimizer_state import read_optimizer
+from tests.support.optimizer_state import read_optimizer
 
 SHARDS = f"{OPTIMIZER_FOLDER}/shard-00001-model-00001-of-00001.safetensors"
 SCALARS = f"{OPTIMIZER_FOLDER}/{SCALARS_FILE}"

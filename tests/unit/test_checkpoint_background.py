@@ -22,7 +22,7 @@ from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.memory import probe
 from hybrid_rl.process.files import Sink, save_tensors
-from tests.optimizer_state import read_optimizer
+from tests.support.optimizer_state import read_optimizer
 
 WEIGHTS = torch.arange(6.0)
 STATE = {"global_step": 4, "num_tokens": 7}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 pytestmark = pytest.mark.slow  # a step at the defaults: 128 completions of up to 512 tokens
 

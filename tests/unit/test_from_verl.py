@@ -12,7 +12,7 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.names import habit_of
 from hybrid_rl.rewards import math_reward
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 # As in the script, with what each key becomes by its record; None: the table says to leave it out.
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model", "ref"))

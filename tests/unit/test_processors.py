@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Forked
+from tests.support.kills.forked import Forked
 
 pytestmark = pytest.mark.slow
 

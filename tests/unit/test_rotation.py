@@ -7,7 +7,7 @@ import pytest
 
 from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.resharding.folders import MANIFEST_FILE, write_manifest
-from tests.tiny import exact, sums
+from tests.support.tiny import exact, sums
 
 
 def whole(folder: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import shared_memory
+from tests.support.memory import shared_memory
 
 HOLD = """
 import mmap, sys

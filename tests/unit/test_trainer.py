@@ -12,7 +12,7 @@ import hybrid_rl
 from hybrid_rl import Callback, Trainer
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, DataError, HybridRLError
-from tests.tiny import EOS_ID, build_model, build_tokenizer, exact, ids_of, spread, sums
+from tests.support.tiny import EOS_ID, build_model, build_tokenizer, exact, ids_of, spread, sums
 
 # What users of TRL look for, and what this library adds (FIELD: TRL's names where the meaning is the same).
 STEP_METRICS = {

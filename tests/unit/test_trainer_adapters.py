@@ -18,8 +18,8 @@ from hybrid_rl.extras.plan.request import Machine
 from hybrid_rl.extras.plan.run_planning import plan_words
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.run.adapters import tokenizer_place
-from tests.scores import exact
-from tests.tiny import build_model, build_tokenizer, ids_of, sums
+from tests.support.scores import exact
+from tests.support.tiny import build_model, build_tokenizer, ids_of, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
 

@@ -11,7 +11,7 @@ from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.errors import AgentError, ConfigError
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.rewards import EngineJudge
-from tests.tiny import build_model, build_tokenizer, ids_of, sums
+from tests.support.tiny import build_model, build_tokenizer, ids_of, sums
 
 MOST = 44  # tokens after the prompt
 

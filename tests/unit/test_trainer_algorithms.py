@@ -12,8 +12,8 @@ import torch
 from hybrid_rl.algos import row_mean
 from hybrid_rl.algos.advantages.grpo import reward_decoupled_advantages
 from hybrid_rl.errors import ConfigError, DataError, NoSignalError
-from tests.optimizer_state import same_optimizer
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.optimizer_state import same_optimizer
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, ModelError
 from hybrid_rl.extras.report.runs import summary
 from hybrid_rl.run import choice
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.tiny import build_model, build_tokenizer, sums
 from tests.unit.models.families import build_vision
 
 

@@ -14,7 +14,7 @@ from hybrid_rl.controller.failures import note_of_ranks
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.workers.groups import PolicyGroup
-from tests.tiny import build_model, spread, sums
+from tests.support.tiny import build_model, spread, sums
 
 SCRIPT = {0: 0.5, 1: 0.2, 2: 0.6, 3: 0.55, 4: 0.61, 5: 0.3, 6: 0.3, 7: 0.3, 8: 0.9}
 

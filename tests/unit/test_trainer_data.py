@@ -11,8 +11,8 @@ from hybrid_rl.data.prompts import PromptEncoder, PromptRow
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.run import generation
 from hybrid_rl.run.evaluation import load_sets
-from tests.chat_forms import tool
-from tests.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, spread, sums
+from tests.support.agents.chat_forms import tool
+from tests.support.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
 

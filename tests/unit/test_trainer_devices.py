@@ -22,7 +22,7 @@ from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.run import choice, start
 from hybrid_rl.training.sharding import build
 from hybrid_rl.workers.reward_model import build_reward_model
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 GPU = torch.device("cuda:1")
 Make = Callable[..., Trainer]

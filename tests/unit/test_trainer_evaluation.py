@@ -8,7 +8,7 @@ import pytest
 from hybrid_rl import Callback
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import exact_match
-from tests.tiny import sums
+from tests.support.tiny import sums
 
 SAMPLED = {"eval_temperature": 1.0, "num_generations_eval": 4}
 

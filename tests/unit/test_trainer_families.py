@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import build_tokenizer
+from tests.support.tiny import build_tokenizer
 from tests.unit.models.families import FAMILIES, MIXTURES, VISION, build, build_vision
 
 TEMPERATURE = 1.3

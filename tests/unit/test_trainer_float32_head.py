@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 
 def peaked(seed: int = 1) -> Any:

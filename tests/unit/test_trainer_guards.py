@@ -9,7 +9,7 @@ from torch import nn
 
 from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, ModelError, RewardError
 from hybrid_rl.models import CausalLM
-from tests.tiny import build_model, ids_of, spread, sums
+from tests.support.tiny import build_model, ids_of, spread, sums
 
 
 def shares(completion_ids, **_):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_rl.errors import ConfigError, ModelError
-from tests.tiny import VOCABULARY, build_model, build_tokenizer, sums
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, sums
 from tests.unit.models.families import build
 from tests.unit.models.hybrids import HYBRIDS, MORE, build_hybrid
 from tests.unit.test_trainer_families import TEMPERATURE, plain_gradient_norm

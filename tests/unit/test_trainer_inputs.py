@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hybrid_rl.errors import RewardError
-from tests.tiny import build_model, build_tokenizer, exact, ids_of, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, exact, ids_of, spread, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
 

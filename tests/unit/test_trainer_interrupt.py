@@ -12,8 +12,8 @@ import pytest
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, HybridRLError
 from hybrid_rl.process import stopping
-from tests.forked import Forked
-from tests.tiny import build_model, spread, sums
+from tests.support.kills.forked import Forked
+from tests.support.tiny import build_model, spread, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 from hybrid_rl import Trainer
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.workers.hybrid import HybridWorker
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 where, when, keys = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 calls = {"num": 0}
@@ -238,7 +238,7 @@ import resource, sys, json, signal
 import torch
 torch.set_num_threads(1)
 from hybrid_rl import Trainer
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 trainer = Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **json.loads(sys.argv[1]))
 trainer.step()

@@ -10,8 +10,8 @@ import torch
 from hybrid_rl.batch.files import load_rollout, rollout_steps, save_rollout
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HandoffError, StorageError
 from hybrid_rl.rewards import RewardRunner
-from tests.tiny import build_model, spread, sums
-from tests.turns import cut_in_turns
+from tests.support.agents.turns import cut_in_turns
+from tests.support.tiny import build_model, spread, sums
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import pytest
 
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.errors import ConfigError
-from tests.tiny import build_model, spread, sums
+from tests.support.tiny import build_model, spread, sums
 from tests.unit.algos.variants import other_values
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 
 from hybrid_rl.checkpoint.finding import newest_checkpoint
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HybridRLError
-from tests.optimizer_state import same_optimizer
-from tests.tiny import build_model, sums
+from tests.support.optimizer_state import same_optimizer
+from tests.support.tiny import build_model, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
 

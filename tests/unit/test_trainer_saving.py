@@ -19,7 +19,7 @@ from hybrid_rl.checkpoint import snapshot
 from hybrid_rl.checkpoint.manifest import STATE_FILE, check_checkpoint
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import CheckpointError
-from tests.tiny import spread
+from tests.support.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
@@ -163,7 +163,7 @@ KILLED = """
 import json, os, signal, sys, threading
 from hybrid_rl import Trainer
 from hybrid_rl.checkpoint import snapshot
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 trainer = Trainer(build_model(), spread, sums(12), tokenizer=build_tokenizer(), **json.loads(sys.argv[1]))
 trainer.step()

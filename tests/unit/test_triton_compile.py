@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import Forked
+from tests.support.kills.forked import Forked
 
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
 if not (FOLDER.is_dir() or find_spec("triton")):

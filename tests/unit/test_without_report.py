@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Forked
-from tests.tiny import sums
+from tests.support.kills.forked import Forked
+from tests.support.tiny import sums
 
 REWARD = "def lengths(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n"
 PROGRAM = """
@@ -22,8 +22,8 @@ sys.modules.update(dict.fromkeys(names))
 import pytest
 from hybrid_rl import Trainer
 from hybrid_rl.cli import main
-from tests.scores import spread
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.scores import spread
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 given = sys.argv[1:]
 for command in (["keys"], ["doctor"], ["plan", *given], ["train", *given, "run_name=first"]):

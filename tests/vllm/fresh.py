@@ -39,7 +39,7 @@ def compiled(run_name: str, cache_bytes: int) -> tuple[str, str]:
     from hybrid_rl.vllm.build import give_cache, variables
     from hybrid_rl.vllm.config_folder import config_folder
     from hybrid_rl.vllm.environment import process_kept
-    from tests.engine_settings import vllm_settings
+    from tests.support.engines.engine_settings import vllm_settings
     from tests.vllm.rigs import tiny
 
     module, cpu = tiny(), torch.device("cpu")

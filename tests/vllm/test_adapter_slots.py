@@ -14,7 +14,7 @@ from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.models.lora.plain import wrappers
 from hybrid_rl.vllm.adapter_slots import AdapterSlot
-from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.vllm.test_trainer import KEYS, SHAPE
 
 pytestmark = pytest.mark.slow

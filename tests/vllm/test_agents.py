@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.logging.report import read_jsonl
-from tests.callers import build_policy
 from tests.distributed.test_rollout_ranks import WaitsForWeights
-from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
-from tests.replayed import gaps_by_version
-from tests.tiny import spread
+from tests.support.agents.callers import build_policy
+from tests.support.agents.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
+from tests.support.engines.replayed import gaps_by_version
+from tests.support.tiny import spread
 from tests.vllm.test_trainer import KEYS, SHAPE
 from tests.vllm.test_trainer_ranks import LAYOUTS
 from tests.vllm.test_trainer_ranks import short_folder as short_folder

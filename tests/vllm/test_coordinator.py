@@ -21,7 +21,7 @@ def share(rank, num_ranks):
     from hybrid_rl.engines.coordinator import Coordinator
     from hybrid_rl.errors import EngineStateError
     from hybrid_rl.resharding.handoff.tensor import TensorSource
-    from tests.engine_settings import vllm_settings
+    from tests.support.engines.engine_settings import vllm_settings
     from tests.unit.engines.engines import forward_logprobs, request
     from tests.vllm.rigs import SETTINGS, make_engine, tiny
 

@@ -21,7 +21,7 @@ from hybrid_rl.vllm import build as build_module
 from hybrid_rl.vllm.arguments import engine_arguments, kv_cache_bytes
 from hybrid_rl.vllm.build import reason
 from hybrid_rl.vllm.environment import process_kept
-from tests.engine_settings import vllm_settings
+from tests.support.engines.engine_settings import vllm_settings
 from tests.unit.engines.engines import finish, forward_logprobs, request, same_samples
 from tests.vllm.rigs import CONFIG, SETTINGS, VLLMRig, make_engine, tiny
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.conftest import forks as forks
-from tests.killed import HOLDING, Killed
-from tests.killed_runs import KEYS, Program, Starter
-from tests.tiny import build_model
+from tests.support.kills.killed import HOLDING, Killed
+from tests.support.kills.killed_runs import KEYS, Program, Starter
+from tests.support.tiny import build_model
 from tests.vllm.test_partial import KEYS as OF_VLLM
 from tests.vllm.test_partial import SHAPE
 from tests.vllm.test_trainer_ranks import short_folder as short_folder

@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
-from tests.measured_memory import Measured
-from tests.memory_cases import CONFIGS, SIZES, VLLM_KEYS, MeasuredStep, check, compared, config_of, predicted
+from tests.support.memory.measured_memory import Measured
+from tests.support.memory.memory_cases import (
+    CONFIGS,
+    SIZES,
+    VLLM_KEYS,
+    MeasuredStep,
+    check,
+    compared,
+    config_of,
+    predicted,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -34,7 +34,7 @@ from hybrid_rl.vllm import memory as memory_module
 from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import WorkerSetup
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 from tests.unit.engines.engines import finish, forward_logprobs, request
 from tests.unit.training.conftest import Bench
 from tests.vllm.ledger import KV_BYTES, Extension, Ledger, LedgerLLM

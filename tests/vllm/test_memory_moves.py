@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
-from tests.memory_runs import CASES, compare, folders, watched_run
+from tests.support.memory.memory_runs import CASES, compare, folders, watched_run
 from tests.vllm.test_trainer import SHAPE
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
-from tests.replayed import gaps_by_version
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.engines.replayed import gaps_by_version
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 from tests.vllm.test_trainer_ranks import short_folder as short_folder
 
 pytestmark = pytest.mark.slow

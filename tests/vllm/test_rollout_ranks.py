@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from tests.distributed.test_rollout_ranks import WaitsForWeights
-from tests.replayed import gaps_by_version
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.engines.replayed import gaps_by_version
+from tests.support.tiny import build_model, build_tokenizer, sums
 from tests.vllm.test_partial import KEYS, SHAPE
 from tests.vllm.test_trainer_ranks import short_folder as short_folder
 

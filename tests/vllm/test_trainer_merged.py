@@ -13,7 +13,7 @@ from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.resharding.merged import merge
-from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.vllm.rigs import tiny
 from tests.vllm.test_trainer import KEYS, SHAPE, refused
 from tests.vllm.test_trainer_ranks import LAYOUTS, short_folder  # noqa: F401

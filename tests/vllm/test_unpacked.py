@@ -9,7 +9,7 @@ import vllm
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import HybridRLError
-from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.unit.models.hybrids import build_hybrid
 from tests.vllm.rigs import SHAPE
 from tests.vllm.test_trainer import KEYS

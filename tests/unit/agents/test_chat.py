@@ -17,8 +17,8 @@ from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
 from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, ModelError
-from tests import callers
-from tests.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user
+from tests.support.agents import callers
+from tests.support.agents.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user
 
 TOOLS = [tool("add", a="integer", b="integer"), tool("echo", text="string")]
 ASK = [user("What is 1+2?")]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.agents.parsing import MalformedCallError, ToolCall, argument_types, find_calls, format_of
-from tests.chat_forms import FAMILIES, tool
+from tests.support.agents.chat_forms import FAMILIES, tool
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 TYPES = argument_types([tool("add", a="integer", b="integer"), tool("echo", text="string", on="boolean")])

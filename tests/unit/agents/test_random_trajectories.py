@@ -3,7 +3,7 @@ engine made, whenever tools answer."""
 
 import pytest
 
-from tests.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
+from tests.support.agents.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.schemas import check_tools_shown, tool_schema
 from hybrid_rl.errors import ConfigError
-from tests.chat_forms import ENDS, FAMILIES, HERMES, build_chat, build_tokenizer, tool
+from tests.support.agents.chat_forms import ENDS, FAMILIES, HERMES, build_chat, build_tokenizer, tool
 
 
 class Box:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
-from tests.callers import build_policy
-from tests.tiny import spread
+from tests.support.agents.callers import build_policy
+from tests.support.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
 

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, DataError
-from tests.callers import build_policy
+from tests.support.agents.callers import build_policy
 
 CALLS = [
     ("step", {"n": 1}),

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError
-from tests.callers import build_policy
+from tests.support.agents.callers import build_policy
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}?"}], "sum": 2 * i} for i in range(4)]

@@ -12,7 +12,7 @@ from hybrid_rl.batch import Batch, BatchRef, Jagged, store
 from hybrid_rl.batch.samples import MAX_SHOWN
 from hybrid_rl.batch.texts import token_texts
 from hybrid_rl.errors import DataError
-from tests.tiny import build_tokenizer, ids_of
+from tests.support.tiny import build_tokenizer, ids_of
 
 MESSAGES = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}]
 NAN = float("nan")

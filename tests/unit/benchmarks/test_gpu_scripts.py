@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Forked
 from tests.gpu import machine, run
+from tests.support.kills.forked import Forked
 
 pytestmark = pytest.mark.slow
 BENCHMARKS = sorted((run.ROOT / "benchmarks").glob("gpu_*.py"))

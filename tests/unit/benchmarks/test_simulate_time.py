@@ -13,7 +13,7 @@ from benchmarks.simulate_time import Setting, markdown, simulate
 from hybrid_rl import Trainer
 from hybrid_rl.engines.base import FinishReason, Generation, derive_seed
 from hybrid_rl.engines.guards import Generator
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 # A decode step takes a second, and nothing else takes any time.
 PAPER: dict[str, Any] = {"step_seconds": 1.0, "token_seconds": 0.0, "train_seconds": 0.0, "handoff_seconds": 0.0}

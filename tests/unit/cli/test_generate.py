@@ -15,7 +15,7 @@ from hybrid_rl.cli.generate import Chat, as_prompt, checkpoint_of, length_of, pr
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rollout.generations import Generation
-from tests.tiny import build_model, build_tokenizer
+from tests.support.tiny import build_model, build_tokenizer
 
 
 def test_prompts_are_texts_lines_and_rows(tmp_path: Path) -> None:

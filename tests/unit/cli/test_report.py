@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hybrid_rl.cli import app, main
-from tests.run_case import write_run
+from tests.support.run_case import write_run
 
 RUNNER = CliRunner()
 

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid_rl.controller.dispatch import Dispatch, dispatch, dispatch_of
 from hybrid_rl.errors import ConfigError
-from tests.groups import dispatched_methods
+from tests.support.groups import dispatched_methods
 
 
 class Worker:

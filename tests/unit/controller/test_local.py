@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import LocalBackend, RankContext, dispatch
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 
 
 class Worker:

@@ -20,7 +20,7 @@ from hybrid_rl.controller.travel import Driver, pack
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.pool import RewardProcess
 from hybrid_rl.rewards.threads import CallThread, on_device
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 
 UUIDS = "GPU-8932f937,GPU-1c2d5a6b"
 

@@ -18,7 +18,7 @@ from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
 from hybrid_rl.errors import WorkerError
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 
 
 class Worker:

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_rl.controller.travel import Driver, pack, unpack
 from hybrid_rl.errors import ConfigError
-from tests.forked import Forked
+from tests.support.kills.forked import Forked
 
 
 class Handle:

@@ -16,7 +16,7 @@ from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.data.rendering import MessageRenderer, row_settings
 from hybrid_rl.data.source import load_source
 from hybrid_rl.errors import DataError
-from tests.chat_forms import FAMILIES, build_tokenizer, tool, user
+from tests.support.agents.chat_forms import FAMILIES, build_tokenizer, tool, user
 
 CHATML = FAMILIES["hermes"].replace(
     "{{ '<|im_start|>assistant\n' }}",

@@ -18,7 +18,7 @@ import pytest
 import hybrid_rl
 from hybrid_rl.config import load_config
 from hybrid_rl.config.load import leaf_names
-from tests.callers import build_policy
+from tests.support.agents.callers import build_policy
 from tests.unit.docs.blocks import BLOCKS, PAGES, ROOT, Block
 
 PYTHON = {page: [b.code for b in BLOCKS if (b.page, b.language, b.reason) == (page, "python", None)] for page in PAGES}

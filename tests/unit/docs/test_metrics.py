@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.tiny import build_model, build_tokenizer, sums
 from tests.unit.docs.blocks import PAGES
 from tests.unit.docs.test_pages import texts
 

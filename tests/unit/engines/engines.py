@@ -17,9 +17,9 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from tests.contract_engine import ContractEngine, ContractModel
-from tests.engine_faults import Fault
-from tests.engine_settings import hf_settings, inplace_settings
+from tests.support.engines.contract_engine import ContractEngine, ContractModel
+from tests.support.engines.engine_faults import Fault
+from tests.support.engines.engine_settings import hf_settings, inplace_settings
 from tests.unit.models.families import VOCABULARY, build
 
 

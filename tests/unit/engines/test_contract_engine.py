@@ -11,9 +11,9 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from tests.contract_engine import ContractEngine, ContractModel, layout_bytes
-from tests.engine_faults import EFFECTS, Fault, InjectedFault
-from tests.engine_settings import inplace_settings
+from tests.support.engines.contract_engine import ContractEngine, ContractModel, layout_bytes
+from tests.support.engines.engine_faults import EFFECTS, Fault, InjectedFault
+from tests.support.engines.engine_settings import inplace_settings
 from tests.unit.engines.engines import contract, finish, forward_logprobs, request, same_samples
 
 DEADLINE_SECONDS = 60

@@ -9,7 +9,7 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.no_engine import NoEngine
 from hybrid_rl.errors import EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 
 def test_it_refuses_weights_and_requests() -> None:

@@ -14,7 +14,7 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.engines.registry import MODULES, EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
-from tests.engine_settings import hf_settings, inplace_settings
+from tests.support.engines.engine_settings import hf_settings, inplace_settings
 from tests.unit.models.families import build
 
 

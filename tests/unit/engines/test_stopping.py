@@ -12,7 +12,7 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.stopping import StopStrings
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.prepare import check_stop_strings, sampling_params
-from tests.tiny import build_tokenizer, ids_of
+from tests.support.tiny import build_tokenizer, ids_of
 
 TEXT = "The answer is 42.</answer>\n\nHuman: größer? Ελληνικά, 数学です。 🙂🙃 stop! 　End\n\n"
 

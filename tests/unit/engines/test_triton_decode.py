@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked import Forked
 from tests.gpu.decode_cases import CASES, PLANS, SWEPT, build, reference
-from tests.interpreted_triton import importable, needs_triton, run_cases
+from tests.support.cuda.interpreted_triton import importable, needs_triton, run_cases
+from tests.support.kills.forked import Forked
 from tests.unit.triton_forms import MODEL_HEADS, decode_forms
 
 pytestmark = [pytest.mark.slow, needs_triton]

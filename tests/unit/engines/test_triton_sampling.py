@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.forked import Forked
 from tests.gpu.sampling_cases import CASES
-from tests.interpreted_triton import importable, needs_triton, run_cases
+from tests.support.cuda.interpreted_triton import importable, needs_triton, run_cases
+from tests.support.kills.forked import Forked
 from tests.unit.triton_forms import sampling_forms
 
 pytestmark = [pytest.mark.slow, needs_triton]

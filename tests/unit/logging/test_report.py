@@ -15,7 +15,7 @@ from PIL import Image
 
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
 from hybrid_rl.logging.report import JsonLines, RunFolder, read_jsonl
-from tests.forked import Forked
+from tests.support.kills.forked import Forked
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs the device of a full disk")

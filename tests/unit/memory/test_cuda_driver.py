@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda_stand_in import built
+from tests.support.cuda.cuda_stand_in import built
 
 ROOT = Path(__file__).parents[3]
 SITE = Path(torch.__file__).parents[1]

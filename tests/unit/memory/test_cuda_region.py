@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.cuda_driver import Driver, DriverError
 from hybrid_rl.memory.cuda_region import CudaRegion, Handles, OpenedRegion
-from tests.cuda_stand_in import StandIn, stand_in
+from tests.support.cuda.cuda_stand_in import StandIn, stand_in
 
 PAGE = 4096
 FAULT = 700  # CUDA_ERROR_ILLEGAL_ADDRESS: what a device says after a kernel went wrong

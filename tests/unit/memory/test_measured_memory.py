@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.measured_memory import Measured, MeasuredMemory
+from tests.support.memory.measured_memory import Measured, MeasuredMemory
 
 KB = 1000
 

@@ -9,7 +9,7 @@ import pytest
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER, REFERENCE, Cycle
 from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.memory.leases import Transition
-from tests.memory_watch import MemoryWatch
+from tests.support.memory.memory_watch import MemoryWatch
 
 RESIDENTS = frozenset({ACTOR, OPTIMIZER, REFERENCE, ENGINE_WEIGHTS, KV_CACHE})
 CYCLE = Cycle.of(residents=RESIDENTS, engine_is_actor=False, update_reads_reference=False, moves_reference=False)

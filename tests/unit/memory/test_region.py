@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybrid_rl.errors import MemoryStateError
-from tests.sleeping_region import SleepingRegion
+from tests.support.engines.sleeping_region import SleepingRegion
 
 MIB = 2**20
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]

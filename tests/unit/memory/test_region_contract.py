@@ -17,7 +17,7 @@ from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.memory.offload import OffloadedTensors
 from hybrid_rl.memory.region import Region, TensorRegion
-from tests.cuda_stand_in import StandIn, stand_in
+from tests.support.cuda.cuda_stand_in import StandIn, stand_in
 
 MIB = 2**20
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]

@@ -3,7 +3,7 @@
 import torch
 
 from hybrid_rl.memory.transfer import ALIGNMENT, finish_downloads, start_download, upload
-from tests.pretended_cuda import CUDA, pretended_cuda
+from tests.support.cuda.pretended_cuda import CUDA, pretended_cuda
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 COLUMNS = [

@@ -8,7 +8,7 @@ from hybrid_rl.models.likeness import check_fingerprint, check_parameters, finge
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import StateSource, named_state
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 
 def copy_of(module):

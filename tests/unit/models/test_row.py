@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.row import Layout, PackedRow, place_weights, prompt_groups
-from tests.attention_contract import visible_keys
+from tests.support.engines.attention_contract import visible_keys
 from tests.unit.models.families import build
 
 CPU = torch.device("cpu")

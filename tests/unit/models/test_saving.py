@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.saving import check_saved, save_weights, stored_config
 from hybrid_rl.models.tokenizer import load_tokenizer, save_tokenizer
-from tests.tiny import build_model, build_tokenizer, ids_of
+from tests.support.tiny import build_model, build_tokenizer, ids_of
 
 # What published generation_config.json hold that transformers loads with a warning, and refuses to write.
 LOADED = {

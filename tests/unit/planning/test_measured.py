@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
-from tests.measured_apart import MeasuredApart
-from tests.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, predicted
+from tests.support.memory.measured_apart import MeasuredApart
+from tests.support.memory.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, predicted
 
 # Everything that moves. What recomputes is counted against real passes in test_activations.py.
 REPRESENTATIVE = {("wide", "offload")}

@@ -23,7 +23,7 @@ from hybrid_rl.extras.quickstart.task import build_task
 from hybrid_rl.extras.quickstart.warm_start import WarmStartReport
 from recipes.record_curves import names, settings_digest, settings_file
 from recipes.runner import main
-from tests.tiny import build_model, build_tokenizer
+from tests.support.tiny import build_model, build_tokenizer
 
 RECIPES = names()
 NUM_TRAIN = 4000  # problems of the quickstart

@@ -65,7 +65,7 @@ def test_a_wheel_with_all_files_can_be_published(program: ModuleType, tmp_path: 
         ("hybrid_rl/extras/report/page/main.js", None, "hybrid_rl/extras/report/page/main.js is missing"),
         ("hybrid_rl/py.typed", None, "hybrid_rl/py.typed is missing"),
         (None, "hybrid_rl.libs/libtorch_cpu.so", "hybrid_rl.libs/libtorch_cpu.so does not belong there"),
-        (None, "tests/tiny.py", "tests/tiny.py does not belong there"),
+        (None, "tests/support/tiny.py", "tests/support/tiny.py does not belong there"),
     ],
 )
 def test_wrong_files_are_named(

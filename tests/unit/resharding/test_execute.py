@@ -16,7 +16,7 @@ from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.execute import HashedBoxes, copy_pieces, hash_pieces, name_seed
 from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
-from tests.content_hash import content_hash
+from tests.support.content_hash import content_hash
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn)

@@ -21,8 +21,8 @@ from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rewards import GivenReward, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
-from tests.engine_settings import inplace_settings
-from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
+from tests.support.engines.engine_settings import inplace_settings
+from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
 PROMPTS = ("1+2=", "12+30=", "7", "3+4+5+6=")

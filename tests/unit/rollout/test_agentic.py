@@ -25,7 +25,7 @@ from hybrid_rl.rewards import EngineJudge, group_reward
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.trajectory_stream import limits_of
-from tests.tiny import ids_of
+from tests.support.tiny import ids_of
 from tests.unit.rollout.agents import (
     MAX_TOKENS,
     PROMPTS,

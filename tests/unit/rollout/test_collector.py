@@ -21,7 +21,7 @@ from hybrid_rl.rollout.generations import generations_of
 from hybrid_rl.rollout.lengths import length_metrics
 from hybrid_rl.rollout.observed import reward_metrics
 from hybrid_rl.rollout.tally import Tally
-from tests.turns import cut_in_turns
+from tests.support.agents.turns import cut_in_turns
 from tests.unit.engines.engines import decode as letters
 from tests.unit.engines.engines import inplace, prompt
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Workers, decode, replayed

@@ -19,7 +19,7 @@ from hybrid_rl.errors import DataError, NoSignalError, RewardError
 from hybrid_rl.rewards import RewardRunner, TrainerState, overlong_penalty, shaping_reward
 from hybrid_rl.rewards.trl import get_repetition_penalty_reward, get_soft_overlong_punishment
 from hybrid_rl.rollout.refill import GroupRewards, Refill, judged_rewards
-from tests.tiny import build_tokenizer
+from tests.support.tiny import build_tokenizer
 from tests.unit.rollout.refilling import Rig, row_of, rows_of, worth
 from tests.unit.rollout.scripted import Workers
 

@@ -5,7 +5,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import NoSignalError
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 
 def long(completion_ids, **_):

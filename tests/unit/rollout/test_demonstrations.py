@@ -21,8 +21,8 @@ from hybrid_rl.rollout.demonstrations import (
     check_demonstrations,
 )
 from hybrid_rl.rollout.records import sample_records
-from tests import chat_forms
-from tests.tiny import EOS_ID, build_tokenizer, ids_of
+from tests.support.agents import chat_forms
+from tests.support.tiny import EOS_ID, build_tokenizer, ids_of
 from tests.unit.rollout.scripted import STATE
 
 PARAMS = SamplingParams(8, stop_token_ids=(EOS_ID,))
@@ -224,7 +224,7 @@ def test_the_template_gets_its_keywords():
 
 
 def test_a_template_that_begins_otherwise_is_refused():
-    """Of tests.tiny: the generation prompt is "/", which no conversation has."""
+    """Of tests.support.tiny: the generation prompt is "/", which no conversation has."""
     with pytest.raises(DataError, match=r"row 0: the chat template does not begin .*: '/' becomes '\[a7\]'; what is"):
         encoded(build_tokenizer(chat=True), (user("3+4="), assistant("7")))
 

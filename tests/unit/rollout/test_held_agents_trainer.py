@@ -19,9 +19,9 @@ from hybrid_rl import Trainer
 from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.logging.report import read_jsonl
-from tests.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
-from tests.replayed import assert_learned_alike, gaps_by_version
-from tests.tiny import spread
+from tests.support.agents.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
+from tests.support.engines.replayed import assert_learned_alike, gaps_by_version
+from tests.support.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
 

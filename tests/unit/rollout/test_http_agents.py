@@ -14,7 +14,7 @@ import torch
 
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.http_agent import HttpAgent
-from tests.tiny import CHAT_TEMPLATE, build_tokenizer
+from tests.support.tiny import CHAT_TEMPLATE, build_tokenizer
 from tests.unit.rollout.agents import TASKS, Rig, own_logprobs
 
 

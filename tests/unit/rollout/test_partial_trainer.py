@@ -17,8 +17,8 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from hybrid_rl.logging.report import read_jsonl
-from tests.replayed import assert_learned_alike, gaps_by_version
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.engines.replayed import assert_learned_alike, gaps_by_version
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 KEYS = {
     "prompts_per_step": 2,

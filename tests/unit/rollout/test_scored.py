@@ -15,7 +15,7 @@ from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream
-from tests.groups import OpenGroup
+from tests.support.groups import OpenGroup
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, decode
 
 TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]

@@ -17,8 +17,8 @@ from hybrid_rl.rewards import EngineJudge, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.judged import JudgeRound, judge_encoder
-from tests.engine_settings import inplace_settings
-from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of
+from tests.support.engines.engine_settings import inplace_settings
+from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
 
 TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]

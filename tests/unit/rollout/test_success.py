@@ -7,7 +7,7 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.rollout.successes import Grades, SuccessRule
-from tests.tiny import exact, sums
+from tests.support.tiny import exact, sums
 
 NAN = math.nan
 

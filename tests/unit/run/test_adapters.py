@@ -14,7 +14,7 @@ from hybrid_rl.models.lora.folder import CONFIG_FILE, save_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.run.adapters import check_adapters, check_resumed_adapters, own_settings, record_adapters, with_adapters
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 KEYS: dict[str, Any] = {"lora.r": 4, "lora.target_modules": ["q_proj"]}
 

@@ -15,7 +15,7 @@ from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.models import adapted
 from hybrid_rl.run.adapters import check_adapters, record_adapters
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 from tests.unit.training.lora_case import give_values
 
 MODEL = build_model()

@@ -12,7 +12,7 @@ import pytest
 import hybrid_rl
 from hybrid_rl import Callback
 from hybrid_rl.errors import HybridRLError, RewardError
-from tests.tiny import sums
+from tests.support.tiny import sums
 
 HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith("on_")}
 

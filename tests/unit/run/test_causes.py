@@ -13,7 +13,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.prompts import PromptEncoder, PromptRow
 from hybrid_rl.rewards import EngineJudge, cosine_reward, exact_match, format_reward, math_reward
 from hybrid_rl.run.causes import Scoring
-from tests.tiny import build_tokenizer
+from tests.support.tiny import build_tokenizer
 
 CUT = {"completions/clipped_ratio": 1.0}
 LISTS, FORM = "as lists of messages", "have the form that the reward looks for"

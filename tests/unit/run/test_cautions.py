@@ -9,7 +9,7 @@ from hybrid_rl.data.mixture import load_sources
 from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.run import cautions
 from hybrid_rl.run.cautions import shared_prompts
-from tests.tiny import EOS_ID, VOCABULARY, build_model, build_tokenizer, sums
+from tests.support.tiny import EOS_ID, VOCABULARY, build_model, build_tokenizer, sums
 
 END, TURN = 4, "which is not a stop token"  # "]" closes messages
 CHATS = sums(12, chat=True)

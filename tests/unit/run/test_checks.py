@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.run.checks import check_rewards
-from tests.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, spread, sums
+from tests.support.tiny import CHAT_TEMPLATE, build_model, build_tokenizer, spread, sums
 from tests.unit.models.test_tokenizer import byte_level, ids_by_hand, published
 
 

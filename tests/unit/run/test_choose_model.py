@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hybrid_rl.config import load_config
 from hybrid_rl.run.choice import choose_model
-from tests.tiny import build_model, build_tokenizer
+from tests.support.tiny import build_model, build_tokenizer
 
 
 def test_a_tokenizer_may_be_named_by_its_folder(tmp_path: Path) -> None:

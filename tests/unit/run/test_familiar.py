@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybrid_rl.errors import ConfigError, RewardError
-from tests.tiny import sums
+from tests.support.tiny import sums
 
 
 def test_the_lines_after_train_of_trls_own_script(make_trainer, tmp_path: Path, capsys) -> None:

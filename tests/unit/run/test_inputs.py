@@ -8,7 +8,7 @@ from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.errors import DataError
 from hybrid_rl.run.inputs import load_data
-from tests.chat_forms import FAMILIES, build_tokenizer, tool, user
+from tests.support.agents.chat_forms import FAMILIES, build_tokenizer, tool, user
 
 
 def add(a: int, b: int) -> int:

@@ -15,7 +15,7 @@ from hybrid_rl.planning.ledger import Budget
 from hybrid_rl.run import memory
 from hybrid_rl.run.memory import budget_of, planned
 from hybrid_rl.run.prepare import Run, prepare
-from tests.tiny import build_model, build_tokenizer, exact, sums
+from tests.support.tiny import build_model, build_tokenizer, exact, sums
 
 SETTINGS = {"max_completion_length": 8, "prompts_per_step": 4, "num_generations": 4, "max_num_seqs": 8, "max_steps": 1}
 

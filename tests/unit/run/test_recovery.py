@@ -23,8 +23,8 @@ from hybrid_rl.run import recovery, restarts
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.evaluator import RunEvaluator
 from hybrid_rl.workers.groups import PolicyGroup
-from tests.engine_faults import InjectedFault
-from tests.tiny import sums
+from tests.support.engines.engine_faults import InjectedFault
+from tests.support.tiny import sums
 
 pytestmark = pytest.mark.slow
 STEPS = {"max_steps": 5, "save_steps": 2, "run_name": "run"}
@@ -580,7 +580,7 @@ def test_no_handler_is_installed_unasked(make_trainer) -> None:
 REWARD = """
 import os, signal
 from pathlib import Path
-from tests.tiny import spread
+from tests.support.tiny import spread
 
 def score(completion_ids, trainer_state, **_):
     for name in ("SIGKILL", "SIGTERM"):

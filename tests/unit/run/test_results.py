@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.logging.meanings import meaning_of
 from hybrid_rl.run.results import Metrics, StepResult
-from tests.tiny import build_model, exact, spread
+from tests.support.tiny import build_model, exact, spread
 
 
 def test_a_step_can_be_read(make_trainer) -> None:

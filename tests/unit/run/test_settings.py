@@ -12,7 +12,7 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError
 from hybrid_rl.run.attributes import Setting
 from hybrid_rl.run.missing import LIVE
-from tests.tiny import spread, sums
+from tests.support.tiny import spread, sums
 
 
 def optimizer_of(trainer):

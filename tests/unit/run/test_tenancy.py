@@ -15,7 +15,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, HybridRLError
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 KEYS = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 2}
 

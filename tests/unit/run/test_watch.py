@@ -12,7 +12,7 @@ from hybrid_rl.errors import DivergedError
 from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
-from tests.tiny import build_model, build_tokenizer, spread, sums
+from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 FIRST = "model.layers.0.mlp.up_proj.weight"
 

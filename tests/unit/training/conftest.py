@@ -19,7 +19,7 @@ from hybrid_rl.run.prepare import mini_batches
 from hybrid_rl.workers.groups import PolicyGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
-from tests.tiny import EOS_ID, build_model, build_tokenizer, ids_of, spread
+from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of, spread
 
 PROMPTS = ("1+2=", "12+30=", "7", "3+4+5+6=")
 

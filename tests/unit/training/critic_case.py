@@ -16,8 +16,8 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.training.critic import Critic
-from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
+from tests.support.float64 import KeepFloat64
 from tests.unit.training.grpo_step import case_batch
 
 

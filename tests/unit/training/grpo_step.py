@@ -13,8 +13,8 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import Plan, make_plan, micro_batch
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
-from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
+from tests.support.float64 import KeepFloat64
 
 LIMIT = grpo_case.MAX_COMPLETION_LENGTH
 ALL_TOKENS = 10_000

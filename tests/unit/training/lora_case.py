@@ -21,8 +21,8 @@ from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.sharding.fsdp import accumulating
 from hybrid_rl.training.spec import Counts, LossSpec, SideModels
 from hybrid_rl.weights.boxes import local_box, local_tensor
-from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
+from tests.support.float64 import KeepFloat64
 from tests.unit.models.families import build
 from tests.unit.training.grpo_step import case_batch, case_config, terms_of, with_advantages
 

@@ -17,8 +17,8 @@ from hybrid_rl.training.mini_batch import prepared_column
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import distribution_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
-from tests.float64 import KeepFloat64
 from tests.reference.grpo_case import build_model, load_recorded
+from tests.support.float64 import KeepFloat64
 from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
 
 RECORDED = load_recorded()["dapo_kl"]

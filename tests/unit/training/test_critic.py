@@ -24,9 +24,9 @@ from hybrid_rl.training import critic as critic_module
 from hybrid_rl.training.critic import Critic, value_metrics
 from hybrid_rl.training.plan import Plan, make_plan
 from hybrid_rl.training.sharding.build import build_model
-from tests.float64 import KeepFloat64
 from tests.reference import grpo_case
-from tests.tiny import build_tokenizer
+from tests.support.float64 import KeepFloat64
+from tests.support.tiny import build_tokenizer
 from tests.unit.training.critic_case import (
     RecordedGradients,
     config_of,

@@ -24,9 +24,9 @@ from hybrid_rl.training.balance import split_over_ranks
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 from hybrid_rl.training.mini_batch import with_trajectory_tokens
 from hybrid_rl.training.spec import Counts, LossSpec
-from tests.float64 import KeepFloat64
 from tests.reference.grpo_case import build_model, flatten_gradient, load_recorded
-from tests.turns import cut_in_turns
+from tests.support.agents.turns import cut_in_turns
+from tests.support.float64 import KeepFloat64
 from tests.unit.training.combination_case import Trained, resolved, train
 from tests.unit.training.grpo_step import case_batch, case_config, loss_and_gradient
 from tests.unit.training.test_combinations import SECTIONS, TOLERANCE, chosen, has_step_rewards

@@ -11,7 +11,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.spec import Counts, LossSpec
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 from tests.unit.models.families import BASE
 from tests.unit.training.grpo_step import case_batch, case_config, terms_of, with_advantages
 

@@ -23,7 +23,7 @@ from hybrid_rl.training.mini_batch import look_ahead
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference import grpo_case
-from tests.tiny import VOCABULARY
+from tests.support.tiny import VOCABULARY
 from tests.unit.models.families import BASE
 from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
 

@@ -25,8 +25,8 @@ from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
-from tests.pretended_cuda import CUDA, PretendedCuda, backward, pretended_cuda, to_cuda
 from tests.reference.grpo_case import build_model
+from tests.support.cuda.pretended_cuda import CUDA, PretendedCuda, backward, pretended_cuda, to_cuda
 from tests.unit.training.critic_case import config_of, critic_batch, policy_with_head
 from tests.unit.training.grpo_step import case_config
 from tests.unit.training.objective_steps import STEPS, VERSION, prepared_batch, step_batch, step_config

@@ -24,7 +24,7 @@ from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference import grpo_case
-from tests.tiny import VOCABULARY
+from tests.support.tiny import VOCABULARY
 from tests.unit.training import conftest
 from tests.unit.training.grpo_step import case_batch, case_config, plan_of, with_advantages
 

@@ -14,8 +14,8 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.scoring import batch_logprobs, distribution_columns
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
-from tests.float64 import KeepFloat64
 from tests.reference.grpo_case import build_model, flatten_gradient, load_recorded
+from tests.support.float64 import KeepFloat64
 from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
 
 T = 0.7

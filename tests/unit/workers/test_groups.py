@@ -18,7 +18,7 @@ from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.groups import PolicyGroup, RankGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.reference import ReferenceWorker
-from tests.groups import dispatched_methods
+from tests.support.groups import dispatched_methods
 
 PAIRS = [
     pytest.param(group, worker, name, id=f"{group.__name__}.{name}")

@@ -10,7 +10,7 @@ from hybrid_rl.engines.base import FinishedSample
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.workers.handoff_probe import NOISE_FACTOR, PROBE_TOLERANCE, HandoffProbe
-from tests.tiny import build_model, ids_of
+from tests.support.tiny import build_model, ids_of
 
 PROMPT = tuple(ids_of("1+2="))
 

@@ -18,7 +18,7 @@ from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.training import actor
 from hybrid_rl.workers.handoff_probe import causes
 from hybrid_rl.workers.rollout_side import ColocatedSide
-from tests.tiny import build_tokenizer, ids_of, spread
+from tests.support.tiny import build_tokenizer, ids_of, spread
 
 
 def own_logprobs(module: torch.nn.Module, batch, temperature: float = 1.0) -> torch.Tensor:

@@ -11,9 +11,9 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.memory.cycle import Cycle
-from tests.memory_runs import folders
-from tests.memory_watch import held_bytes, slope
-from tests.sleeping_engine import sleeping_engine
+from tests.support.engines.sleeping_engine import sleeping_engine
+from tests.support.memory.memory_runs import folders
+from tests.support.memory.memory_watch import held_bytes, slope
 
 pytestmark = pytest.mark.slow
 

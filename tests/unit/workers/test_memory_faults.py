@@ -13,10 +13,10 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.errors import HybridRLError, MemoryRefusedError, MemoryStateError
-from tests.memory_faults import fail_once
-from tests.memory_runs import compare, compare_checkpoints, folders
-from tests.sleeping_engine import sleeping_engine
-from tests.tiny import build_model
+from tests.support.engines.sleeping_engine import sleeping_engine
+from tests.support.memory.memory_faults import fail_once
+from tests.support.memory.memory_runs import compare, compare_checkpoints, folders
+from tests.support.tiny import build_model
 
 pytestmark = pytest.mark.slow
 

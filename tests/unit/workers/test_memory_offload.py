@@ -22,8 +22,8 @@ from hybrid_rl.memory.cycle import RESIDENTS
 from hybrid_rl.memory.leases import Leases, Transition
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.workers.reference import Reference
-from tests.sleeping_engine import SleepingEngine, sleeping_engine
-from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread
+from tests.support.engines.sleeping_engine import SleepingEngine, sleeping_engine
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread
 from tests.unit.workers.test_reward_model import classifier
 
 METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"

@@ -16,7 +16,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.heads.classifier import last_token_row, sequence_scores, verify_scores
 from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.workers.reward_model import RewardModel, RewardModels
-from tests.tiny import EOS_ID, VOCABULARY, build_tokenizer, ids_of
+from tests.support.tiny import EOS_ID, VOCABULARY, build_tokenizer, ids_of
 from tests.unit.models.families import BASE, SUPPORTED
 from tests.unit.models.families import VOCABULARY as FAMILY_VOCABULARY
 

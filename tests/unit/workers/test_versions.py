@@ -19,7 +19,7 @@ from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.resharding.handoff.base import alone
 from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.workers.versions import PolicyReader, fill, moving_weights, require_folder, require_room, write_policy
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 DTYPE = torch.float32
 SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}

@@ -7,7 +7,7 @@ from hybrid_rl.engines.hf.engine import HFEngine
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.cache import CacheSize, check_cache
-from tests.engine_settings import hf_settings
+from tests.support.engines.engine_settings import hf_settings
 from tests.unit.engines.engines import (
     Rig,
     decode,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from hybrid_rl.engines.inplace import cuda_graphs, engine, kv_cache, paged_attention, runner, upload
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions, masked_attention
-from tests.cuda_stand_in import StandIn, stand_in
+from tests.support.cuda.cuda_stand_in import StandIn, stand_in
 
 
 class Recorder(TorchDispatchMode):

@@ -21,8 +21,8 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.engines.inplace.kv_cache import ShapeRecorder
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.decoding import decoded_experts, groups_on_device
-from tests.engine_settings import inplace_settings
-from tests.pretended_cuda import CUDA, PretendedCuda, pretended_cuda, to_cuda
+from tests.support.cuda.pretended_cuda import CUDA, PretendedCuda, pretended_cuda, to_cuda
+from tests.support.engines.engine_settings import inplace_settings
 from tests.unit.engines.engines import Rig, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 from tests.unit.models.families import (

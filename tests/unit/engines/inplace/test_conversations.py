@@ -17,8 +17,8 @@ from hybrid_rl.engines.client import EngineClient, Handle
 from hybrid_rl.engines.inplace import runner
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
-from tests.engine_settings import inplace_settings
-from tests.float64 import KeepFloat64
+from tests.support.engines.engine_settings import inplace_settings
+from tests.support.float64 import KeepFloat64
 from tests.unit.engines.engines import TOKEN_BYTES, Rig, forward_logprobs, prompt, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 from tests.unit.models.families import build

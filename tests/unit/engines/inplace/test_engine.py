@@ -14,7 +14,7 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.native import keyed_uniform_torch
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from tests.engine_settings import inplace_settings
+from tests.support.engines.engine_settings import inplace_settings
 from tests.unit.engines.engines import IN_PLACE, TOKEN_BYTES, forward_logprobs, inplace, request
 from tests.unit.models.families import SUPPORTED
 

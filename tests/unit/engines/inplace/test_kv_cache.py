@@ -13,7 +13,7 @@ from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions
-from tests.cuda_stand_in import stand_in
+from tests.support.cuda.cuda_stand_in import stand_in
 
 SHAPE = LayerShape(num_heads=2, key_dim=8, value_dim=6, dtype=torch.float64)
 WIDE = LayerShape(num_heads=3, key_dim=8, value_dim=17, dtype=torch.bfloat16)

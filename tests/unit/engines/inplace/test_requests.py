@@ -11,7 +11,7 @@ import torch
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import DataError, ModelError, QueueFullError
 from hybrid_rl.models import CausalLM
-from tests.engine_settings import inplace_settings
+from tests.support.engines.engine_settings import inplace_settings
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,

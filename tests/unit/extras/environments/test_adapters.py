@@ -27,7 +27,7 @@ from hybrid_rl.extras.environments.openenv import openenv_environment
 from hybrid_rl.extras.environments.reasoning_gym import reasoning_gym_rollout, reasoning_gym_rows
 from hybrid_rl.extras.environments.tinker import stop_texts, tinker_rollout
 from hybrid_rl.extras.environments.verifiers import verifiers_agent, verifiers_tasks
-from tests.callers import build_policy
+from tests.support.agents.callers import build_policy
 from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent, text_of
 
 

@@ -10,7 +10,7 @@ from hybrid_rl.extras.evaluations import checkpoints
 from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
 from hybrid_rl.extras.evaluations.evaluations import Evaluation
 from hybrid_rl.rewards import exact_match
-from tests.tiny import sums
+from tests.support.tiny import sums
 
 
 def odd(completion_ids, log_extra=None, **_):

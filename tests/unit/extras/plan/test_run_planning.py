@@ -13,7 +13,7 @@ from hybrid_rl.extras.plan.run_plan import RunPlan
 from hybrid_rl.extras.plan.run_planning import PROMPT_TOKENS, plan_words
 from hybrid_rl.memory.cycle import ACTOR, CRITIC, KV_CACHE, OPTIMIZER, REFERENCE, TEACHER
 from hybrid_rl.planning.remedies import Remedy
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 from tests.unit.models.families import build
 
 POSITIONS = 512

@@ -10,7 +10,7 @@ from typing import Any
 from hybrid_rl.extras.report import samples, write_report
 from hybrid_rl.extras.report.reading import Line
 from hybrid_rl.extras.report.write import report_data
-from tests.run_case import HOSTILE, sample, write_lines, write_run
+from tests.support.run_case import HOSTILE, sample, write_lines, write_run
 
 
 def lines_of(steps: dict[int, int], size: int = 100) -> list[Line]:

@@ -8,7 +8,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.report import reading, write_report
 from hybrid_rl.extras.report.runs import load, names_of
 from hybrid_rl.extras.report.write import report_data
-from tests.run_case import write_run
+from tests.support.run_case import write_run
 
 
 def test_a_line_that_is_cut_short_is_counted_and_left_out(tmp_path: Path) -> None:

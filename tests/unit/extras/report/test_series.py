@@ -8,7 +8,7 @@ from hybrid_rl.extras.report import phases
 from hybrid_rl.extras.report.charts import guides_of, layout
 from hybrid_rl.extras.report.runs import flat, load
 from hybrid_rl.extras.report.series import curves, stretches
-from tests.run_case import metrics, timeline, write_run
+from tests.support.run_case import metrics, timeline, write_run
 
 
 def test_curves_of_few_points_are_as_they_are() -> None:

@@ -15,7 +15,7 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.extras.views.run_view import bars
 from hybrid_rl.process.interrupts import show_shortly
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 
 def test_a_trainer_tells_its_state_and_how_to_go_on(make_trainer) -> None:

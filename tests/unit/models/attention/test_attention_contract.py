@@ -16,8 +16,8 @@ from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.attention.varlen import FlashAttnKernel, TorchKernel
 from hybrid_rl.models.row import Layout
-from tests.attention_contract import LAYOUTS, OPTIONS, SOFTCAP, check_backend, check_context, inputs
-from tests.varlen_stand_in import StandIn
+from tests.support.cuda.varlen_stand_in import StandIn
+from tests.support.engines.attention_contract import LAYOUTS, OPTIONS, SOFTCAP, check_backend, check_context, inputs
 
 CPU_DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

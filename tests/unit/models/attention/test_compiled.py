@@ -9,7 +9,7 @@ from hybrid_rl.models.attention import compiled
 from hybrid_rl.models.attention.compiled import CompiledAttention
 from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.row import Layout
-from tests.attention_contract import check_context, eager, inputs
+from tests.support.engines.attention_contract import check_context, eager, inputs
 
 LAYOUT = Layout((35, 6, 20, 4), (3, 8, 1, 40), (0, 0, 1, 1))
 pytestmark = pytest.mark.skipif(not compiled.is_available(), reason="the compiled extension was not built")

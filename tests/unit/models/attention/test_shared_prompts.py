@@ -7,9 +7,9 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.backends import Backend
 from hybrid_rl.models.attention.varlen import FlashAttnKernel
-from tests.float64 import KeepFloat64
+from tests.support.cuda.varlen_stand_in import StandIn
+from tests.support.float64 import KeepFloat64
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
-from tests.varlen_stand_in import StandIn
 
 # prompt and completion tokens of each sample; the same letter is the same prompt. Windows of the families are 3.
 SAMPLES = [("a", 9, 3), ("b", 1, 4), ("a", 9, 1), ("c", 6, 5), ("b", 1, 2), ("a", 9, 8), ("d", 4, 0), ("a", 9, 2)]

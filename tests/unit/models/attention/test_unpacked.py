@@ -8,7 +8,7 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, Layout, PackedRow
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.verify import check_causal
-from tests.float64 import KeepFloat64
+from tests.support.float64 import KeepFloat64
 from tests.unit.models.attention.test_shared_prompts import check, gradients, own, samples
 from tests.unit.models.families import build
 from tests.unit.models.hybrids import HYBRIDS, MORE, build_hybrid

@@ -14,7 +14,7 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.router import Routers
-from tests.float64 import KeepFloat64
+from tests.support.float64 import KeepFloat64
 from tests.unit.models.checkpoints import build_stored
 from tests.unit.models.families import BASE, build
 

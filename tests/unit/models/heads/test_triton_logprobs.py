@@ -14,9 +14,9 @@ import torch
 from hybrid_rl.models.heads import logprobs
 from hybrid_rl.models.heads.logprobs import token_logprobs
 from hybrid_rl.models.heads.options import HeadOptions
-from tests.forked import Forked
 from tests.gpu.logprob_cases import CASES, NARROW, Case, build, reference
-from tests.interpreted_triton import importable, needs_triton, run_cases
+from tests.support.cuda.interpreted_triton import importable, needs_triton, run_cases
+from tests.support.kills.forked import Forked
 
 # ln p and entropy are float32 numbers around 5. Gradients are rounded to the dtype: 11 and 8 bits.
 TOLERANCES = {torch.float32: (1e-6, 2e-6), torch.float16: (2e-6, 1e-3), torch.bfloat16: (2e-6, 8e-3)}

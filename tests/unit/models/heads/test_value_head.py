@@ -23,7 +23,7 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import ObjectSource, StateSource, named_state
-from tests.float64 import KeepFloat64
+from tests.support.float64 import KeepFloat64
 from tests.unit.models.checkpoints import MODELS, build_stored
 from tests.unit.models.families import REFUSED, SUPPORTED, VOCABULARY, build
 

@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import Linear
 from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.layer import AdaptedLinear
 from hybrid_rl.models.lora.plain import wrappers
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 
 def adapted(dtype: torch.dtype = torch.float64, **options):

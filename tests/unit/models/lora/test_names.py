@@ -16,7 +16,7 @@ from hybrid_rl.models.lora.form import difference, form_of
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.settings import keys_of, peft_config_of
 from hybrid_rl.models.lora.sizes import adapter_size, copy_on_meta
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 from tests.unit.models.families import build
 
 MODEL = build_model()  # hidden 16, inner 32, 2 layers, 2 heads of 8, 1 of keys and values

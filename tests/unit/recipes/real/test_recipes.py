@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybrid_rl.cli.train import train_own
 from hybrid_rl.config import load_config
 from recipes.real import plans, without_duplicates
-from tests.tiny import VOCABULARY, build_tokenizer
+from tests.support.tiny import VOCABULARY, build_tokenizer
 
 pytestmark = pytest.mark.slow  # the file as a whole
 pytest.importorskip("math_verify")

@@ -20,7 +20,7 @@ from hybrid_rl.resharding.handoff import region_memory
 from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.ipc import Exported, IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.region_memory import RegionLender, open_region
-from tests.cuda_stand_in import StandIn, stand_in
+from tests.support.cuda.cuda_stand_in import StandIn, stand_in
 from tests.unit.resharding.handoff.parts import (
     empty_engine,
     engine_trace,

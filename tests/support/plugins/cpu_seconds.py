@@ -1,8 +1,9 @@
 """A plugin of pytest: the CPU seconds of every test, its processes included, for the budget of `make test`.
 
-`-p tests.cpu_seconds --cpu-seconds FILE` adds a line per test to FILE: its seconds, and its name. What a fixture of a
-file or session costs is counted at the test that first asks for it. `python -m tests.cpu_seconds FILE` prints the test
-functions that are slow by that file: `make durations` writes them into `tests/slow_tests.txt`.
+`-p tests.support.plugins.cpu_seconds --cpu-seconds FILE` adds a line per test to FILE: its seconds, and its name. What
+a fixture of a file or session costs is counted at the test that first asks for it. `python -m
+tests.support.plugins.cpu_seconds FILE` prints the test functions that are slow by that file: `make durations` writes
+them into `tests/slow_tests.txt`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PRELOADED = ("tests.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine")
+ROOT = Path(__file__).parents[3]
+PRELOADED = ("tests.support.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine")
 
 
 class Forked:

@@ -33,8 +33,8 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.models.verify import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
-from tests.engine_faults import Effect, Fault, Faults
-from tests.sleeping_region import SleepingRegion
+from tests.support.engines.engine_faults import Effect, Fault, Faults
+from tests.support.engines.sleeping_region import SleepingRegion
 
 
 def layout_bytes(layout: WeightLayout) -> int:

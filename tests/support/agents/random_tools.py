@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.callers import TEMPLATE, build_policy
+from tests.support.agents.callers import TEMPLATE, build_policy
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("add", {"a": 1, "b": 2}),

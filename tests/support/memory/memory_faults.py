@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl.memory.offload import OffloadedTensors, _Memory
 from hybrid_rl.memory.probe import require_room
-from tests.sleeping_engine import SleepingEngine
+from tests.support.engines.sleeping_engine import SleepingEngine
 
 How = Literal["no memory", "no room", "engine", "interrupt", "kill"]
 

@@ -19,9 +19,9 @@ import torch
 from hybrid_rl import Callback, Trainer
 from tests.distributed.conftest import SETUP_WORKER
 from tests.distributed.ranks import forking
-from tests.killed_functions import CALLS, long
-from tests.no_pictures import draw_nothing
-from tests.tiny import build_model, build_tokenizer, sums
+from tests.support.kills.killed_functions import CALLS, long
+from tests.support.plugins.no_pictures import draw_nothing
+from tests.support.tiny import build_model, build_tokenizer, sums
 
 KEYS: dict[str, Any] = {
     "prompts_per_step": 4,

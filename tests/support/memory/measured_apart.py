@@ -20,8 +20,8 @@ from hybrid_rl.resharding.handoff.disk import DiskSource
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup
 from hybrid_rl.workers.groups import PolicyGroup
 from hybrid_rl.workers.hybrid import HybridWorker
-from tests.measured_memory import Measured, MeasuredMemory
-from tests.memory_cases import ARENA, GRADIENTS, OF_OTHERS, MeasuredStep, gradients, shards
+from tests.support.memory.measured_memory import Measured, MeasuredMemory
+from tests.support.memory.memory_cases import ARENA, GRADIENTS, OF_OTHERS, MeasuredStep, gradients, shards
 
 
 class MeasuredApart(MeasuredStep):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hybrid_rl import Trainer
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.logging.report import read_jsonl
-from tests.killed import without_chance
+from tests.support.kills.killed import without_chance
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.jagged import Jagged
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
 from hybrid_rl.logging.report import read_jsonl
-from tests.killed_runs import Doing, Starter
+from tests.support.kills.killed_runs import Doing, Starter
 
 # Groups that are held, groups ahead, and both.
 HOLDING: dict[str, dict[str, Any]] = {

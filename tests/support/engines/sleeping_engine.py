@@ -37,7 +37,7 @@ from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from hybrid_rl.resharding.plan import Plan, make_plan
 from hybrid_rl.resharding.tracer import trace_loader
 from hybrid_rl.weights.views import checkpoint_views
-from tests.sleeping_region import SleepingRegion
+from tests.support.engines.sleeping_region import SleepingRegion
 
 NAME = "sleeping"
 

@@ -44,8 +44,8 @@ from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.groups import PolicyGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
-from tests.measured_memory import Measured, MeasuredMemory
-from tests.tiny import build_model, build_tokenizer, ids_of, spread
+from tests.support.memory.measured_memory import Measured, MeasuredMemory
+from tests.support.tiny import build_model, build_tokenizer, ids_of, spread
 
 # What decides where bytes go: many thin layers; wide layers with a head that is not tied; a large vocabulary.
 SIZES: Mapping[str, dict[str, Any]] = {

@@ -19,9 +19,9 @@ import pytest
 
 from hybrid_rl.memory.cuda_driver import Driver
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 UNLIMITED = 2**64 - 1
-SOURCES = {"region": ROOT / "csrc" / "cuda_region.cpp", "driver": ROOT / "tests" / "cuda_stand_in.cpp"}
+SOURCES = {"region": ROOT / "csrc" / "cuda_region.cpp", "driver": Path(__file__).with_suffix(".cpp")}
 READ = [*SOURCES.values(), *sorted((ROOT / "csrc").glob("cuda_*.h")), ROOT / "setup.py"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import Forked
+from tests.support.kills.forked import Forked
 
 FOLDER = Path(sys.prefix) / "triton"  # where the Makefile puts it, apart from what every process imports
 needs_triton = pytest.mark.skipif(

@@ -7,8 +7,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tests.scores import exact as exact
-from tests.scores import spread as spread
+from tests.support.scores import exact as exact
+from tests.support.scores import spread as spread
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "[", "]", "/")
 CHARS = "0123456789+= abcdefghijklmnopqrstuvwxyz"

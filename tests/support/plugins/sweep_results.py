@@ -1,7 +1,8 @@
 """A plugin of pytest: a table of the tests that ran, a line per function, for benchmarks/results (`make sweep`).
 
-`-p tests.sweep_results --sweep-results FILE` adds to FILE. Numbers that tests gave to `record_property` are summed up,
-and so are the examples that Hypothesis may draw; seconds are those of the clock, added up over processes.
+`-p tests.support.plugins.sweep_results --sweep-results FILE` adds to FILE. Numbers that tests gave to
+`record_property` are summed up, and so are the examples that Hypothesis may draw; seconds are those of the clock, added
+up over processes.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
-from tests.memory_watch import MemoryWatch, Recorder
-from tests.optimizer_state import read_optimizer
-from tests.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
+from tests.support.memory.memory_watch import MemoryWatch, Recorder
+from tests.support.optimizer_state import read_optimizer
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.unit.workers.test_reward_model import classifier
 
 # What a run has, and the phases of each of its steps. Every handoff is probed; the second half of a probe ends a step.

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from tests.tiny import build_model
+from tests.support.tiny import build_model
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "[s]", "[u]", "[a]", "[t]", "[/]")
 EOS_ID = 1
