@@ -95,8 +95,8 @@ OUTSIDE_TESTS := tests/unit/extras/environments/test_adapters.py tests/unit/extr
 OUTSIDE_NAMES := the_real_ or test_tensorboard or test_mlflow or test_wandb_offline or test_trackio
 
 # Unit tests take one core each: two at a time, by files. Those of engines and of many ranks start processes of their own,
-# which get in each other's way on two cores.
-PARALLEL := -n 2 --dist loadfile
+# which get in each other's way on two cores. A worker that dies is not replaced: pytest-xdist 3.8.0 would then wait for ever.
+PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 SYNCED := $(if $(filter output-sync,$(.FEATURES)),--output-sync=line)
 
 DURATIONS := $(VENV)/durations.txt
