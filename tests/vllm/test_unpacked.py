@@ -27,7 +27,11 @@ def model_of(name: str, **changes: int):
     return build_hybrid(name, vocab_size=len(VOCABULARY), **{**SHAPE, **changes})
 
 
-@pytest.mark.parametrize("name", ["qwen2", "falcon_h1"])
+# vLLM 0.25 has Mamba's kernels in Triton alone, which its build for CPUs is without.
+IN_NEWEST = pytest.mark.skipif(not vllm.__version__.startswith(VERSION), reason=f"runs on CPUs since vLLM {VERSION}x")
+
+
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("falcon_h1", marks=IN_NEWEST)])
 def test_two_steps_whose_logprobs_are_the_trainers(name: str, tmp_path: Path) -> None:
     keys = {**UNPACKED, "max_steps": 2, "output_dir": str(tmp_path)}
     with Trainer(model_of(name, head_dim=32), spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
