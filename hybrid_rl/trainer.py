@@ -47,7 +47,7 @@ from hybrid_rl.run.start import make_sampler, notes_of
 from hybrid_rl.run.stopper import Stopper
 from hybrid_rl.run.tenancy import Tenancy, bring_back, make_way, warn_of_training
 from hybrid_rl.run.watch import broken_model_explained
-from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup
 
 
 @refusing
@@ -84,7 +84,8 @@ class Trainer:
     tokenizer: Any = shown("_crew.run.choice.tokenizer")
     module: nn.Module | None = shown("_crew.run.module")  # the user's own if it is trained in place
     train_dataset: PromptSampler = shown("_crew.sampler")  # of several datasets, `weights` can be assigned
-    policy: PolicyGroup = shown("_crew.policy")
+    policy: PolicyGroup = shown("_crew.policy")  # the ranks that train
+    generating: GeneratingGroup = shown("_crew.generating")  # and those that generate; the same if they take turns
     collector: Collector = shown("_crew.collector")
     run_folder: Path = shown("_crew.folder")  # of config.yaml, metrics.jsonl, samples.jsonl and checkpoints
     global_step: int = shown("_position.step")  # training steps completed
@@ -261,7 +262,7 @@ class Trainer:
                     update = joined(policy.update(batch, step))
                 with phase("handoff"):
                     batch = policy.with_trained_logprobs(batch)
-                    crew.handoff = largest(policy.update_weights(step))
+                    crew.handoff = largest(self.generating.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 
     @contextlib.contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
+from hybrid_rl.errors import do_all
 from hybrid_rl.process.interrupts import deferred_interrupt
 
 P = ParamSpec("P")
@@ -33,10 +34,12 @@ class Backend(Protocol):
 
 class WorkerGroup:
     """The ranks of a role. A subclass has a typed method for each dispatched method of its worker class, which calls it
-    on every rank: `def update(self, batch, step): return self._ranks.call(Worker.update, batch, step)`."""
+    on every rank: `def update(self, batch, step): return self._ranks.call(Worker.update, batch, step)`.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    beside: groups that work for this one: all have its label, none is left if one is gone, and they end with it."""
+
+    def __init__(self, backend: Backend, beside: Sequence[WorkerGroup] = ()) -> None:
+        self._backend, self._beside = backend, beside
         self._lane: ThreadPoolExecutor | None = None
         self._lane_thread = 0
         self._submitted: Future[Any] | None = None
@@ -74,7 +77,7 @@ class WorkerGroup:
     @property
     def has_ended(self) -> bool:
         """Whether the ranks are gone, by a failure or `close`."""
-        return self._backend.has_ended
+        return self._backend.has_ended or any(group.has_ended for group in self._beside)
 
     @property
     def label(self) -> str:
@@ -84,9 +87,14 @@ class WorkerGroup:
     @label.setter
     def label(self, label: str) -> None:
         self._backend.label = label
+        for group in self._beside:
+            group.label = label
 
     def close(self) -> None:
         """End all ranks, once the calls that were submitted have ended; idempotent."""
+        do_all(*(group.close for group in self._beside), self._end)
+
+    def _end(self) -> None:
         try:
             self._ranks.close()
         finally:

@@ -25,7 +25,7 @@ from hybrid_rl.run.prepare import Run
 from hybrid_rl.run.start import make_collector, start_workers, starting
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
-from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup
 
 CarryOn = Callable[[Mapping[str, Any]], None]
 
@@ -33,10 +33,12 @@ CarryOn = Callable[[Mapping[str, Any]], None]
 class Crew:
     """A run as it is set now, its workers, and what the driver has made to work with them.
 
-    run: with the configuration of now. position: how far it is. folder: of the run. handoff: metrics of the last one.
+    run: with the configuration of now. position: how far it is. folder: of the run. policy, generating: the ranks that
+    train and those that generate, which may be the same. handoff: metrics of the last one.
     """
 
     policy: PolicyGroup
+    generating: GeneratingGroup
     collector: Collector
     timeline: Timeline
     best: BestStep
@@ -64,9 +66,9 @@ class Crew:
         """
         run, position = self.run, self.position
         with starting(self.log.display, run.config, self.folder):
-            self.policy = start_workers(run, self.folder, self._workers)
+            self.policy, self.generating = start_workers(run, self.folder, self._workers)
             self._workers.callback(finish)
-            self.collector = make_collector(run, self.policy, self.sampler)
+            self.collector = make_collector(run, self.generating, self.sampler)
             self.timeline = Timeline(self.policy, self.folder)
             self.pictures = extra("memory_pictures")(self.policy, self.folder, run.plan, self.timeline.phase)
             self.best = BestStep(run.config.eval, self.folder)
@@ -77,7 +79,7 @@ class Crew:
                 position.step = position.num_tokens = 0
                 self.sampler.load_state_dict(self._first_data)
             self.guard.complete()  # the weights are those of a step, whatever was broken off before
-            self.handoff = largest(self.policy.update_weights(position.step))
+            self.handoff = largest(self.generating.update_weights(position.step))
         position.policy_version = position.step
         position.has_begun = self.log.begin(position.step)
 
@@ -100,7 +102,7 @@ class Crew:
         self.best.load_state_dict(state.get("best", {}))
         position.owed = state.get("owed")
         if "collector" in state:
-            held = self.policy.held_prompts(position.step, checkpoint.resolve())
+            held = self.generating.held_prompts(position.step, checkpoint.resolve())
             self.collector.load_state_dict(state["collector"], held, position.step)
 
     def state(self, step: int) -> TrainerState:
@@ -109,7 +111,7 @@ class Crew:
 
     def publish_again(self) -> None:
         """Give the engine the weights again, as another version of the same step."""
-        self.handoff = largest(self.policy.update_weights_again(self.position.policy_version))
+        self.handoff = largest(self.generating.update_weights_again(self.position.policy_version))
 
     def keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""

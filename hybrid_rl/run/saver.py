@@ -61,7 +61,7 @@ class Saver:
                 if merged:
                     self._crew.policy.save_merged(target.resolve())
                 else:
-                    self._crew.policy.save(target.resolve(), self._saved_state())
+                    self._crew.policy.save(target.resolve(), *self._saved_state())
             self._log.flush(self._crew.policy.lost_samples())
             self._log.display.message(f"saved {target}")
             if not merged:
@@ -105,14 +105,15 @@ class Saver:
                 clear_up(target.resolve().parent, is_ours=is_ours)
             raise
 
-    def _saved_state(self) -> dict[str, Any]:
-        """Return what the driver puts into a checkpoint."""
+    def _saved_state(self) -> tuple[dict[str, Any], list[str] | None]:
+        """Return what the driver puts into a checkpoint, and what ranks hold that write none."""
         crew, position = self._crew, self._position
         state: dict[str, Any] = {"global_step": position.step, "num_tokens": position.num_tokens}
         state |= {"sampler": crew.guard.data_position, "config": to_dict(crew.config)}
         state |= {"changed": self._settings.changes_state(), "rewards": crew.run.reward_names}
         state |= {"best": crew.best.state_dict(), "collector": crew.collector.state_dict(position.step)}
-        return state | ({} if position.owed is None else {"owed": dict(position.owed)}) | self._base()
+        state |= ({} if position.owed is None else {"owed": dict(position.owed)}) | self._base()
+        return state, crew.generating.held_apart(position.step)
 
     def _base(self) -> dict[str, Any]:
         """Return what a checkpoint says of the base model of adapters."""
@@ -168,7 +169,7 @@ class Saver:
         missing, self._saving = "", target  # before the call: a Ctrl-C that waited for its end hides what it returned
         try:
             with self._cleared_up(target, is_ours=True):
-                missing = self._crew.policy.begin_save(target.resolve(), self._saved_state())
+                missing = self._crew.policy.begin_save(target.resolve(), *self._saved_state())
         except Exception:
             self._saving = None
             raise

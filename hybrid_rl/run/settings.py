@@ -129,9 +129,9 @@ class Settings:
         if rewards is not None:
             after = dataclasses.replace(after, grades=Grades())
         num_steps = after.num_optimizer_steps, after.num_critic_steps
-        collector = make_collector(after, crew.policy, crew.sampler).after(crew.collector)
+        collector = make_collector(after, crew.generating, crew.sampler).after(crew.collector)
         with deferred_interrupt():  # or the ranks would have the new settings, and the driver the old ones
-            crew.policy.reconfigure(config, num_steps, after.rewards if is_other else None)
+            crew.generating.reconfigure(config, num_steps, after.rewards if is_other else None)
             crew.run, crew.collector, self._changed = after, collector, (*self._changed, *made)
             if is_other or config.algorithm != run.config.algorithm:
                 crew.signal_watch = SignalWatch(config, Scoring.of(after))

@@ -41,16 +41,18 @@ from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
 from hybrid_rl.weights.sources import ObjectSource
-from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, SplitGroup, rollout_setup, training_setup
-from hybrid_rl.workers.groups import PolicyGroup, ReferenceGroup
+from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup, training_setup
+from hybrid_rl.workers.groups import GeneratingGroup, HybridGroup, PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.preflight import preflight
 from hybrid_rl.workers.reference import ReferenceWorker
 from hybrid_rl.workers.setup import WorkerSetup
 
 
-def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack, *, is_trained: bool = True) -> PolicyGroup:
-    """Start the ranks of a run.
+def start_workers(
+    run: Run, log_folder: Path, closing: contextlib.ExitStack, *, is_trained: bool = True
+) -> tuple[PolicyGroup, GeneratingGroup]:
+    """Start the ranks of a run. Returns those that train and those that generate, which may be the same.
 
     log_folder: where ranks in other processes write their logs.
     closing: ends them when it is closed.
@@ -74,13 +76,15 @@ def start_workers(run: Run, log_folder: Path, closing: contextlib.ExitStack, *, 
         is_trained=is_trained,
         critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
     )
-    policy = _started(run, setup, log_folder, closing)
+    policy, generating = _started(run, setup, log_folder, closing)
     if run.choice.adapter is not None and (record := base_record(run.choice.adapter)) is not None:
         policy.check_base(record, f"the adapter {run.choice.adapter}")
-    return policy
+    return policy, generating
 
 
-def _started(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
+def _started(
+    run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack
+) -> tuple[PolicyGroup, GeneratingGroup]:
     if isinstance(run.config.controller, RayControllerConfig):
         if run.agents is not None:
             run.agents.close()  # ranks make their own environments
@@ -89,9 +93,9 @@ def _started(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib
     module = run.choice.load(run.config, local_device(run.config.model.device))
     device = module.device
     setup = replace(setup, model=module, teacher=_loaded(run.teacher_path, run.config, device))
-    policy = PolicyGroup(LocalBackend("policy", partial(HybridWorker, setup), device), has_scores=setup.has_scores)
-    closing.callback(policy.close)
-    return policy
+    group = HybridGroup(LocalBackend("policy", partial(HybridWorker, setup), device), has_scores=setup.has_scores)
+    closing.callback(group.close)
+    return group, group
 
 
 def starting(display: ProgressDisplay, config: TrainerConfig, folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -123,7 +127,9 @@ def _loaded(path: str | None, config: TrainerConfig, device: torch.device) -> Pr
     return module.requires_grad_(False)
 
 
-def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack) -> PolicyGroup:
+def _start_on_ray(
+    run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack
+) -> tuple[PolicyGroup, GeneratingGroup]:
     config, controller = run.config, run.config.controller
     assert isinstance(controller, RayControllerConfig) and config.num_ranks != "auto"
     ray = RayRanks(config, log_folder / "logs", closing)
@@ -145,18 +151,20 @@ def _start_on_ray(run: Run, setup: WorkerSetup, log_folder: Path, closing: conte
         make_worker = partial(ReferenceWorker, setup)
         reference = ReferenceGroup(ray.start("reference", make_worker, controller.reference_ranks, splitter))
         closing.callback(reference.close)
-    policy = PolicyGroup(ranks, reference, has_scores=setup.has_scores)
-    generating = None
+    policy: PolicyGroup
+    generating: GeneratingGroup
     if generates_apart:
         root = closing.enter_context(temporary_folder("hrl-weights-", shared_memory()))
-        made = partial(RolloutWorker, rollout_setup(setup))
-        generating = RolloutGroup(ray.start("rollout", made, controller.rollout_ranks, splitter))
-        policy = SplitGroup(ranks, reference, has_scores=setup.has_scores, generating=generating, root=root)
+        others = ray.start("rollout", partial(RolloutWorker, rollout_setup(setup)), controller.rollout_ranks, splitter)
+        apart = RolloutGroup(others, ranks, reference, has_scores=setup.has_scores, root=root)
+        policy, generating = apart.policy, apart
+    else:
+        policy = generating = HybridGroup(ranks, reference, has_scores=setup.has_scores)
     closing.callback(policy.close)
-    for group in (policy, reference, generating):
+    for group in dict.fromkeys((policy, reference, generating)):
         if group is not None and group.num_ranks > 1:
             preflight(group)
-    return policy
+    return policy, generating
 
 
 def make_sampler(run: Run) -> PromptSampler:
@@ -191,7 +199,7 @@ def notes_of(run: Run) -> list[str]:
     ]
 
 
-def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Collector:
+def make_collector(run: Run, generating: GeneratingGroup, sampler: PromptSampler) -> Collector:
     """Make the collector of a run."""
     config, rewards, needs = run.config, run.config.rewards, run.config.advantage.needs
     plan = StepPlan(
@@ -206,7 +214,7 @@ def make_collector(run: Run, policy: PolicyGroup, sampler: PromptSampler) -> Col
         **_held(config),
     )
     return Collector(
-        policy,
+        generating,
         run.reward_names,
         plan,
         max_failure_share=rewards.max_reward_failure_share,

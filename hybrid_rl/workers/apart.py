@@ -24,14 +24,12 @@ from hybrid_rl.config.rollout_ranks import rollout_config
 from hybrid_rl.controller import Backend, RankContext, dispatch, result_of
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.memory.cycle import ACTOR
-from hybrid_rl.memory.history import Span, StepMemory
 from hybrid_rl.metrics import MetricSums, joined, largest, now
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.disk import version_folder
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
-from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.tally import use_metrics
 from hybrid_rl.training.cycle import memory_phases
 from hybrid_rl.training.sharding.build import policy_on_meta
@@ -151,37 +149,27 @@ class RolloutWorker(GeneratingWorker):
         self._roll_out_with(rollout_config(config), rewards)
 
 
-class RolloutGroup(GeneratingGroup):
-    """Ranks that only generate (`RolloutWorker`)."""
-
-    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
-        """Go on with a configuration that differs in what may change between steps."""
-        self._ranks.call(RolloutWorker.reconfigure, config, num_steps, rewards)
-
-    def take_weights(self, root: Path, version: int) -> list[dict[str, float]]:
-        """Have all ranks take a version of the weights. Returns metrics of each."""
-        return self._ranks.call(RolloutWorker.take_weights, root, version)
-
-    def go_ahead(self, tasks: list[RolloutTask], call: RolloutCall, root: Path) -> tuple[dict[str, float], float]:
-        """Generate the batch of the next step. Returns metrics, and the seconds of the slowest rank."""
-        found = self._ranks.call(RolloutWorker.go_ahead, tasks, call, root)
-        uses = [SlotUse.of_ranks(of_version) for of_version in zip(*(uses for _, uses, _ in found), strict=True)]
-        metrics = joined(metrics for metrics, _, _ in found) | use_metrics(uses)
-        return metrics, max(seconds for _, _, seconds in found)
-
-
 class _TrainingRanks:
     """A backend whose errors may be consequences: a batch is lost if the rank that made it dies. cause: finds the error
     that came first."""
 
     def __init__(self, ranks: Backend, cause: Callable[[], BaseException | None]) -> None:
         self._ranks, self._cause = ranks, cause
-        self.role, self.num_ranks, self.label, self.has_ended = (
-            ranks.role,
-            ranks.num_ranks,
-            ranks.label,
-            ranks.has_ended,
-        )
+        self.role, self.num_ranks = ranks.role, ranks.num_ranks
+
+    @property
+    def label(self) -> str:
+        """The current work of the driver."""
+        return self._ranks.label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._ranks.label = label
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no ranks are left to call."""
+        return self._ranks.has_ended
 
     def call(self, method: Callable[..., object], *args: Any) -> Any:
         """Run a dispatched method on all ranks."""
@@ -198,59 +186,67 @@ class _TrainingRanks:
         self._ranks.close()
 
 
-class SplitGroup(PolicyGroup):
-    """Ranks that train, with the ranks that generate for them meanwhile.
+class RolloutGroup(GeneratingGroup):
+    """Ranks that only generate (`RolloutWorker`), for the ranks of `policy`, which train meanwhile.
 
-    generating: these ranks; root: the folder through which they get the weights.
+    training: the ranks of `policy`; reference, has_scores: as in PolicyGroup. root: the folder through which weights
+    come.
 
-    In a step the generating ranks deliver the batch, which they have since the step before, and at once begin the next
-    one with the weights of this step. The step ends when it is there and they have the new weights. So no side is ever
-    more than a batch ahead, and which weights make which samples does not depend on time, unless completions may be
-    held: then new weights are taken in the middle of them.
+    In a step these ranks deliver the batch, which they have since the step before, and at once begin the next one with
+    the weights of this step. The step ends when it is there and they have the new weights. So no side is ever more than
+    a batch ahead, and which weights make which samples does not depend on time, unless completions may be held: then
+    new weights are taken in the middle of them.
     """
 
     def __init__(
         self,
         backend: Backend,
+        training: Backend,
         reference: ReferenceGroup | None = None,
         *,
         has_scores: bool,
-        generating: RolloutGroup,
         root: Path,
     ) -> None:
-        super().__init__(backend, reference, has_scores=has_scores)
-        self._generating, self._root = generating, root
+        super().__init__(backend)
+        training = _TrainingRanks(training, self._failure)
+        self.policy = PolicyGroup(training, reference, has_scores=has_scores, beside=(self,))
+        self._root = root
         self._ahead: Future[tuple[dict[str, float], float]] | None = None
-        self._entered = self._begun = now()  # when the step began, and the last call of go_ahead was made
+        self._entered = self._begun = now()  # when the step began, and the last call of `_go_ahead` was made
         self._refilling = 0.0  # seconds of the step in which groups that teach nothing were replaced
 
-    # ---------------------------------------------------------------------------------------------- a training step
-
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
-        """Return samples of the generating ranks. Of a training step they have most since the step before: only at the
-        start of a run, and in the place of groups that teach nothing, is anything generated before the batch comes."""
+        """Return samples, of a training step those that are there since the step before: only at the start of a run,
+        and in the place of groups that teach nothing, is anything generated before the batch comes."""
         if call.hold is None:
-            return self._generating.rollout(tasks, call)
-        self._settled()
+            return super().rollout(tasks, call)
+        self._ahead = None  # what a step that was taken back had begun is begun again
         if call.is_refill:
-            start, answer = now(), self._generating.rollout(tasks, call)
+            start, answer = now(), super().rollout(tasks, call)
             self._refilling += now() - start
             return answer
         self._entered, self._refilling = now(), 0.0
-        batch, reports = self._generating.rollout(tasks, call)
+        batch, reports = super().rollout(tasks, call)
         # Its samples were made beside the training of the step before: what that took is no part of this step.
         return batch, [replace(report, use=replace(report.use, cost=None)) for report in reports]
 
+    def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """Have the ranks that train score the data set's own completions of these prompts."""
+        return self.policy.demonstrations(tasks, call)
+
     def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
-        """Have the generating ranks go on with the next step's batch, beginning with these prompts."""
+        """Go on with the next step's batch, beginning with these prompts, and return at once."""
         self._begun = now()
-        self._ahead = self._generating.submit(RolloutGroup.go_ahead, tasks, call, self._root)
+        self._ahead = self.submit(RolloutGroup._go_ahead, tasks, call)
 
-    @property
-    def _ranks(self) -> Backend:
-        return _TrainingRanks(super()._ranks, self._failure_of_generation)
+    def _go_ahead(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[dict[str, float], float]:
+        """Generate the batch of the next step. Returns metrics, and the seconds of the slowest rank."""
+        ranks = self._ranks.call(RolloutWorker.go_ahead, tasks, call, self._root)
+        uses = [SlotUse.of_ranks(of_version) for of_version in zip(*(uses for _, uses, _ in ranks), strict=True)]
+        metrics = joined(metrics for metrics, _, _ in ranks) | use_metrics(uses)
+        return metrics, max(seconds for _, _, seconds in ranks)
 
-    def _failure_of_generation(self) -> BaseException | None:
+    def _failure(self) -> BaseException | None:
         """Break off what is being generated, and return the error with which it ended, if it failed."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
@@ -262,16 +258,10 @@ class SplitGroup(PolicyGroup):
         finally:
             stop.unlink()
 
-    def _settled(self) -> None:
-        """Wait for what a step that was taken back had begun; it is begun again."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.exception()
-
     def update_weights(self, version: int) -> list[dict[str, float]]:
-        """Write the weights as this policy version, wait for the next step's batch, and have the generating ranks take
-        the version. Returns metrics of the handoff, of what is held, and of how busy both sides were."""
-        seconds = self.write_weights(self._root, version)
+        """Have the weights written as this policy version, wait for the next step's batch, and take the version.
+        Returns metrics of the handoff, of what is held, and of how busy both sides were."""
+        seconds = self.policy.write_weights(self._root, version)
         trained, metrics = now(), dict[str, float]()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
@@ -279,65 +269,20 @@ class SplitGroup(PolicyGroup):
             whole = max(now() - self._entered, 1e-9)  # from the wait for the batch's rewards on, in which no side works
             metrics["ranks/generating_busy"] = min((self._refilling + generating) / whole, 1.0)
             metrics["ranks/training_busy"] = min((trained - self._begun) / whole, 1.0)
-        taken = largest(self._generating.take_weights(self._root, version))
+        taken = largest(self._ranks.call(RolloutWorker.take_weights, self._root, version))
         return [{**taken, **metrics, "timing/handoff_write": seconds}]
 
-    def update_weights_again(self, version: int) -> list[dict[str, float]]:
-        """Give the engines the weights that their ranks have once more."""
-        return self._generating.update_weights_again(version)
+    def held_apart(self, step: int) -> list[str]:
+        """Return what these ranks hold after a training step."""
+        return self.held_texts(step)
 
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
-        """Go on with a configuration that differs in what may change between steps."""
-        super().reconfigure(config, num_steps, rewards)
-        self._generating.reconfigure(config, num_steps, rewards)
-
-    # ------------------------------------------------------------------------------------------------- checkpoints
-
-    def save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> None:
-        """Write a checkpoint, with what the generating ranks hold."""
-        super().save(folder, state, held or self._generating.held_texts(state["global_step"]))
-
-    def begin_save(self, folder: Path, state: dict[str, Any], held: list[str] | None = None) -> str:
-        """Begin to write a checkpoint, with what the generating ranks hold."""
-        return super().begin_save(folder, state, held or self._generating.held_texts(state["global_step"]))
-
-    def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
-        """Return the prompts that the generating ranks hold."""
-        return self._generating.held_prompts(step, folder)
-
-    # ------------------------------------------------------------------------------------------------ all ranks
-
-    def memory_metrics(self) -> list[dict[str, float]]:
-        """Read the memory of the ranks of both sides."""
-        return [*super().memory_metrics(), *self._generating.memory_metrics()]
-
-    def memory_history(self) -> list[list[StepMemory]]:
-        """Read what was in memory on the ranks of both sides."""
-        return [*super().memory_history(), *self._generating.memory_history()]
-
-    def last_phases(self) -> list[list[Span]]:
-        """Read in which phase the ranks of both sides were."""
-        return [*super().last_phases(), *self._generating.last_phases()]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the ranks of a side are gone."""
-        return self._backend.has_ended or self._generating.has_ended
-
-    @property
-    def label(self) -> str:
-        """The current work of the driver."""
-        return self._backend.label
-
-    @label.setter
-    def label(self, label: str) -> None:
-        self._backend.label = self._generating.label = label
+        """Go on with a configuration that differs in what may change between steps, on both sides."""
+        self.policy.reconfigure(config, num_steps, rewards)
+        self._ranks.call(RolloutWorker.reconfigure, config, num_steps, rewards)
 
     def close(self) -> None:
-        """End the ranks of both sides; what is being generated is broken off."""
+        """End these ranks; what is being generated is broken off."""
         with suppress(OSError):  # the folder may be gone
             (self._root / STOP).touch()
-        try:
-            self._generating.close()
-        finally:
-            super().close()
+        super().close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +29,22 @@ logger = logging.getLogger("hybrid_rl")
 
 
 class RankGroup(WorkerGroup):
-    """Calls that ranks of every role answer (`WorkerBase`)."""
+    """Calls that ranks of every role answer (`WorkerBase`), and so do the groups beside these."""
 
     def memory_metrics(self) -> list[dict[str, float]]:
         """Read the bytes by resident and the seconds of sleeps and wakes of each rank."""
-        return self._ranks.call(WorkerBase.memory_metrics)
+        return self._of_all(WorkerBase.memory_metrics)
 
     def memory_history(self) -> list[list[StepMemory]]:
         """Read what was in memory over the last steps of each rank."""
-        return self._ranks.call(WorkerBase.memory_history)
+        return self._of_all(WorkerBase.memory_history)
 
     def last_phases(self) -> list[list[Span]]:
         """Read in which phase each rank was when, over the last step."""
-        return self._ranks.call(WorkerBase.last_phases)
+        return self._of_all(WorkerBase.last_phases)
+
+    def _of_all(self, method: Callable[[WorkerBase], object]) -> list[Any]:
+        return [answer for group in (self, *self._beside) for answer in group._ranks.call(method)]
 
     def probe_rank(self) -> list[RankProbe]:
         """Read the versions of each rank, and measure its speed."""
@@ -55,7 +60,30 @@ class ReferenceGroup(RankGroup):
 
 
 class GeneratingGroup(RankGroup):
-    """Ranks with an engine (`GeneratingWorker`): what they answer whether they train or not."""
+    """Ranks with an engine (`GeneratingWorker`), of which the driver takes groups; they may also train, in turn."""
+
+    @abstractmethod
+    def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
+        """Go on with the next step's batch, beginning with these prompts, and return at once."""
+
+    @abstractmethod
+    def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
+        """Score the data set's own completions of these prompts."""
+
+    @abstractmethod
+    def update_weights(self, version: int) -> list[dict[str, float]]:
+        """Give the engines the policy's weights as this policy version, and prove it. Returns metrics of each rank."""
+
+    @abstractmethod
+    def held_apart(self, step: int) -> list[str] | None:
+        """Return what these ranks hold after a training step, for those that write checkpoints (`held_texts`); None =
+        these ranks do, each what it holds."""
+
+    @abstractmethod
+    def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
+        """Go on with a configuration that differs in what may change between steps, and so do ranks that train apart.
+
+        num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
 
     def rollout(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
         """Generate and score samples of these prompts, in any order. A report comes of each rank that had some."""
@@ -77,26 +105,27 @@ class GeneratingGroup(RankGroup):
         )
 
 
-class PolicyGroup(GeneratingGroup):
-    """Ranks that train and generate (`HybridWorker`). reference: ranks that hold the reference model, None if these do,
-    or there is none. has_scores: whether these ranks compute anything before advantages."""
+class PolicyGroup(RankGroup):
+    """Ranks that train (`HybridWorker`). reference: ranks that hold the reference model, None if these do, or there is
+    none. has_scores: whether these ranks compute anything before advantages. beside: ranks that generate for them."""
 
-    def __init__(self, backend: Backend, reference: ReferenceGroup | None = None, *, has_scores: bool = True) -> None:
-        super().__init__(backend)
+    def __init__(
+        self,
+        backend: Backend,
+        reference: ReferenceGroup | None = None,
+        *,
+        has_scores: bool = True,
+        beside: Sequence[GeneratingGroup] = (),
+    ) -> None:
+        super().__init__(backend, beside)
         self._reference, self._has_scores = reference, has_scores
         self._num_unsaved = 0  # rollouts in a row
 
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
-        """Go on with a configuration that differs in what may change between steps.
-
-        num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
+        """Go on with a configuration that differs in what may change between steps, as in GeneratingGroup."""
         self._ranks.call(HybridWorker.reconfigure, config, num_steps, rewards)
 
     # ---------------------------------------------------------------------------------------------- a training step
-
-    def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
-        """Raise: these ranks do nothing while they train."""
-        raise EngineStateError("ranks that train in turn begin nothing ahead; set rollout_ranks for ranks that do")
 
     def demonstrations(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[AnyBatch, list[RolloutReport]]:
         """Score the data set's own completions of these prompts."""
@@ -133,10 +162,6 @@ class PolicyGroup(GeneratingGroup):
         if "old_logprobs" not in columns:
             found = self._ranks.call(HybridWorker.with_trained_logprobs, batch)
         return found
-
-    def update_weights(self, version: int) -> list[dict[str, float]]:
-        """Give the engines the weights as this policy version, and prove it. Returns metrics of each rank."""
-        return self._ranks.call(HybridWorker.update_weights, version)
 
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
         """Return the last update that policy and critic each skipped."""
@@ -231,3 +256,18 @@ class PolicyGroup(GeneratingGroup):
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
         self._ranks.call(HybridWorker.load, folder)
+
+
+class HybridGroup(PolicyGroup, GeneratingGroup):
+    """Ranks that train and generate in turn."""
+
+    def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
+        """Raise: these ranks do nothing while they train."""
+        raise EngineStateError("ranks that train in turn begin nothing ahead; set rollout_ranks for ranks that do")
+
+    def update_weights(self, version: int) -> list[dict[str, float]]:
+        """Give the engines the weights as this policy version, and prove it. Returns metrics of each rank."""
+        return self._ranks.call(HybridWorker.update_weights, version)
+
+    def held_apart(self, step: int) -> None:
+        """Return None: each rank writes what it holds."""

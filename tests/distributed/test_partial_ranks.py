@@ -90,7 +90,7 @@ def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path):
             if num_ranks == 2:
                 interrupt(resumed, mark)
             again = [loaded(resumed.step().batch) for _ in range(2)]
-            held = resumed.policy.held_prompts(4).values()
+            held = resumed.generating.held_prompts(4).values()
         after = [row for batch in again for row in rows_of(batch)]
         everything = before + after + [prompt.row.columns["number"] for prompt in held]
         assert len(set(everything)) == len(everything) == 4 * 4 + 3

@@ -124,7 +124,7 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):
     assert resumed.global_step == 4
     resumed.max_steps = 5
     fifth = loaded(resumed.step().batch)
-    held = resumed.policy.held_prompts(5).values()
+    held = resumed.generating.held_prompts(5).values()
     used = [number for batch in (*steps, fifth) for number in numbers(batch)]
     used += [prompt.row.columns["number"] for prompt in held]
     assert len(set(used)) == len(used) == 6 * 4
@@ -159,7 +159,7 @@ def test_groups_that_teach_nothing_are_replaced_before_the_next_batch_is_begun(m
         assert (rewards.sum(1) == 1).all() and result.metrics["buffer/held_groups"] == 4
         used += numbers(batch)
         ages += [step - min(row.tolist()) for row in batch["policy_version"]]
-    held = [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(4).values()]
+    held = [prompt.row.columns["number"] for prompt in trainer.generating.held_prompts(4).values()]
     assert len({*used, *held}) == len(used) + len(held) and {*ages} == {0, 1}
 
 

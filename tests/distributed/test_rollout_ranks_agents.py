@@ -104,7 +104,7 @@ def numbers(batch) -> list[int]:
 
 
 def held(trainer: Trainer, step: int) -> list[int]:
-    return [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(step).values()]
+    return [prompt.row.columns["number"] for prompt in trainer.generating.held_prompts(step).values()]
 
 
 def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):

@@ -86,7 +86,7 @@ def test_held_trajectories_have_the_versions_of_the_weights_that_made_them(layou
     with Trainer(model, reward, rows(40), tools=[add], tokenizer=tokenizer, **keys) as trainer:
         batches = [trainer.step().batch for _ in range(NUM_STEPS)]
         batches = [batch.load() if isinstance(batch, BatchRef) else batch for batch in batches]
-        held = trainer.policy.held_prompts(NUM_STEPS)
+        held = trainer.generating.held_prompts(NUM_STEPS)
         lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
         most = trainer.config.buffer.max_staleness
     weights = {0: build_policy(calls, favour={"k": 10.0}, **shape)[0].state_dict()}

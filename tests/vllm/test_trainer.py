@@ -49,7 +49,7 @@ def publish(trainer, worker):
 
     def publish():
         trainer._position.policy_version += 1
-        return trainer.policy.update_weights(trainer.policy_version)[0]
+        return trainer.generating.update_weights(trainer.policy_version)[0]
 
     yield publish
     publish()

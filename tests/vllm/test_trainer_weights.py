@@ -49,7 +49,7 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
     with torch.no_grad():
         worker._actor.model.module.get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(HandoffError, match=r"probe prompt .* bytes that it derives from them, which may be stale"):
-        trainer.policy.update_weights(4)
+        trainer.generating.update_weights(4)
     with pytest.raises(EngineStateError, match="never given any"):
         trainer.generate("1+2=")
 
@@ -64,9 +64,9 @@ def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
     worker._actor.model._options = replace(worker._actor.model._options, scale=3.0)
     why = "the engine computes this architecture differently .*; its weights were compared .* byte by byte"
     with pytest.raises(HandoffError, match=f"policy version 5: .*: {why}"):
-        trainer.policy.update_weights(5)
+        trainer.generating.update_weights(5)
     with pytest.raises(HandoffError, match="policy version 6: .*: the engine does not hold the trainer's weights"):
-        trainer.policy.update_weights(6)
+        trainer.generating.update_weights(6)
 
 
 def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
@@ -87,7 +87,7 @@ def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
     assert torch.equal(keys, fused[64:128]) and not torch.equal(keys, before["model.layers.1.self_attn.k_proj.weight"])
     keys.data = keys.data.clone()
     with pytest.raises(HandoffError, match=r"k_proj\.weight' is not in the memory that trainer and engine share"):
-        trainer.policy.update_weights(4)
+        trainer.generating.update_weights(4)
 
 
 def test_memory_that_cannot_be_shared_is_refused(train, caplog):

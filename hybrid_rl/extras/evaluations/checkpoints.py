@@ -116,11 +116,11 @@ def _make_folder(config: TrainerConfig, folder: str | Path | None, name: str) ->
 
 def _evaluated(run: Run, model: str, step: int | None, folder: Path, closing: contextlib.ExitStack) -> Evaluation:
     """Evaluate a prepared run, and write down what came of it."""
-    policy = start_workers(run, folder, closing, is_trained=False)
+    policy, generating = start_workers(run, folder, closing, is_trained=False)
     (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
     sampler = PromptSampler(run.data.train, shuffle=False, seed=run.config.seed)
-    evaluator = make_evaluator(run, policy, make_collector(run, policy, sampler))
-    policy.update_weights(0)
+    evaluator = make_evaluator(run, policy, make_collector(run, generating, sampler))
+    generating.update_weights(0)
     policy.label = "the evaluation"
     metrics, sets = evaluator.evaluate(run.eval_rows, 0, TrainerState(0, 1, 0.0), folder, kept=None)
     leaves = {path.rpartition(".")[2]: value for path, value in leaves_of(run.config)}

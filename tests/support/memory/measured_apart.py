@@ -18,7 +18,6 @@ from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, Phase
 from hybrid_rl.resharding.handoff.base import Parts
 from hybrid_rl.resharding.handoff.disk import DiskSource
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup
-from hybrid_rl.workers.groups import PolicyGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from tests.support.memory.measured_memory import Measured, MeasuredMemory
 from tests.support.memory.memory_cases import ARENA, GRADIENTS, OF_OTHERS, MeasuredStep, gradients, shards
@@ -30,9 +29,12 @@ class MeasuredApart(MeasuredStep):
     def run_side(self, root: Path, *, trains: bool) -> dict[str, Measured]:
         """Two training steps; what the second took of the rank that trains, or of the one that generates."""
         trained, made = replace(self._setup, generates=False), rollout_setup(self._setup)
-        training = _Split(LocalBackend("policy", lambda context: self._keep(HybridWorker(trained, context))))
-        generating = RolloutGroup(LocalBackend("rollout", lambda context: self._keep_rollout(made, context)))
-        training.generating = generating
+        generating = RolloutGroup(
+            LocalBackend("rollout", lambda context: self._keep_rollout(made, context)),
+            LocalBackend("policy", lambda context: self._keep(HybridWorker(trained, context))),
+            has_scores=True,
+            root=root,
+        )
         try:
             self.engine._side.client._thread, self.engine._side.client._advance = None, self.engine._side.client._step
             sides = (self._of_training, self._of_generating)
@@ -51,13 +53,11 @@ class MeasuredApart(MeasuredStep):
                 for step in (0, 1, 2):
                     memory.forget()
                     if step:
-                        self._train(training, step)
-                    training.write_weights(root, step)
-                    generating.take_weights(root, step)
+                        self._train(generating, generating.policy, step)
+                    generating.update_weights(step)
                 return memory.phases
         finally:
-            generating.close()
-            training.close()
+            generating.policy.close()
 
     def _keep(self, worker: HybridWorker) -> HybridWorker:
         self.worker = worker
@@ -106,12 +106,3 @@ class MeasuredApart(MeasuredStep):
                 yield
 
         self.engine.watched = measured  # type: ignore[method-assign]
-
-
-class _Split(PolicyGroup):
-    """Ranks that train on what others have made."""
-
-    generating: RolloutGroup
-
-    def rollout(self, *arguments: Any) -> Any:
-        return self.generating.rollout(*arguments)

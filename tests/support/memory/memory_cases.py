@@ -41,7 +41,7 @@ from hybrid_rl.run.prepare import mini_batches
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.boxes import local_tensor
 from hybrid_rl.weights.sources import StateSource
-from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.groups import GeneratingGroup, HybridGroup, PolicyGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
 from tests.support.memory.measured_memory import Measured, MeasuredMemory
@@ -138,7 +138,7 @@ class MeasuredStep:
 
     def run(self) -> dict[str, Measured]:
         """Two training steps; what the second took, by phase. The first makes what stays."""
-        group = PolicyGroup(LocalBackend("policy", self._make))
+        group = HybridGroup(LocalBackend("policy", self._make))
         try:
             client = self.worker._side.client
             client._thread, client._advance = None, client._step
@@ -152,7 +152,7 @@ class MeasuredStep:
                 for step in (0, 1, 2):
                     memory.forget()
                     if step:
-                        self._train(group, step)
+                        self._train(group, group, step)
                     group.update_weights(step)
                 return memory.phases
         finally:
@@ -162,16 +162,16 @@ class MeasuredStep:
         self.worker = HybridWorker(self._setup, self.context if self.context.num_ranks > 1 else context)
         return self.worker
 
-    def _train(self, group: PolicyGroup, step: int) -> None:
+    def _train(self, generating: GeneratingGroup, policy: PolicyGroup, step: int) -> None:
         texts = [prompt_text(index) for index in range(NUM_PROMPTS // self.context.num_ranks)]
         rows = [PromptRow(index, text, tuple(ids_of(text)), {}) for index, text in enumerate(texts)]
-        collector = Collector(group, ("spread",), max_failure_share=0.0)
+        collector = Collector(generating, ("spread",), max_failure_share=0.0)
         params = SamplingParams(max_tokens=COMPLETION_TOKENS, temperature=1.0)  # nothing ends a completion early
         collected = collector.rollout(
             rows, NUM_GENERATIONS, params, step - 1, TrainerState(step, 4, 0.0), purpose=f"train/{step}"
         )
         batch = collected.batch.with_columns(mini_batch=mini_batches(collected.batch["group"], self.config, step))
-        group.update(group.advantages(group.score(batch, step)), step)
+        policy.update(policy.advantages(policy.score(batch, step)), step)
 
     # ------------------------------------------------------------------------------------------------- what to watch
 

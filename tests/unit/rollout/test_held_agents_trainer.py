@@ -82,7 +82,7 @@ def numbers_of(batch: Any) -> list[int]:
 
 
 def held_of(trainer: Trainer, step: int) -> list[int]:
-    return [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(step).values()]
+    return [prompt.row.columns["number"] for prompt in trainer.generating.held_prompts(step).values()]
 
 
 def own_loop() -> Any:

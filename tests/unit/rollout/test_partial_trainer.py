@@ -283,10 +283,10 @@ def test_what_is_held_outlives_the_weights_of_the_best_step(make):
     trainer = make(rows=rows, oversample=2, save_steps=1, max_steps=3)
     used = [number for _ in range(3) for number in numbers_of(trainer.step().batch)]
     trainer.policy.load(trainer.run_folder / "checkpoint-1")  # as load_best_model_at_end does
-    trainer.policy.update_weights_again(3)
+    trainer.generating.update_weights_again(3)
     trainer.max_steps = 5
     used += [number for _ in range(2) for number in numbers_of(trainer.step().batch)]
-    held = [prompt.row.columns["number"] for prompt in trainer.policy.held_prompts(5).values()]
+    held = [prompt.row.columns["number"] for prompt in trainer.generating.held_prompts(5).values()]
     assert len(held) == 2 and len({*used, *held}) == len(used) + 2 == 12
 
 
@@ -366,14 +366,14 @@ def test_a_reward_that_failed_for_a_held_group_is_asked_again_by_the_next_try(ma
 def test_ctrl_c_while_rewards_are_set_leaves_ranks_and_driver_alike(make, monkeypatch):
     trainer = make(**{"rollout.partial": False, "rollout.async_level": 1})
     trainer.step()
-    reconfigure = type(trainer.policy).reconfigure
+    reconfigure = type(trainer.generating).reconfigure
 
     def interrupted(self, *arguments):
         os.kill(os.getpid(), signal.SIGINT)
         return reconfigure(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(trainer.policy), "reconfigure", interrupted)
+        patch.setattr(type(trainer.generating), "reconfigure", interrupted)
         trainer.set(reward_funcs=[spread, count], reward_weights=[1.0, 2.0])
     assert trainer.config.rewards.reward_weights == [1.0, 2.0]
     assert all(len(values) == 2 for values in trainer.step().batch["function_rewards"])

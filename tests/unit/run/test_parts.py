@@ -213,7 +213,7 @@ def test_a_crew_tells_of_the_run_and_keeps_rollouts_when_asked(monkeypatch: pyte
     monkeypatch.setattr("hybrid_rl.run.crew.SignalWatch", lambda *_: None)
     monkeypatch.setattr("hybrid_rl.run.crew.Scoring", SimpleNamespace(of=lambda _: None))
     crew = Crew(run, log, sampler, Position(max_steps=9, step=2, policy_version=2))
-    crew.policy = SimpleNamespace(  # type: ignore[assignment]
+    crew.policy = crew.generating = SimpleNamespace(  # type: ignore[assignment]
         save_rollout=lambda *given, must: saved.append((*given, must)),
         update_weights_again=lambda version: [{"version": float(version)}],
     )

@@ -16,7 +16,7 @@ from hybrid_rl.metrics import joined, largest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches
-from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.groups import HybridGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
 from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of, spread
@@ -43,7 +43,7 @@ class Bench:
             probe_ids=tuple(ids_of("1+2=")),
             expected=expected,
         )
-        self.group = PolicyGroup(LocalBackend("policy", lambda context: self._make(setup, context)))
+        self.group = HybridGroup(LocalBackend("policy", lambda context: self._make(setup, context)))
         self.version = 0
         self.handoff = self.publish(0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_rl.metrics import MetricSums
 from hybrid_rl.workers import apart
 
 
@@ -18,28 +19,26 @@ def test_busy_shares_are_of_the_whole_step_with_its_wait_for_rewards(monkeypatch
     clock = [100.0]
     monkeypatch.setattr(apart, "now", lambda: clock[0])
 
-    class Generating:
-        def rollout(self, tasks: list[Any], call: Any) -> tuple[str, list[Any]]:
-            clock[0] += 6.0
-            return "batch", []
+    class Ranks:
+        """They answer calls at once, by that clock: generation in 6 s, whoever waits, and beside training in 3 s."""
 
-        def submit(self, *_: Any) -> Future[tuple[dict[str, float], float]]:
-            made = Future[tuple[dict[str, float], float]]()
-            made.set_result(({}, 3.0))
-            return made
+        role, num_ranks, label, has_ended = "rollout", 1, "", False
 
-        def take_weights(self, *_: Any) -> list[dict[str, float]]:
-            return [{}]
+        def call(self, method: Any, *_: Any) -> Any:
+            if method is apart.RolloutWorker.rollout:
+                clock[0] += 6.0
+            ahead = [(MetricSums(), [], 3.0)]
+            answers = {"rollout": ("batch", []), "go_ahead": ahead, "write_weights": 0.0, "take_weights": [{}]}
+            return answers[method.__name__]
+
+        def close(self) -> None: ...
 
     def waits(ahead: Future[Any]) -> Any:
         clock[0] += 1.0  # training has ended a second before
         return ahead.result()
 
     monkeypatch.setattr(apart, "result_of", waits)
-    monkeypatch.setattr(apart.SplitGroup, "write_weights", lambda *_: 0.0)
-    ranks: Any = SimpleNamespace(role="policy", num_ranks=1, label="", has_ended=False)
-    generating: Any = Generating()
-    group = apart.SplitGroup(ranks, has_scores=False, generating=generating, root=Path())
+    group = apart.RolloutGroup(Ranks(), Ranks(), has_scores=False, root=Path())
     call: Any = SimpleNamespace(hold=object(), is_refill=False)
     group.rollout([], call)
     group.begin([], call)

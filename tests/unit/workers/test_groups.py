@@ -15,7 +15,7 @@ from hybrid_rl.batch import AnyBatch, Batch, BatchRef, store
 from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker
 from hybrid_rl.workers.base import WorkerBase
-from hybrid_rl.workers.groups import PolicyGroup, RankGroup, ReferenceGroup
+from hybrid_rl.workers.groups import HybridGroup, PolicyGroup, RankGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.reference import ReferenceWorker
 from tests.support.groups import dispatched_methods
@@ -23,12 +23,12 @@ from tests.support.groups import dispatched_methods
 PAIRS = [
     pytest.param(group, worker, name, id=f"{group.__name__}.{name}")
     for group, worker in (
-        (PolicyGroup, HybridWorker),
+        (HybridGroup, HybridWorker),
         (ReferenceGroup, ReferenceWorker),
         (RolloutGroup, RolloutWorker),
     )
     for name in dispatched_methods(worker)
-    if group is not RolloutGroup or name not in ("go_ahead", "update_weights")  # joined; as part of take_weights
+    if group is not RolloutGroup or name not in ("go_ahead", "reconfigure", "take_weights", "update_weights")  # joined
 ]
 # Of these the group's method does more than to pass on a call.
 RENAMED = {"flush_samples": "lost_samples", "held_prompts": "held_prompts"}
@@ -132,6 +132,8 @@ def test_ranks_of_every_role_answer_what_the_base_declares() -> None:
 
 
 def test_ranks_that_only_generate_do_not_offer_to_train() -> None:
-    """So that mypy refuses such calls."""
+    """So that mypy refuses such calls; nor do ranks that only train offer to generate."""
     for name in ("update", "score", "advantages", "save", "load", "write_weights"):
         assert hasattr(PolicyGroup, name) and not hasattr(RolloutGroup, name)
+    for name in ("rollout", "begin", "update_weights", "held_prompts"):
+        assert hasattr(RolloutGroup, name) and not hasattr(PolicyGroup, name)

@@ -122,7 +122,7 @@ def test_an_engine_that_does_not_wake_breaks_memory(
         with pytest.raises(HybridRLError, match="make a new Trainer|in an unknown state since this failure: wake of"):
             trainer.step()
     with pytest.raises(MemoryStateError, match="in an unknown state"):
-        trainer.policy.update_weights(9)
+        trainer.generating.update_weights(9)
     trainer.close()
     resume(make, trainer, straight)
 
