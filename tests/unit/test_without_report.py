@@ -48,7 +48,7 @@ def test_all_but_pictures_report_and_tables_works(tmp_path: Path, model_folder: 
     given = [f"model.path={model_folder}", "data.train_path=data.jsonl", "reward=score.py:lengths"]
     given += ["prompts_per_step=2", "num_generations=2", "max_completion_length=4", "max_steps=2", "device=cpu"]
     environment = {**os.environ, "COLUMNS": "300"}
-    done = forked.run("-c", PROGRAM, *given, folder=tmp_path, environment=environment)
+    done = forked.run("-c", PROGRAM, *given, folder=tmp_path, environment=environment, draws=True)
     assert done.returncode == 0, done.stderr
     missing = 'for matplotlib is not installed: pip install "hybrid_rl[report]"'
     assert (done.stdout + done.stderr).count(missing) == 2  # one line of each run

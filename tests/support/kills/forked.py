@@ -19,6 +19,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
+
+from tests.support.plugins.no_pictures import DRAWING, nothing
 
 ROOT = Path(__file__).parents[3]
 PRELOADED = ("tests.support.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine")
@@ -31,15 +34,21 @@ class Forked:
         self._server: subprocess.Popen[str] | None = None
 
     def run(
-        self, *arguments: str, folder: Path = ROOT, environment: Mapping[str, str], limit_seconds: float = 240.0
+        self,
+        *arguments: str,
+        folder: Path = ROOT,
+        environment: Mapping[str, str],
+        limit_seconds: float = 240.0,
+        draws: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """What `python *arguments` does: a path, `-m` and a module or `-c` and a text, then the program's own. Past the
-        limit it is killed, and TimeoutExpired raised."""
+        limit it is killed, and TimeoutExpired raised. draws: whether its runs draw their pictures."""
         server = self._started()
         assert server.stdin is not None and server.stdout is not None
         with tempfile.TemporaryDirectory() as name:
             streams = [os.devnull, f"{name}/out", f"{name}/err"]
             call = {"arguments": arguments, "folder": str(folder), "environment": {**environment}, "streams": streams}
+            call["draws"] = draws
             server.stdin.write(json.dumps(call) + "\n")
             server.stdin.flush()
             if not select.select([server.stdout], [], [], limit_seconds)[0]:
@@ -85,6 +94,8 @@ def serve() -> list[str]:
     os.environ.update(call["environment"])
     paths = call["environment"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = dict.fromkeys([*filter(None, paths), *sys.path])
+    for name in () if call["draws"] else DRAWING:
+        mock.patch(name, nothing).start()
     return call["arguments"]
 
 
