@@ -30,6 +30,13 @@ SHORTER = {
     },
     "eight_gpus": {"prompts_per_step=8": "prompts_per_step=4", "num_generations=8": "num_generations=4"},
 }
+# Before the first cell: the files of pictures in run folders, which no cell shows, are not drawn.
+START = """
+from unittest import mock
+from tests.support.plugins.no_pictures import DRAWING, nothing
+for name in DRAWING:
+    mock.patch(name, nothing).start()
+"""
 
 
 def read(name: str) -> Any:
@@ -56,6 +63,7 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert any(long in cell.source for cell in cells), long
         for cell in cells:
             cell.source = cell.source.replace(long, short)
+    cells[0].source = START + cells[0].source
     for cell in cells:
         cell.outputs = []
     return Runner(notebook, folder).run()
