@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -27,10 +28,9 @@ def forked() -> Iterator[Forked]:
     server.close()
 
 
-@pytest.fixture
-def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """A Trainer of 2 steps x 4 prompts x 2 samples, unless said otherwise. `model=None` leaves the model to the keys;
-    any other argument is passed on."""
+@contextlib.contextmanager
+def trainers(folder: Path) -> Iterator[Callable[..., Trainer]]:
+    """What `make_trainer` gives, with runs in this folder, for fixtures of other scopes."""
     from hybrid_rl import Trainer
     from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
@@ -50,7 +50,7 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
                 "num_generations": 2,
                 "max_completion_length": 5,
                 "learning_rate": 1e-2,
-                "output_dir": str(tmp_path / "runs"),
+                "output_dir": str(folder / "runs"),
             }
             if keys.get("algorithm") == "sft":  # one demonstration per prompt
                 del defaults["num_generations"]
@@ -63,6 +63,32 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     yield make
     for trainer in made:
         trainer.close()
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """A Trainer of 2 steps x 4 prompts x 2 samples, unless said otherwise. `model=None` leaves the model to the keys;
+    any other argument is passed on."""
+    with trainers(tmp_path) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run that nothing befalls, which several tests hold theirs against: trained once for all that ask
+    with equal keys."""
+    runs: dict[str, Path] = {}
+
+    def folder_of(**keys: Any) -> Path:
+        name = repr(sorted(keys.items()))
+        if name not in runs:
+            with trainers(tmp_path_factory.mktemp("straight")) as make:
+                trainer = make(**keys)
+                trainer.fit()
+                runs[name] = trainer.run_folder
+        return runs[name]
+
+    return folder_of
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def run_program(forked: Forked, text: str, folder: Path, *arguments: str) -> Com
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "when", "steps_done"), [("step", 13, 2), ("update", 3, 3)], ids=["step", "update"])
 def test_ctrl_c_ends_a_process_cleanly(
-    forked, tmp_path, make_trainer, records, where: str, when: int, steps_done: int
+    forked, tmp_path, make_trainer, straight_run, records, where: str, when: int, steps_done: int
 ) -> None:
     """Before the update the step is taken back; from the update on it is completed, logged and saved. A resumed run
     then equals, bit for bit, the run that nobody disturbed."""
@@ -86,15 +86,14 @@ def test_ctrl_c_ends_a_process_cleanly(
 
     resumed = make_trainer(**KEYS, output_dir=str(tmp_path), resume="auto")
     assert resumed.run_folder == folder
-    straight = make_trainer(**KEYS)
-    for trainer in (resumed, straight):
-        trainer.fit()
+    resumed.fit()
+    straight = straight_run(**KEYS)
     assert_same_run(records, resumed, straight)
-    weights = [trainer.run_folder / "checkpoint-5" / "model.safetensors" for trainer in (resumed, straight)]
+    weights = [folder / "checkpoint-5" / "model.safetensors" for folder in (resumed.run_folder, straight)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def assert_same_run(records, first: Trainer, second: Trainer) -> None:
+def assert_same_run(records, first: Trainer, second: Trainer | Path) -> None:
     assert records(first, comparable=True) == records(second, comparable=True)
     assert records(first, name="samples.jsonl") == records(second, name="samples.jsonl")
 
@@ -123,10 +122,10 @@ def interrupt_once(trainer: Trainer, method: str, when: int, monkeypatch) -> Non
     [("submit", 2, 1), ("step", 8, 1), ("score", 2, 1), ("update", 2, 2), ("update_weights", 2, 2)],
 )
 def test_fit_in_a_notebook_goes_on_after_ctrl_c(
-    make_trainer, records, monkeypatch, method: str, when: int, step: int
+    make_trainer, straight_run, records, monkeypatch, method: str, when: int, step: int
 ) -> None:
     keys = {"max_steps": 4, "old_logprobs": "recompute"}  # with old logprobs to compute, so that `score` is called
-    trainer, straight = make_trainer(**keys), make_trainer(**keys)
+    trainer = make_trainer(**keys)
     interrupt_once(trainer, method, when, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
@@ -135,9 +134,8 @@ def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     assert stats.num_running == stats.num_waiting == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(trainer.run_folder.glob("checkpoint-*"))  # none was asked for
-    for one in (trainer, straight):
-        one.fit()
-    assert_same_run(records, trainer, straight)
+    trainer.fit()
+    assert_same_run(records, trainer, straight_run(**keys))
 
 
 class Slow:

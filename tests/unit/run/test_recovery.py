@@ -58,18 +58,18 @@ def dying(monkeypatch: pytest.MonkeyPatch, method: str, *steps: int) -> Iterator
         yield tried
 
 
-def weights(trainer: Trainer, step: int) -> bytes:
-    return (trainer.run_folder / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+def weights(run: Trainer | Path, step: int) -> bytes:
+    folder = run if isinstance(run, Path) else run.run_folder
+    return (folder / f"checkpoint-{step}" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("method", ["rollout", "update", "update_weights"])
 def test_a_dead_engine_costs_the_steps_since_the_last_checkpoint(
-    make_trainer, records, monkeypatch, caplog, capsys, model_folder: Path, tmp_path: Path, method: str
+    make_trainer, straight_run, records, monkeypatch, caplog, capsys, model_folder: Path, method: str
 ) -> None:
     """A model by name, with a reference (beta): records, samples and weights are those of a run that nothing befell."""
     keys = STEPS | {"beta": 0.05, "eval_dataset": sums(2), "eval_steps": 2}
-    straight = make_trainer(model=str(model_folder), **keys, output_dir=str(tmp_path / "straight"))
-    straight.fit()
+    straight = straight_run(**keys)
     calls: list[str] = []
 
     class Noted(Callback):
@@ -106,9 +106,8 @@ def test_a_dead_engine_costs_the_steps_since_the_last_checkpoint(
     assert weights(trainer, 5) == weights(straight, 5)
 
 
-def test_a_module_trained_in_place_goes_on_from_a_checkpoint_only(make_trainer, monkeypatch, records) -> None:
-    straight, trainer = make_trainer(**STEPS), make_trainer(**STEPS | {"run_name": "other"}, max_restarts=1)
-    straight.fit()
+def test_a_module_trained_in_place_goes_on_from_a_checkpoint_only(make_trainer, straight_run, monkeypatch) -> None:
+    straight, trainer = straight_run(**STEPS), make_trainer(**STEPS, max_restarts=1)
     with dying(monkeypatch, "update", 3):
         trainer.fit()
     assert weights(trainer, 5) == weights(straight, 5)
@@ -124,10 +123,11 @@ def test_a_module_trained_in_place_goes_on_from_a_checkpoint_only(make_trainer, 
     assert "InjectedFault: the engine is dead" in str(raised.value)
 
 
-def test_a_loss_before_the_first_checkpoint_begins_again(make_trainer, records, monkeypatch, model_folder) -> None:
-    straight = make_trainer(model=str(model_folder), **STEPS)
-    straight.fit()
-    trainer = make_trainer(model=str(model_folder), **STEPS | {"run_name": "other"}, max_restarts=1)
+def test_a_loss_before_the_first_checkpoint_begins_again(
+    make_trainer, straight_run, records, monkeypatch, model_folder
+) -> None:
+    straight = straight_run(**STEPS)
+    trainer = make_trainer(model=str(model_folder), **STEPS, max_restarts=1)
     with dying(monkeypatch, "update", 2):
         trainer.fit()
     assert [line["step"] for line in records(trainer)] == [0, 1, 2, 3, 4, 5]
@@ -173,10 +173,9 @@ def test_errors_of_another_kind_after_the_same_step_do_not_end_a_run() -> None:
         counted.admit(lost(RuntimeError("no memory. Tried to get 7 bytes")), 3)
 
 
-def test_a_full_disk_at_a_restart_is_waited_for(make_trainer, records, monkeypatch) -> None:
-    keys = {"max_restarts": 3, "run_name": "run"}
-    straight, trainer, stuck = (make_trainer(**STEPS | keys | {"run_name": name}) for name in "abc")
-    straight.fit()
+def test_a_full_disk_at_a_restart_is_waited_for(make_trainer, straight_run, records, monkeypatch) -> None:
+    straight = straight_run(**STEPS)
+    trainer, stuck = (make_trainer(**STEPS | {"max_restarts": 3, "run_name": name}) for name in "ab")
     keep, num_left = RunFolder._keep_aside, [2]
 
     def full(self: Any, path: Path, dropped: bytes) -> None:
@@ -267,13 +266,12 @@ def test_a_run_that_was_stopped_at_its_last_checkpoint_stays_stopped(make_traine
 
 @pytest.mark.parametrize("method", ["rollout", "update"])
 def test_fit_makes_the_ranks_again_after_a_ctrl_c_in_the_wait_before_a_restart(
-    make_trainer, monkeypatch, capsys, method: str
+    make_trainer, straight_run, monkeypatch, capsys, method: str
 ) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    straight, trainer = make_trainer(**STEPS), make_trainer(**STEPS | {"run_name": "other"}, max_restarts=1)
-    straight.fit()
+    straight, trainer = straight_run(**STEPS), make_trainer(**STEPS, max_restarts=1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), dying(patch, method, 4):
         patch.setattr(recovery, "wait", interrupted)
         trainer.fit()
@@ -342,12 +340,12 @@ def test_the_weights_of_a_dead_worker_are_let_go(make_trainer, monkeypatch, mode
     ids=lambda value: str(value),
 )
 def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
-    make_trainer, records, monkeypatch, tmp_path: Path, method: str, saved: int
+    make_trainer, straight_run, records, monkeypatch, method: str, saved: int
 ) -> None:
     """In step 2: before the update the step is taken back, from the update on it is completed. Without save_steps."""
     from hybrid_rl.workers.hybrid import HybridWorker
 
-    keys = {"max_steps": 3, "run_name": "run", "output_dir": str(tmp_path), "eval_dataset": sums(2), "eval_steps": 1}
+    keys = {"max_steps": 3, "run_name": "run", "eval_dataset": sums(2), "eval_steps": 1}
     if method == "begin_save":
         keys |= {"save_steps": 2}
     stopped = make_trainer(**keys, enable_jit_checkpoint=True)
@@ -371,10 +369,8 @@ def test_a_signal_saves_the_last_step_and_a_resumed_run_is_the_same(
     stopped.close()
     resumed = make_trainer(**keys | {"save_steps": 3}, resume="auto")
     resumed.fit()
-    straight = make_trainer(**keys | {"save_steps": 3, "run_name": "straight"})
-    straight.fit()
     assert [line["step"] for line in records(resumed)] == [0, 1, 2, 3]
-    assert weights(resumed, 3) == weights(straight, 3)
+    assert weights(resumed, 3) == weights(straight_run(**keys | {"save_steps": 3}), 3)
 
 
 def test_an_evaluation_that_has_begun_is_made_before_a_run_stops(make_trainer, records, monkeypatch) -> None:
