@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -27,14 +26,6 @@ def inspected_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda function: function())
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def what_was_imported_stays() -> None:
-    """An engine imports much as it starts, and garbage is collected each time that one goes to sleep or ends: what the
-    files before this one left is not gone through again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
