@@ -58,10 +58,9 @@ def cost_of(batch: Batch) -> float:
     for rows in batch.group_rows():
         (prompt,) = {int(batch["prompt_length"][row]) for row in rows}
         # A token sees itself (half a pair, as its score is half of a 2 x 2 triangle) and all before it.
-        seen = [position + 0.5 for position in range(prompt)]
-        for row in rows:
-            seen += [prompt + position + 0.5 for position in range(int(batch["completion_length"][row]))]
-        total += len(seen) + PAIR_COST * sum(seen)
+        tokens = [range(prompt), *(range(prompt, prompt + int(batch["completion_length"][row])) for row in rows)]
+        num_tokens = sum(map(len, tokens))
+        total += num_tokens + PAIR_COST * (sum(map(sum, tokens)) + 0.5 * num_tokens)
     return total
 
 
