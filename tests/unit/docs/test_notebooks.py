@@ -25,10 +25,11 @@ SHORTER = {
         "range(11)": "range(2)",
         "range(12)": "range(2)",
         "max_steps=12": "max_steps=2",
-        "prompts_per_step=8": "prompts_per_step=4",
+        "fit(steps=5)": "fit(steps=2)",
+        "prompts_per_step=8": "prompts_per_step=2",
         "num_generations=8": "num_generations=4",
     },
-    "eight_gpus": {"prompts_per_step=8": "prompts_per_step=4", "num_generations=8": "num_generations=4"},
+    "eight_gpus": {"prompts_per_step=8": "prompts_per_step=2", "num_generations=8": "num_generations=4"},
 }
 # Before the first cell: the files of pictures in run folders, which no cell shows, are not drawn.
 START = """
