@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.libraries.python_names import end_at_once
+
 ROOT = Path(__file__).parents[3]
 PRELOADED = ("tests.support.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine")
 
@@ -75,7 +77,7 @@ def serve() -> list[str]:
             break
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     else:
-        os._exit(0)
+        end_at_once(0)
     for target, path in enumerate(call["streams"]):
         stream = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(stream, target)
