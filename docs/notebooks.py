@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).with_name("notebooks")
 STEPS_BEFORE_INTERRUPT = 3
-CELL_SECONDS = 300
+CELL_SECONDS = 600
 QUIET = "ignore:IProgress not found"  # without ipywidgets, which nothing here needs
 
 

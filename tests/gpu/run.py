@@ -315,7 +315,7 @@ def main(given: Sequence[str] | None = None) -> int:
             f"make gpu: the report cannot be written to {path} ({error}); name a folder with --output", file=sys.stderr
         )
         return CANNOT_RUN
-    signal.signal(signal.SIGTERM, _end)  # a part that is running is then killed as after a Ctrl-C
+    signal.signal(signal.SIGTERM, end)  # a part that is running is then killed as after a Ctrl-C
     run_parts(ROOT, sys.executable, parts, report, path, options.budget)
     for entry in report["parts"]:
         if entry["status"] in ("failed", "timeout"):
@@ -326,7 +326,7 @@ def main(given: Sequence[str] | None = None) -> int:
     return exit_status(report)
 
 
-def _end(number: int, _: object) -> NoReturn:
+def end(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 

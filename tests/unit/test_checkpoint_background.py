@@ -20,8 +20,8 @@ from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.snapshot import Room, Snapshot, missing_room
 from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.memory import probe
 from hybrid_rl.process.files import Sink, save_tensors
+from tests.support.inside.memory import group_bytes
 from tests.support.optimizer_state import read_optimizer
 
 WEIGHTS = torch.arange(6.0)
@@ -213,6 +213,6 @@ def test_available_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "job" / "memory.stat").write_text("inactive_file 0\n")
     own = tmp_path / "cgroup"
     own.write_text("1:cpu:/x\n0::/job/step\n")
-    assert list(probe._group_bytes(tmp_path, own)) == [3300]
+    assert group_bytes(tmp_path, own) == [3300]
     own.write_text("1:cpu:/x\n")
-    assert list(probe._group_bytes(tmp_path, own)) == []
+    assert group_bytes(tmp_path, own) == []

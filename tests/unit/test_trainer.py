@@ -12,6 +12,7 @@ import hybrid_rl
 from hybrid_rl import Callback, Trainer
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, DataError, HybridRLError
+from tests.support.inside.workers import module_of
 from tests.support.tiny import EOS_ID, build_model, build_tokenizer, exact, ids_of, spread, sums
 
 # What users of TRL look for, and what this library adds (FIELD: TRL's names where the meaning is the same).
@@ -25,10 +26,6 @@ STEP_METRICS = {
     *("perf/tokens_per_second", "memory/actor_bytes", "memory/optimizer_bytes", "memory/kv_cache_bytes"),
     *("mismatch/prob_difference_mean", "mismatch/kl", "handoff/version", "handoff/bytes", "handoff/probe_gap"),
 }
-
-
-def module_of(trainer: Trainer) -> torch.nn.Module:
-    return trainer.policy._backend._worker._actor.model.module
 
 
 def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from hybrid_rl.extras.plan.request import Machine
 from hybrid_rl.extras.plan.run_planning import plan_words
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.run.adapters import tokenizer_place
+from tests.support.inside.trainers import best_of
 from tests.support.scores import exact
 from tests.support.tiny import build_model, build_tokenizer, ids_of, sums
 
@@ -189,7 +190,7 @@ def test_checkpoints_are_evaluated_compared_kept_and_the_best_is_loaded(make_tra
     trainer = make_trainer(str(base_folder), **keys, max_steps=3)
     trainer.fit()
     left = [path.name for path in trainer.run_folder.glob("*-*") if path.is_dir()]
-    best = trainer.run_folder / f"checkpoint-{trainer._crew.best.step}"
+    best = trainer.run_folder / f"checkpoint-{best_of(trainer).step}"
     assert best.name in left and len(left) <= 2  # a base with a name is not written
     assert same(trainer.save(trainer.run_folder.parent / "loaded"), best)
     told = json.loads((best / "adapter_config.json").read_text())
@@ -201,7 +202,7 @@ def test_checkpoints_are_evaluated_compared_kept_and_the_best_is_loaded(make_tra
         for model in (best, trainer.save(merged=True), base_folder)
     )
     (mine,), (theirs,), (start,) = (list(one.sets.values()) for one in (found, merged, plain))
-    assert found.step == trainer._crew.best.step and merged.step is None
+    assert found.step == best_of(trainer).step and merged.step is None
     assert mine.lengths == theirs.lengths  # the same noise, and logits to rounding
     assert not [test for test in found.against(plain).values() if test is None]
 

@@ -12,6 +12,7 @@ import torch
 from hybrid_rl.algos import row_mean
 from hybrid_rl.algos.advantages.grpo import reward_decoupled_advantages
 from hybrid_rl.errors import ConfigError, DataError, NoSignalError
+from tests.support.inside.workers import reference_of
 from tests.support.optimizer_state import same_optimizer
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
@@ -111,7 +112,7 @@ def test_the_reference_moves_towards_the_policy(make_trainer) -> None:
     old = {name: p.detach().clone() for name, p in model.named_parameters()}
     keys = {"beta": 0.1, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3, "learning_rate": 3e-2}
     trainer = make_trainer(model, max_steps=4, **keys)
-    reference = trainer.policy._backend._worker._roles.reference_model.module
+    reference = reference_of(trainer).module
     for step in range(1, 5):
         trainer.step()
         if step % 2 == 0:

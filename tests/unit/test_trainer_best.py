@@ -14,6 +14,7 @@ from hybrid_rl.controller.failures import note_of_ranks
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError
 from hybrid_rl.run.best import BestStep
 from hybrid_rl.workers.groups import PolicyGroup
+from tests.support.inside.trainers import best_of, prefers_larger
 from tests.support.tiny import build_model, spread, sums
 
 SCRIPT = {0: 0.5, 1: 0.2, 2: 0.6, 3: 0.55, 4: 0.61, 5: 0.3, 6: 0.3, 7: 0.3, 8: 0.9}
@@ -36,7 +37,7 @@ def make(make_trainer):
     return made
 
 
-def best_of(trainer):
+def best_file(trainer):
     return json.loads((trainer.run_folder / "best.json").read_text())
 
 
@@ -48,7 +49,7 @@ def test_the_best_step_is_recorded_and_kept(make):
     """Steps 1, 2, 4 and 8 are each the best so far; of checkpoints only they and the last are written."""
     trainer = make(save_steps=100)
     trainer.fit()
-    assert best_of(trainer) == {
+    assert best_file(trainer) == {
         "metric": "eval/rewards/scripted/mean",
         "value": pytest.approx(0.9),
         "step": 8,
@@ -61,7 +62,7 @@ def test_the_best_step_is_recorded_and_kept(make):
     ]
     bare = make(max_steps=2)  # without save_steps it is recorded, and nothing is saved
     bare.fit()
-    assert best_of(bare)["checkpoint"] is None and not list(bare.run_folder.glob("checkpoint-*"))
+    assert best_file(bare)["checkpoint"] is None and not list(bare.run_folder.glob("checkpoint-*"))
 
 
 def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path, caplog):
@@ -102,11 +103,11 @@ def test_the_last_best_checkpoint_stays_until_the_next_is_there(tmp_path):
 
 
 def test_less_may_be_better(make):
-    assert make(greater_is_better=False)._crew.best._sign == -1
-    assert make(metric_for_best_model="completions/mean_length")._crew.best._sign == -1
+    assert not prefers_larger(best_of(make(greater_is_better=False)))
+    assert not prefers_larger(best_of(make(metric_for_best_model="completions/mean_length")))
     trainer = make(greater_is_better=False, max_steps=5)
     trainer.fit()
-    assert (best_of(trainer)["step"], best_of(trainer)["evaluations_since_better"]) == (1, 4)
+    assert (best_file(trainer)["step"], best_file(trainer)["evaluations_since_better"]) == (1, 4)
 
 
 def test_its_weights_are_taken_at_the_end(make, capsys):
@@ -193,12 +194,12 @@ def test_a_killed_run_keeps_its_best_and_its_patience(make):
         run.step()
     run.close()
     resumed = make(**(keys | {"resume": "auto", "model": build_model()}))
-    assert (resumed.global_step, resumed._crew.best.step, resumed._crew.best.value, resumed._crew.best.num_worse) == (
+    assert (resumed.global_step, best_of(resumed).step, best_of(resumed).value, best_of(resumed).num_worse) == (
         *(5, 4, pytest.approx(0.61), 1),
     )
     resumed.fit()
     assert resumed.global_step == 7
-    assert best_of(resumed)["step"] == 4 and best_of(resumed)["before_training"] is None
+    assert best_file(resumed)["step"] == 4 and best_file(resumed)["before_training"] is None
     resumed.close()
     over = make(**(keys | {"resume": "auto", "model": build_model()}))
     over.fit()
@@ -206,7 +207,7 @@ def test_a_killed_run_keeps_its_best_and_its_patience(make):
     over.close()
     longer = make(**(keys | {"resume": "auto", "early_stopping_patience": 4, "model": build_model()}))
     longer.fit()
-    assert longer.global_step == 8 and best_of(longer)["step"] == 8
+    assert longer.global_step == 8 and best_file(longer)["step"] == 8
 
 
 def test_the_best_of_the_run_before_is_found_in_its_folder(make):
@@ -216,14 +217,14 @@ def test_the_best_of_the_run_before_is_found_in_its_folder(make):
     last = str(run.run_folder / "checkpoint-5")
     other = make(save_steps=100, max_steps=7, resume=last, run_name="other", load_best_model_at_end=True)
     other.fit()
-    assert best_of(other)["checkpoint"] == f"../{run.run_folder.name}/checkpoint-4"
+    assert best_file(other)["checkpoint"] == f"../{run.run_folder.name}/checkpoint-4"
     saved = load_file(run.run_folder / "checkpoint-4" / "model.safetensors")
     mine = weights(other)
     assert all(torch.equal(mine[name], tensor) for name, tensor in saved.items())
 
 
 def test_an_evaluation_without_the_metric_is_told_and_does_not_count(make, caplog):
-    best = make()._crew.best
+    best = best_of(make())
     assert best.look(1, {best.name: 0.5}) and not best.look(2, {"eval/reward": 1.0})
     assert "the evaluation after step 2 has no eval/rewards/scripted/mean" in caplog.text
     assert (best.step, best.num_worse) == (1, 0)
@@ -236,7 +237,7 @@ def test_another_metric_begins_again(make, caplog):
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         other = make(metric_for_best_model="reward", resume=str(run.run_folder / "checkpoint-2"))
     assert "eval/reward now, and was eval/rewards/scripted/mean: the best step so far is forgotten" in caplog.text
-    assert other._crew.best.step is None
+    assert best_of(other).step is None
 
 
 def test_metrics_that_cannot_exist_are_refused_before_anything_is_loaded(make):

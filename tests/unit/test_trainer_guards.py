@@ -9,6 +9,7 @@ from torch import nn
 
 from hybrid_rl.errors import CheckpointError, ConfigError, EngineStateError, HybridRLError, ModelError, RewardError
 from hybrid_rl.models import CausalLM
+from tests.support.inside.trainers import crew_of
 from tests.support.tiny import build_model, ids_of, spread, sums
 
 
@@ -99,7 +100,7 @@ def test_samples_that_cannot_be_logged_cost_neither_metrics_nor_checkpoint(make_
     def refuse(*_: object) -> None:
         raise ZeroDivisionError("no samples today")
 
-    monkeypatch.setattr(trainer._crew, "log_samples", refuse)
+    monkeypatch.setattr(crew_of(trainer), "log_samples", refuse)
     with pytest.raises(ZeroDivisionError):
         trainer.step()
     assert [line["step"] for line in records(trainer)] == [1]

@@ -12,6 +12,8 @@ import pytest
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, HybridRLError
 from hybrid_rl.process import stopping
+from tests.support.inside.trainers import evaluator_of
+from tests.support.inside.workers import client_of, engine_of, worker_of
 from tests.support.kills.forked import Forked
 from tests.support.tiny import build_model, spread, sums
 
@@ -101,8 +103,8 @@ def assert_same_run(records, first: Trainer, second: Trainer | Path) -> None:
 def interrupt_once(trainer: Trainer, method: str, when: int, monkeypatch) -> None:
     """SIGINT to this process at the given call of a method of the worker, or of its engine in a rollout (the probe of a
     handoff is one request)."""
-    worker = trainer.policy._backend._worker
-    engine, calls = worker._engine, []
+    worker = worker_of(trainer)
+    engine, calls = engine_of(worker), []
     owner = engine if method in ("submit", "step") else worker
     original = getattr(owner, method)
 
@@ -130,7 +132,7 @@ def test_fit_in_a_notebook_goes_on_after_ctrl_c(
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert trainer.global_step == step
-    stats = trainer.policy._backend._worker._client.stats()
+    stats = client_of(trainer).stats()
     assert stats.num_running == stats.num_waiting == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not list(trainer.run_folder.glob("checkpoint-*"))  # none was asked for
@@ -185,13 +187,13 @@ def test_a_keyboard_interrupt_of_a_reward_function_ends_the_run_like_a_ctrl_c(ma
 
 def test_ctrl_c_in_an_evaluation_loses_no_step(make_trainer, records, monkeypatch) -> None:
     trainer = make_trainer(max_steps=3, eval_dataset=sums(2), eval_steps=1, eval_on_start=False)
-    evaluate = trainer._evaluator.evaluate
+    evaluate = evaluator_of(trainer).evaluate
 
     def interrupted():
         signal.raise_signal(signal.SIGINT)
         return evaluate()
 
-    monkeypatch.setattr(trainer._evaluator, "evaluate", interrupted)
+    monkeypatch.setattr(evaluator_of(trainer), "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert [line["step"] for line in records(trainer)] == [0, 1]
@@ -215,14 +217,14 @@ def test_second_ctrl_c_breaks_the_update_off_and_saves_nothing_torn(make_trainer
     trainer = make_trainer(max_steps=3, save_steps=1, run_name="run")
     trainer.step()
     good = (trainer.run_folder / "checkpoint-1" / "model.safetensors").read_bytes()
-    publish = trainer.policy._backend._worker.update_weights
+    publish = worker_of(trainer).update_weights
 
     def twice(version: int):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         return publish(version)
 
-    monkeypatch.setattr(trainer.policy._backend._worker, "update_weights", twice)
+    monkeypatch.setattr(worker_of(trainer), "update_weights", twice)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     with pytest.raises(HybridRLError, match="was interrupted"):

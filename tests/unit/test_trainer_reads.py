@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
-import sys
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +56,7 @@ def test_a_key_that_a_run_never_reads_is_refused(name: str, make_trainer, monkey
         leaves |= {prefix + option: (fields[option], hints[option]) for option in own}
 
         def reading(self: Any, option: str, own: Any = own, prefix: str = prefix) -> Any:
-            if option in own and not sys._getframe(1).f_globals["__name__"].startswith(READERS):
+            if option in own and not inspect.currentframe().f_back.f_globals["__name__"].startswith(READERS):
                 read.add(prefix + option)
             return object.__getattribute__(self, option)
 

@@ -12,6 +12,8 @@ import torch
 
 from hybrid_rl.checkpoint.finding import newest_checkpoint
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HybridRLError
+from tests.support.inside.trainers import evaluator_of
+from tests.support.inside.workers import worker_of
 from tests.support.optimizer_state import same_optimizer
 from tests.support.tiny import build_model, sums
 
@@ -324,7 +326,7 @@ def test_the_evaluation_before_training_is_recorded_once(make_trainer, records) 
     keys = {"run_name": "run", "resume": "auto", "max_steps": 2, "eval_dataset": sums(2), "save_steps": 2}
     for _ in range(2):
         broken = make_trainer(**keys)
-        broken._evaluator.at_start()  # and then it dies
+        evaluator_of(broken).at_start()  # and then it dies
         broken.close()
     trainer = make_trainer(**keys)
     trainer.fit()
@@ -356,7 +358,7 @@ def test_update_that_broke_off_is_neither_saved_nor_trained_on(make_trainer, mon
     def out_of_memory(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(trainer.policy._backend._worker, "update", out_of_memory)
+    monkeypatch.setattr(worker_of(trainer), "update", out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.step()
     for call in (trainer.step, trainer.save, lambda: trainer.generate("1")):

@@ -19,6 +19,7 @@ from hybrid_rl.checkpoint import snapshot
 from hybrid_rl.checkpoint.manifest import STATE_FILE, check_checkpoint
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import CheckpointError
+from tests.support.inside.trainers import log_of, saver_of
 from tests.support.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -119,7 +120,7 @@ def test_a_failure_in_the_background_is_told_once_and_tried_again(make_trainer, 
         raise OSError(28, "No space left on device")
 
     def wait(trainer: Any) -> None:
-        trainer._saver.wait()
+        saver_of(trainer).wait()
 
     def mend(trainer: Any) -> None:
         wait(trainer)
@@ -257,11 +258,11 @@ def test_training_outlives_a_disk(make_trainer: Callable[..., Any], disk, caplog
     """Steps 3 and 4 find no disk; everything is there in the end, and each file is warned of once."""
 
     def fail(trainer: Any) -> None:
-        trainer._saver.wait()
+        saver_of(trainer).wait()
         disk.fail(how)
 
     def mend(trainer: Any) -> None:
-        trainer._saver.wait()
+        saver_of(trainer).wait()
         disk.mend(how)
 
     keys: dict[str, Any] = {"save_steps": 2, "max_steps": 6, "run_name": "run", "async_save": is_async}
@@ -293,7 +294,7 @@ def test_records_that_waited_for_a_disk_come_with_a_save_after_the_end(make_trai
     """As the error that the end of `fit()` raises advises."""
 
     def fail(trainer: Any) -> None:
-        trainer._saver.wait()
+        saver_of(trainer).wait()
         disk.fail("full")
 
     keys: dict[str, Any] = {"save_steps": 1, "max_steps": 4, "run_name": "run", "output_dir": str(disk.place)}
@@ -308,14 +309,14 @@ def test_records_that_waited_for_a_disk_come_with_a_save_after_the_end(make_trai
 
 def test_a_stop_whose_last_step_finds_no_room_ends_with_an_earlier_checkpoint(make_trainer, disk, monkeypatch) -> None:
     def stop(trainer: Any) -> None:
-        trainer._saver.wait()
+        saver_of(trainer).wait()
         disk.fail("full")
         signal.raise_signal(signal.SIGTERM)
 
     keys: dict[str, Any] = {"save_steps": 2, "max_steps": 6, "run_name": "run", "output_dir": str(disk.place)}
     trainer = make_trainer(**keys, callbacks=[After(step_3=stop)], report_to=[], enable_jit_checkpoint=True)
     told: list[str] = []
-    monkeypatch.setattr(trainer._log.display, "message", told.append)
+    monkeypatch.setattr(log_of(trainer).display, "message", told.append)
     with pytest.raises(RunStopped) as raised:
         trainer.fit()
     disk.mend("full")

@@ -34,6 +34,9 @@ from hybrid_rl.vllm import memory as memory_module
 from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import WorkerSetup
+from tests.support.inside.memory import give_back_with
+from tests.support.inside.vllm import num_known_requests
+from tests.support.inside.workers import engine_of, probe_of, side_of
 from tests.support.tiny import build_model
 from tests.unit.engines.engines import finish, forward_logprobs, request
 from tests.unit.training.conftest import Bench
@@ -78,11 +81,11 @@ class Watched(Bench):
         monkeypatch.setattr(WeightWriter, "write", watched)
         super().__init__(engine="vllm", **{"handoff_check.verify_steps": 1}, **keys)
 
-    def _make(self, setup: WorkerSetup, context: RankContext) -> HybridWorker:
-        worker = super()._make(setup, context)
+    def make(self, setup: WorkerSetup, context: RankContext) -> HybridWorker:
+        worker = super().make(setup, context)
         self.ledger.log.clear()
-        worker.leases._give_back = self.ledger.empty_cache
-        self.held = [weakref.ref(tensor) for tensor in worker._side._engine.weights.destinations]  # type: ignore[attr-defined]
+        give_back_with(worker.leases, self.ledger.empty_cache)
+        self.held = [weakref.ref(tensor) for tensor in engine_of(worker).weights.destinations]
         return worker
 
     def update(self, batch: Batch, step: int = 1) -> dict[str, float]:
@@ -136,7 +139,7 @@ def test_a_step_that_broke_off_publishes_again_before_it_generates(watch: Callab
     bench = watch(old_logprobs="recompute")
     first = bench.rollout()
     bench.group.score(first, 1)
-    engine = bench.worker._side._engine
+    engine = engine_of(bench.worker)
     assert (engine.state.value, engine.policy_version) == ("asleep", -1)
     bench.ledger.log.clear()
     again = bench.rollout()
@@ -170,7 +173,7 @@ def test_weights_that_were_found_wrong_are_not_published_again_by_a_rollout(
         raise HandoffError("other bytes")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.worker._side, "verify", wrong)
+        patch.setattr(side_of(bench.worker), "verify", wrong)
         with pytest.raises(HandoffError, match="other bytes"):
             bench.publish(1)
     bench.version = 1
@@ -196,14 +199,14 @@ def test_an_engine_that_failed_goes_to_sleep_and_training_can_be_saved(
     failed = r"the engine failed \(RuntimeError: no memory\); make a new one.*save\(\).*resume="
     with pytest.raises(EngineStateError, match=failed):
         bench.rollout(2)
-    engine = bench.worker._side._engine
+    engine = engine_of(bench.worker)
     assert engine.num_unfinished
     # Blocks of requests that a failed pass left half done cannot be dropped.
     monkeypatch.setattr(bench.llm, "reset_prefix_cache", lambda **_: False)
     bench.ledger.log.clear()
     bench.group.save(tmp_path / "checkpoint", {})
     assert (tmp_path / "checkpoint").is_dir() and bench.ledger.log == [("sleep", 2)]
-    assert engine.num_unfinished == 0 and bench.llm._requests == {}
+    assert engine.num_unfinished == 0 and num_known_requests(bench.llm) == 0
     for call_again in (bench.rollout, bench.publish):
         with pytest.raises(EngineStateError, match=failed):
             call_again(2)
@@ -220,12 +223,16 @@ def test_a_failure_while_weights_are_published_again_is_tried_again_by_the_next_
     def fails(*_: Any) -> Any:
         raise OSError("no space left")
 
-    for owner, name in ((WeightWriter, "write"), (bench.worker._side, "verify"), (bench.worker._probe, "compare")):
+    for owner, name in (
+        (WeightWriter, "write"),
+        (side_of(bench.worker), "verify"),
+        (probe_of(bench.worker), "compare"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fails)
             with pytest.raises(OSError, match="no space left"):
                 bench.rollout()
-        assert bench.worker._side._engine.policy_version == -1
+        assert engine_of(bench.worker).policy_version == -1
     assert torch.equal(bench.rollout()["completion_ids"].values, first["completion_ids"].values)
 
 
@@ -234,7 +241,7 @@ def test_the_cache_alone_sleeps_and_the_weights_stay(watch: Callable[..., Watche
     bench = watch()
     with bench.worker.lease(frozenset({ACTOR, ENGINE_WEIGHTS})):
         assert bench.llm.asleep == {KV_CACHE}
-    assert bench.worker._side._engine.policy_version == 0 and bench.ledger.host_bytes == 0
+    assert engine_of(bench.worker).policy_version == 0 and bench.ledger.host_bytes == 0
     first = bench.rollout()
     with bench.worker.lease(frozenset({ACTOR, ENGINE_WEIGHTS})):
         pass
@@ -341,7 +348,7 @@ def test_an_engine_that_sleeps_is_closed_and_the_allocator_serves_the_next_one(
     """Each segment is mapped as it is freed; if there is no memory left to map, what fails is forgotten."""
     first = watch()
     first.train(1)
-    first.worker._side._engine.sleep(TAGS)
+    engine_of(first.worker).sleep(TAGS)
     extension = first.llm.extension
     assert first.llm.asleep == TAGS and extension.mapped == set()
     extension.has_room = has_room
@@ -397,7 +404,7 @@ def test_the_error_that_stays_is_a_number_of_the_compiled_allocator(
 def test_what_was_sampled_ahead_is_not_given_out_as_a_later_version(watch: Callable[..., Watched]) -> None:
     """A scheduler that works ahead has a token of the old weights on its way when new ones come."""
     bench = watch()
-    engine = bench.worker._side._engine
+    engine = engine_of(bench.worker)
     sent = request(7, 4, 6, temperature=0.0)
     engine.submit([sent], 0)
     for _ in range(3):

@@ -99,15 +99,15 @@ class ContractEngine(RolloutEngine):
         self._layout = WeightLayout.of(template.items())
         self._buffer_names = tuple(name for name, tensor in template.items() if not isinstance(tensor, nn.Parameter))
         self.weights_region, self.kv_region = SleepingRegion(WEIGHTS), SleepingRegion(KV_CACHE)
-        self._weights = {
+        self.own_weights = {
             spec.name: self.weights_region.allocate(spec.shape, spec.dtype) for spec in self._layout.tensors
         }
         size = config.engine_args.block_size
         num_blocks = config.max_num_seqs * -(-max_positions // size)
         if config.kv_cache_memory_bytes is not None:
             num_blocks = max(1, config.kv_cache_memory_bytes // (size * hidden_size * torch.float32.itemsize))
-        self._kv = self.kv_region.allocate((num_blocks * size, hidden_size), torch.float32)
-        self.kv_cache_tokens, self.kv_cache_bytes = len(self._kv), self.kv_region.num_bytes
+        self.keys = self.kv_region.allocate((num_blocks * size, hidden_size), torch.float32)
+        self.kv_cache_tokens, self.kv_cache_bytes = len(self.keys), self.kv_region.num_bytes
         self.weights_region.sleep("discard")
         self.kv_region.sleep("discard")
 
@@ -169,19 +169,19 @@ class ContractEngine(RolloutEngine):
         size = self._config.engine_args.block_size
         copies = [(chunk.copied_block, chunk.sequence.blocks[chunk.start // size]) for chunk in chunks]
         pairs = [(source, block) for source, block in copies if source >= 0]
-        held = [self._kv[source * size : (source + 1) * size].clone() for source, _ in pairs]
+        held = [self.keys[source * size : (source + 1) * size].clone() for source, _ in pairs]
         for (_, block), keys in zip(pairs, held, strict=True):
-            self._kv[block * size : (block + 1) * size] = keys
+            self.keys[block * size : (block + 1) * size] = keys
         for chunk in chunks:
             start, end = chunk.start, chunk.start + chunk.count
             token_ids = torch.tensor(chunk.sequence.context(start, end))
-            self._kv[self._slots(chunk.sequence, start, end)] = self._weights["embedding"][token_ids]
+            self.keys[self._slots(chunk.sequence, start, end)] = self.own_weights["embedding"][token_ids]
         for chunk in chunks:
             end = chunk.start + chunk.count
             # Full blocks are shared; the last, partly filled one is written by each sequence and so is copied.
             own = end - end % size
             for follower in chunk.followers:
-                self._kv[self._slots(follower, own, end)] = self._kv[self._slots(chunk.sequence, own, end)]
+                self.keys[self._slots(follower, own, end)] = self.keys[self._slots(chunk.sequence, own, end)]
         sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
         tokens, logprobs = self._choose(sequences) if sequences else ([], [])
         if chunks:
@@ -200,8 +200,8 @@ class ContractEngine(RolloutEngine):
         # Row by row: the bits of a product may depend on its shape, and a sample must not depend on its batch.
         rows = []
         for row, sequence in enumerate(sequences):
-            keys = self._kv[self._slots(sequence, 0, sequence.num_tokens)]
-            logits = self._weights["head"] @ (keys[-1] + self._weights["decay"] * keys.sum(0))
+            keys = self.keys[self._slots(sequence, 0, sequence.num_tokens)]
+            logits = self.own_weights["head"] @ (keys[-1] + self.own_weights["decay"] * keys.sum(0))
             history = torch.tensor(sequence.context(0, sequence.num_tokens))
             rows.append(penalise(logits[None], params.repetition_penalty[row : row + 1], history[None]))
         positions = torch.tensor([len(sequence.tokens) for sequence in sequences])
@@ -232,18 +232,18 @@ class ContractEngine(RolloutEngine):
                 )
             self.policy_version = version
         if self._first is None:
-            self._first = {name: tensor.clone() for name, tensor in self._weights.items()}
+            self._first = {name: tensor.clone() for name, tensor in self.own_weights.items()}
         return HandoffReport(
-            num_bytes, version=version, num_tensors=len(self._weights), seconds=time.perf_counter() - start
+            num_bytes, version=version, num_tensors=len(self.own_weights), seconds=time.perf_counter() - start
         )
 
     def _copy(self, source: Source, effect: Effect | None) -> int:
         """Write the weights; returns the bytes written."""
         num_bytes = 0
-        for number, (name, mine) in enumerate(self._weights.items(), start=1):
-            if effect == "raise" and 2 * number > len(self._weights):
+        for number, (name, mine) in enumerate(self.own_weights.items(), start=1):
+            if effect == "raise" and 2 * number > len(self.own_weights):
                 self.faults.fail("update_weights")
-            left_out = 1 if effect == "skip_byte" and number == len(self._weights) else 0
+            left_out = 1 if effect == "skip_byte" and number == len(self.own_weights) else 0
             end = mine.numel() * mine.itemsize - left_out
             theirs = source.full(name).detach().contiguous()
             mine.view(-1).view(torch.uint8)[:end] = theirs.view(-1).view(torch.uint8)[:end]
@@ -263,7 +263,7 @@ class ContractEngine(RolloutEngine):
         if WEIGHTS in tags and not self.weights_region.is_asleep:
             if effect == "drop_buffers":
                 for name in self._buffer_names:
-                    self._weights[name].zero_()
+                    self.own_weights[name].zero_()
             self.weights_region.sleep("discard" if self._discard_weights else "offload")
             if self._discard_weights:
                 self.policy_version = -1
@@ -280,7 +280,7 @@ class ContractEngine(RolloutEngine):
             self.weights_region.wake()
         if effect == "stale_weights" and self._first is not None:
             for name, tensor in self._first.items():
-                self._weights[name].copy_(tensor)
+                self.own_weights[name].copy_(tensor)
         if KV_CACHE in tags and self.kv_region.is_asleep:
             self.kv_region.wake()
         self._settle()

@@ -81,11 +81,12 @@ class SleepingCache(PagedCache):
         assert isinstance(cache, PagedCache)
         cache.__class__ = cls
         assert isinstance(cache, SleepingCache)
-        cache.region = SleepingRegion(KV_CACHE)
-        cache._held = {
-            index: (cache._like(keys), cache._like(values)) for index, (keys, values) in cache._memory.items()
-        }
+        cache.take_region()
         cache.free()
+
+    def take_region(self) -> None:
+        self.region = SleepingRegion(KV_CACHE)
+        self._held = {index: (self._like(keys), self._like(values)) for index, (keys, values) in self._memory.items()}
 
     def _like(self, tensor: Tensor) -> Tensor:
         return self.region.allocate(tuple(tensor.shape), tensor.dtype)

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
+from tests.support.libraries.python_names import end_at_once
 from tests.support.plugins.no_pictures import DRAWING, nothing
 
 ROOT = Path(__file__).parents[3]
@@ -84,7 +85,7 @@ def serve() -> list[str]:
             break
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     else:
-        os._exit(0)
+        end_at_once(0)
     for target, path in enumerate(call["streams"]):
         stream = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(stream, target)

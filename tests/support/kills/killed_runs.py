@@ -20,6 +20,8 @@ from hybrid_rl import Callback, Trainer
 from tests.distributed.conftest import SETUP_WORKER
 from tests.distributed.ranks import forking
 from tests.support.kills.killed_functions import CALLS, long
+from tests.support.libraries.ray_names import start_ranks_with
+from tests.support.libraries.vllm_names import inspect_here
 from tests.support.plugins.no_pictures import draw_nothing
 from tests.support.tiny import build_model, build_tokenizer, sums
 
@@ -130,13 +132,9 @@ def train(program: Program, model: str, keys: dict[str, Any], doing: Path, calls
         patch.setenv(CALLS, str(calls))
         patch.setattr("hybrid_rl.run.restarts.FIRST_DELAY_SECONDS", 0.0)
         if program.is_vllm:
-            from vllm.model_executor.models import registry
-
-            patch.setattr(registry, "_run_in_subprocess", lambda function: function())  # as `inspected_here`
+            inspect_here(patch)  # as `inspected_here`
         if program.environment is not None:
-            import ray._private.ray_constants
-
-            patch.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", str(SETUP_WORKER))
+            start_ranks_with(SETUP_WORKER, patch)
             for name, value in program.environment.items():
                 patch.setenv(name, value)
         if program.is_slow_disk:

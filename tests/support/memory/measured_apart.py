@@ -8,17 +8,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakSet
 
 from torch import Tensor
 
 from hybrid_rl.controller import LocalBackend
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, Phase
-from hybrid_rl.resharding.handoff.base import Parts
 from hybrid_rl.resharding.handoff.disk import DiskSource
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup
 from hybrid_rl.workers.hybrid import HybridWorker
+from tests.support.inside.engines import cache_pairs
+from tests.support.inside.memory import opened_by, slot_tensors, watch_sources
+from tests.support.inside.workers import (
+    actor_of,
+    arena_of,
+    engine_of,
+    generating_model_of,
+    module_of,
+    optimizer_of,
+    step_in_calling_thread,
+)
 from tests.support.memory.measured_memory import Measured, MeasuredMemory
 from tests.support.memory.memory_cases import ARENA, GRADIENTS, OF_OTHERS, MeasuredStep, gradients, shards
 
@@ -36,7 +45,7 @@ class MeasuredApart(MeasuredStep):
             root=root,
         )
         try:
-            self.engine._side.client._thread, self.engine._side.client._advance = None, self.engine._side.client._step
+            step_in_calling_thread(self.engine)
             sides = (self._of_training, self._of_generating)
             own, other = sides if trains else sides[::-1]
 
@@ -69,32 +78,25 @@ class MeasuredApart(MeasuredStep):
 
     def _of_training(self) -> dict[str, list[Tensor]]:
         worker, found = self.worker, {}
-        found[ACTOR] = shards(worker._actor.model.module)
-        found["optimizer"] = worker._actor.optimizer.tensors()
-        arena = worker._memory._arena
-        found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
-        found[GRADIENTS] = gradients(worker._actor)
+        found[ACTOR] = shards(module_of(worker))
+        found["optimizer"] = optimizer_of(worker).tensors()
+        found[ARENA] = slot_tensors(arena_of(worker))
+        found[GRADIENTS] = gradients(actor_of(worker))
         return found
 
     def _of_generating(self) -> dict[str, list[Tensor]]:
-        engine: Any = self.engine._side.client.engine
-        cache = [tensor for pair in engine._cache._memory.values() for tensor in pair]
-        return {ACTOR: shards(self.engine._model.module), KV_CACHE: cache}
+        engine: Any = engine_of(self.engine)
+        cache = [tensor for pair in cache_pairs(engine) for tensor in pair]
+        return {ACTOR: shards(generating_model_of(self.engine).module), KV_CACHE: cache}
 
     def _mapped(self) -> list[Tensor]:
         """Tensors of the version that is read: pages of its files, of which no rank has a copy."""
-        opened = [parts for source in list(self._sources) for parts in source._opened.values()]
+        opened = [parts for source in list(self._sources) for parts in opened_by(source)]
         return [tensor for parts in opened for tensor in parts if tensor is not None]
 
     @contextmanager
     def _sources_seen(self) -> Iterator[None]:
-        parts = DiskSource._parts
-
-        def seen(source: DiskSource, number: int) -> Parts:
-            self._sources.add(source)
-            return parts(source, number)
-
-        with patch.object(DiskSource, "_parts", seen):
+        with watch_sources(self._sources.add):
             yield
 
     def _watch_generating(self, memory: MeasuredMemory) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from hybrid_rl.compat.torch import TorchDispatchMode, storage_id, tree_leaves
+from tests.support.libraries.torch_names import is_traceable_wrapper_subclass, storage_number
 
 QUIET_READS = 4
 Residents = Callable[[], Mapping[str, Iterable[Tensor]]]
@@ -115,7 +116,7 @@ class MeasuredMemory(TorchDispatchMode):
             self._see_storage(tensor.untyped_storage())
 
     def _see_storage(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_number(storage), storage.nbytes()
         known = self._live.get(key)
         if known is None:
             self._live[key] = (size, weakref.ref(storage, functools.partial(self._gone, key)))
@@ -153,7 +154,7 @@ class MeasuredMemory(TorchDispatchMode):
         held, host = dict[str, int](), 0
         counted: set[int] = set()
         for tag, tensors in self._residents().items():
-            keys = {tensor.untyped_storage()._cdata for tensor in tensors} - counted
+            keys = {storage_id(tensor) for tensor in tensors} - counted
             if tag in self._lasting:
                 keys |= self._lasting[tag]
                 self._lasting[tag] = keys

@@ -44,6 +44,21 @@ from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.groups import GeneratingGroup, HybridGroup, PolicyGroup
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
+from tests.support.inside.engines import cache_pairs
+from tests.support.inside.memory import gradient_holders, is_released, mapped_by, residents_of, slot_tensors
+from tests.support.inside.vllm import llm_of
+from tests.support.inside.workers import (
+    actor_of,
+    arena_of,
+    critic_of,
+    engine_of,
+    module_of,
+    optimizer_of,
+    reference_role_of,
+    side_of,
+    step_in_calling_thread,
+)
+from tests.support.libraries.torch_names import gathered, shard_of
 from tests.support.memory.measured_memory import Measured, MeasuredMemory
 from tests.support.tiny import build_model, build_tokenizer, ids_of, spread
 
@@ -140,8 +155,7 @@ class MeasuredStep:
         """Two training steps; what the second took, by phase. The first makes what stays."""
         group = HybridGroup(LocalBackend("policy", self._make))
         try:
-            client = self.worker._side.client
-            client._thread, client._advance = None, client._step
+            step_in_calling_thread(self.worker)
             with MeasuredMemory(
                 self._residents,
                 on_host=(ARENA, ASLEEP, OF_OTHERS),
@@ -179,7 +193,7 @@ class MeasuredStep:
         """Phases are those of the worker, each with the wakes before it; optimizer steps, and residents on their way to
         sleep ("leaving"), are measured apart."""
         worker = self.worker
-        roles, watched = worker._roles, worker.watched
+        watched = worker.watched
 
         @contextmanager
         def measured(phase: Phase) -> Iterator[None]:
@@ -191,48 +205,47 @@ class MeasuredStep:
 
         worker.watched = measured  # type: ignore[method-assign]
         memory.during(worker.leases, "_move_to", LEAVING)
-        for tag, resident in worker.leases._residents.items():
+        residents = residents_of(worker.leases)
+        for tag, resident in residents.items():
             if resident.wake is not None:
                 wake = memory.measured(resident.wake, "waking")
-                worker.leases._residents[tag] = replace(resident, wake=wake)
-        for name, role in (("update", worker._actor), ("update_critic", roles._critic)):
+                residents[tag] = replace(resident, wake=wake)
+        for name, role in (("update", actor_of(worker)), ("update_critic", critic_of(worker))):
             for method in ("accumulate", "step") if role is not None else ():
                 memory.during(role.optimizer, method, f"{name}: {OPTIMIZER_STEP}")
 
     def _residents(self) -> dict[str, list[Tensor]]:
         worker = self.worker
-        roles = worker._roles
-        engine: Any = worker._side.client.engine
-        found = {ACTOR: shards(worker._actor.model.module), OPTIMIZER: worker._actor.optimizer.tensors()}
-        region = getattr(worker._actor.model, "region", None)
-        if region is not None and region._released:
+        reference, critic = reference_role_of(worker), critic_of(worker)
+        engine: Any = engine_of(worker)
+        found = {ACTOR: shards(module_of(worker)), OPTIMIZER: optimizer_of(worker).tensors()}
+        region = getattr(actor_of(worker).model, "region", None)
+        if region is not None and is_released(region):
             found[ASLEEP] = found.pop(ACTOR)
-        sources = getattr(worker._side, "_sources", {}).values()  # of an engine with weights of its own
-        opened = [parts for source in sources for parts in getattr(source, "_mapped", {}).values()]
+        opened = mapped_by(side_of(worker))
         found[OF_OTHERS] = [part for parts in opened for part in parts if part is not None]
-        arena = worker._memory._arena
-        found[ARENA] = [] if arena is None else [slot.bytes for slot in arena._slots.values()]
-        found[GRADIENTS] = gradients(worker._actor)
-        if roles._reference is not None and not isinstance(roles._reference.model, WithoutAdapters):
-            found[REFERENCE] = shards(roles._reference.model.module)
-        if roles._critic is not None:
-            found[CRITIC] = shards(roles._critic.model.module)
-            found[CRITIC_OPTIMIZER] = roles._critic.optimizer.tensors()
-            found[GRADIENTS] += gradients(roles._critic)
-        for role in (worker._actor, roles._critic):
+        found[ARENA] = slot_tensors(arena_of(worker))
+        found[GRADIENTS] = gradients(actor_of(worker))
+        if reference is not None and not isinstance(reference.model, WithoutAdapters):
+            found[REFERENCE] = shards(reference.model.module)
+        if critic is not None:
+            found[CRITIC] = shards(critic.model.module)
+            found[CRITIC_OPTIMIZER] = critic.optimizer.tensors()
+            found[GRADIENTS] += gradients(critic)
+        for role in (actor_of(worker), critic):
             if role is not None and isinstance(role.model, ShardedCausalLM):
                 whole = parameters(role.model.module)
                 found[GRADIENTS] += [tensor for parameter in whole for tensor in _whole_gradients(parameter)]
                 tag = ENGINE_WEIGHTS if role.model.twin.is_bound else "gathered"
                 found[tag] = [
                     *found.get(tag, []),
-                    *(local_tensor(p._unsharded_param) for p in whole if hasattr(p, "_unsharded_param")),
+                    *(local_tensor(full) for p in whole if (full := gathered(p)) is not None),
                     *(tensor for parameter in whole for tensor in parameter.all_gather_outputs),
                 ]
         if isinstance(engine, ColocatedEngine):
             found |= {ENGINE_WEIGHTS: shards(engine.weights.model), KV_CACHE: vllm_caches(engine)}
         else:
-            found[KV_CACHE] = [tensor for pair in engine._cache._memory.values() for tensor in pair]
+            found[KV_CACHE] = [tensor for pair in cache_pairs(engine) for tensor in pair]
         return found
 
 
@@ -262,19 +275,19 @@ def build_case_model(size: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def shards(module: nn.Module) -> list[Tensor]:
     """Weights of this rank, whatever is gathered now."""
-    return [parameter._sharded_param_data for parameter in parameters(module)] or list(module.parameters())
+    return [shard_of(parameter) for parameter in parameters(module)] or list(module.parameters())
 
 
 def gradients(role: Any) -> list[Tensor]:
     """What a role that learns has accumulated."""
     optimizer = role.optimizer
-    holders = (*optimizer._parameters.values(), *optimizer._targets.values())
+    holders = gradient_holders(optimizer)
     return [local_tensor(holder.grad) for holder in holders if holder.grad is not None]
 
 
 def vllm_caches(engine: Any) -> list[Tensor]:
     """Keys and values of a vLLM in this process."""
-    executor = engine._llm.engine_core.engine_core.model_executor
+    executor = llm_of(engine).engine_core.engine_core.model_executor
     return [cache for cache in executor.driver_worker.worker.model_runner.kv_caches if isinstance(cache, Tensor)]
 
 
@@ -282,7 +295,7 @@ def _whole_gradients(parameter: Any) -> Iterator[Tensor]:
     """Gradients of a gathered parameter that ranks have not summed yet."""
     if parameter.unsharded_accumulated_grad is not None:
         yield parameter.unsharded_accumulated_grad
-    full = getattr(parameter, "_unsharded_param", None)
+    full = gathered(parameter)
     if full is not None and full.grad is not None:
         yield local_tensor(full.grad)
 

@@ -15,6 +15,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.logging.report import read_jsonl
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
 from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+from tests.support.inside.trainers import crew_of
 from tests.support.memory.memory_watch import MemoryWatch, Recorder
 from tests.support.optimizer_state import read_optimizer
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
@@ -99,7 +100,7 @@ def watched_run(
 def phases_of(trainer: Trainer) -> MemoryPhases:
     """Return residents and cycle of a Trainer."""
     return memory_phases(
-        trainer.config, has_reward_models=bool(trainer._crew.run.rewards.runner(trainer.config).entries.models)
+        trainer.config, has_reward_models=bool(crew_of(trainer).run.rewards.runner(trainer.config).entries.models)
     )
 
 

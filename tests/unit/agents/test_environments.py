@@ -21,6 +21,7 @@ from hybrid_rl.agents.environments import (
 from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.errors import ConfigError
+from tests.support.inside.agents import environments_of, on_thread_of
 
 
 class Counting:
@@ -131,7 +132,7 @@ def test_plain_methods_of_one_instance_never_run_at_once(caller: Caller) -> None
         assert one.instance.most_open_calls == 1
         others = [environment for environment, _ in await asyncio.gather(*(pool.take(None, {}) for _ in range(10)))]
         everyone = threading.Barrier(10)  # breaks unless ten calls are there at once
-        outcomes = await asyncio.gather(*(other._caller.call(everyone.wait, other._thread) for other in others))
+        outcomes = await asyncio.gather(*(on_thread_of(other, everyone.wait) for other in others))
         assert sorted(outcome.value for outcome in outcomes) == list(range(10))
 
     asyncio.run(run())
@@ -320,8 +321,9 @@ def test_public_methods_are_tools_except_the_reserved_ones(caller: Caller) -> No
     assert (kind.class_name, kind.has_reward, setup.sources) == ("Counting", False, [])
     assert Counting.made == 1
     agent = setup.tool_agent(AgentConfig())
-    assert agent._pool is not None
-    environment, _ = asyncio.run(agent._pool.take(None, {}))
+    pool = environments_of(agent)
+    assert pool is not None
+    environment, _ = asyncio.run(pool.take(None, {}))
     assert Counting.made == 1  # the instance that was looked at is the first that is used
     assert environment.instance.thread is not threading.main_thread()
     agent.close()

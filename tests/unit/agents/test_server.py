@@ -26,6 +26,7 @@ from hybrid_rl.agents.server import app
 from hybrid_rl.agents.server.answers import token_texts
 from hybrid_rl.agents.trajectory import Completion, Trajectory
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError, MessagesRefusedError
+from tests.support.inside.agents import replace_agent
 from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
 
 QUESTION: Any = {"role": "user", "content": "2+3?"}
@@ -399,7 +400,7 @@ def test_256_sessions_at_once_then_503_and_nothing_left() -> None:
             status, answer, _ = await post(f"{url}/chat/completions", key, body)
             assert (status, answer["error"]["code"]) == (410, "session_ended")
 
-        http._function = asks_for_an_ended_one
+        replace_agent(http, asks_for_an_ended_one)
         await run_agent(http, episode_of(tokens))
         http.close()
         port = int(url.split(":")[2].partition("/")[0])
@@ -451,7 +452,7 @@ def test_what_is_under_way_ends_with_its_trajectory() -> None:
             await asyncio.sleep(0.001)
         assert answers[0][0] == 410
         # A trajectory past its time is cancelled from outside.
-        http._function = waits
+        replace_agent(http, waits)
         waiting = asyncio.ensure_future(run_agent(http, episode_of(tokens)))
         while len(tokens.asked) < 2:
             await asyncio.sleep(0.001)

@@ -16,6 +16,7 @@ from hybrid_rl.agents.calls import Caller
 from hybrid_rl.agents.tool_calling import call_sync
 from hybrid_rl.agents.tools import Functions, fits, with_integers
 from hybrid_rl.errors import AgentError, ConfigError
+from tests.support.inside.agents import forget_loop, limit_tool
 
 
 def add(a: int, b: int = 1) -> int:
@@ -287,8 +288,7 @@ def test_a_call_on_an_event_loop_that_is_given_up_fails_alone(caller: Caller) ->
     async def main() -> Any:
         asked = asyncio.ensure_future(caller.run(lambda: asyncio.sleep(50)))
         await asyncio.sleep(0.05)
-        loop, caller._loop = caller.loop, None
-        loop.stop()
+        forget_loop(caller).stop()
         return await asked
 
     outcome = asyncio.run(main())
@@ -382,11 +382,11 @@ def test_processes_are_kept_killed_and_replaced() -> None:
     assert answers(functions, call("blocks"))[0][0]["content"] == [{"type": "text", "text": "one"}]
     second = answers(functions, call("pid"))[0][0]["content"]
     assert second != first
-    functions._processes["hang"]._seconds = 0.2
+    limit_tool(functions, "hang", 0.2)
     messages, counts = answers(functions, call("hang", {"seconds": 60}))
     assert "its process was killed" in messages[0]["content"]
     assert counts == {"calls": 1, "failures": 1, "timeouts": 1}
-    functions._processes["hang"]._seconds = 5.0
+    limit_tool(functions, "hang", 5.0)
     third = answers(functions, call("pid"))[0][0]["content"]
     assert third.isdigit()  # not the late answer of the call before
     assert third not in (first, second)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs, interface
+from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs
 from hybrid_rl.config import load_config, visible_leaves
+from tests.support.inside.algorithms import registrations_forgotten
 from tests.unit.training.combination_case import resolved, train
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding_an_algorithm.md"
@@ -17,16 +18,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "adding_an_algorithm.md"
 
 @pytest.fixture
 def namespace() -> Iterator[dict[str, object]]:
-    homes = interface._registered
-    before = {tag: dict(home) for tag, home in homes.items()}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
     found: dict[str, object] = {"__name__": "example"}
-    exec(compile("\n".join(blocks), str(PAGE), "exec", dont_inherit=True), found)
-    yield found
-    for tag, home in homes.items():
-        home.clear()
-        home.update(before[tag])
+    with registrations_forgotten():
+        exec(compile("\n".join(blocks), str(PAGE), "exec", dont_inherit=True), found)
+        yield found
 
 
 def test_a_registered_record_is_a_choice_of_the_configuration(namespace: dict[str, object]) -> None:

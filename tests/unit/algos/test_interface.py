@@ -25,6 +25,7 @@ from hybrid_rl.algos import (
     register,
 )
 from hybrid_rl.options import key
+from tests.support.inside.algorithms import registrations_forgotten
 
 HEAVY = ("transformers", "omegaconf", "datasets", "rich", "matplotlib")
 HOMES = {"estimator": ADVANTAGES, "objective": POLICY_LOSSES, "correction_mode": CORRECTIONS, "kl_in": KL_TERMS}
@@ -34,11 +35,8 @@ RECORDS = [(tag, record) for tag, home in HOMES.items() for record in home.value
 @pytest.fixture(autouse=True)
 def clean_registry() -> Iterator[None]:
     """What a test registers is forgotten."""
-    before = {tag: dict(home) for tag, home in interface._registered.items()}
-    yield
-    for tag, home in interface._registered.items():
-        home.clear()
-        home.update(before[tag])
+    with registrations_forgotten():
+        yield
 
 
 def test_every_record_is_found_by_its_name() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import FIELDS, Batch, Jagged, lengths_to_offsets
 from hybrid_rl.errors import DataError
+from tests.support.inside.data import columns_of
 
 ROWS = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)
 
@@ -165,7 +166,7 @@ def test_batch_is_never_changed(batch: Batch) -> None:
     with pytest.raises(TypeError):
         batch["group"] = torch.arange(4)  # type: ignore[index]
     with pytest.raises(TypeError):
-        batch._columns["group"] = torch.arange(4)  # type: ignore[index]
+        columns_of(batch)["group"] = torch.arange(4)
     columns = {"group": torch.arange(4)}
     own = Batch(columns)
     columns["group"] = torch.zeros(4, dtype=torch.int64)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import FIELDS, Batch, BatchRef, Jagged, Piece, store
 from hybrid_rl.errors import DataError
+from tests.support.inside.data import pieces_of
 
 INTS = st.integers(-(2**31), 2**31)
 
@@ -39,7 +40,7 @@ class Store:
 
 
 def handles(ref: BatchRef) -> list[Any]:
-    return [handle for piece in ref._pieces for handle in piece.blocks]
+    return [handle for piece in pieces_of(ref) for handle in piece.blocks]
 
 
 def jagged(rows: list[list[Any]], dtype: torch.dtype = torch.int64) -> Jagged:

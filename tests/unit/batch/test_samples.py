@@ -12,6 +12,8 @@ from hybrid_rl.batch import Batch, BatchRef, Jagged, store
 from hybrid_rl.batch.samples import MAX_SHOWN
 from hybrid_rl.batch.texts import token_texts
 from hybrid_rl.errors import DataError
+from tests.support.inside.data import reader_of
+from tests.support.libraries.python_names import html_of
 from tests.support.tiny import build_tokenizer, ids_of
 
 MESSAGES = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}]
@@ -100,7 +102,7 @@ def test_reader_follows_the_samples_and_stays_in_its_process(batch: Batch, ref: 
         for one in (made.select([0]), made.with_columns(turn=extra), type(made).concat([made, made])):
             assert one.samples()[0].tokens[0].text == "2"
         there = pickle.loads(pickle.dumps(made))
-        assert there._reader is None and made._reader is not None
+        assert reader_of(there) is None and reader_of(made) is not None
     assert batch.without("row").samples()[0].rewards == {"exact": 1.0, "shape": 0.5}
     alone = pickle.loads(pickle.dumps(batch)).samples()[0]
     assert (alone.tokens[0].text, alone.tokens[0].id, alone.rewards) == (None, ids_of("2")[0], {"0": 1.0, "1": 0.5})
@@ -112,7 +114,7 @@ def test_views_show_what_is_there(batch: Batch) -> None:
     assert "&lt;eos&gt;" in shown and "<eos>" not in shown
     assert shown.count("rgba(147,51,234,0.54)") == 1  # 1 + log(0.5) / log(1000) = 0.9 of the strongest, 0.6
     assert "tokens: 1 of the policy, 1 of the environment" in shown and "add(a=1)" in shown
-    assert "3 samples in 2 groups" in batch._repr_html_()
+    assert "3 samples in 2 groups" in html_of(batch)
     text = repr(batch.show())
     assert "user: 2+2=" in text and "0.75" in text and text.count("1+1=") == 1  # a prompt once per group
 
@@ -145,7 +147,7 @@ def test_views_are_bounded() -> None:
             "rollout_logprobs": Jagged(torch.full((length * count,), -1.0), torch.arange(count + 1) * length),
         }
     ).with_reader(build_tokenizer())
-    page = big._repr_html_()
+    page = html_of(big)
     assert len(page) < 700_000
     assert f"300 samples; the first {MAX_SHOWN} are shown" in page
     assert "4,600 more tokens" in page and "98,800 more characters" in page
@@ -154,7 +156,7 @@ def test_views_are_bounded() -> None:
 
 def test_batches_of_few_columns_show_themselves() -> None:
     bare = Batch({"group": torch.tensor([0])})
-    assert "<table" in bare._repr_html_()
+    assert "<table" in html_of(bare)
     assert bare.samples()[0].tokens == () and len(bare.to_pandas()) == 1
     assert "1 sample in 1 group" in repr(bare)
 

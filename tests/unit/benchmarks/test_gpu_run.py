@@ -153,7 +153,7 @@ def test_a_termination_ends_the_part_that_is_running(tree: Path) -> None:
     )
     script = (
         "import signal, sys; from pathlib import Path; from tests.gpu import parts, run\n"
-        "signal.signal(signal.SIGTERM, run._end)\n"
+        "signal.signal(signal.SIGTERM, run.end)\n"
         f"run.run_part(Path({str(tree)!r}), sys.executable, parts.parts_of(Path({str(tree)!r}), ['gpu_a'])[-1], 300.0)"
     )
     driver = subprocess.Popen([sys.executable, "-c", script], cwd=run.ROOT, env=machine.child_environment(run.ROOT))

@@ -13,6 +13,9 @@ from benchmarks.simulate_time import Setting, markdown, simulate
 from hybrid_rl import Trainer
 from hybrid_rl.engines.base import FinishReason, Generation, derive_seed
 from hybrid_rl.engines.guards import Generator
+from tests.support.inside.engines import wrap_extend
+from tests.support.inside.rollouts import plan_of, set_plan
+from tests.support.inside.workers import engine_of, stream_of, worker_of
 from tests.support.tiny import build_model, build_tokenizer, sums
 
 # A decode step takes a second, and nothing else takes any time.
@@ -68,13 +71,13 @@ def test_the_engine_needs_as_many_passes(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def length_of(seed: int) -> int:
         return 1 + derive_seed("length", seed) % limit
 
-    extend = Generator._extend
-
-    def scheduled(self: Generator, generation: Generation, token: int, logprob: float) -> FinishReason | None:
+    def scheduled(
+        extend: Any, self: Generator, generation: Generation, token: int, logprob: float
+    ) -> FinishReason | None:
         extend(self, generation, token, logprob)
         return "stop" if len(generation.tokens) >= length_of(generation.request.params.seed) else None
 
-    monkeypatch.setattr(Generator, "_extend", scheduled)
+    wrap_extend(monkeypatch, Generator, scheduled)
     trainer = Trainer(
         build_model(),
         lambda completions, **_: [float(len(text)) for text in completions],
@@ -90,18 +93,18 @@ def test_the_engine_needs_as_many_passes(monkeypatch: pytest.MonkeyPatch, tmp_pa
         log_level="quiet",
         output_dir=str(tmp_path),
     )
-    plan: Any = trainer.collector._plan
-    monkeypatch.setattr(trainer.collector, "_plan", replace(plan, hold=replace(plan.hold, check_steps=1)))
-    worker: Any = trainer.policy._backend._worker  # type: ignore[attr-defined]
-    run, counted = worker._stream.run, []
+    plan = plan_of(trainer.collector)
+    set_plan(trainer.collector, replace(plan, hold=replace(plan.hold, check_steps=1)))
+    worker: Any = worker_of(trainer)
+    run, counted = stream_of(worker).run, []
 
     def counting(*arguments: Any) -> Any:
-        before = worker._engine.stats().num_steps
+        before = engine_of(worker).stats().num_steps
         found = run(*arguments)
-        counted.append(worker._engine.stats().num_steps - before)
+        counted.append(engine_of(worker).stats().num_steps - before)
         return found
 
-    monkeypatch.setattr(worker._stream, "run", counting)
+    monkeypatch.setattr(stream_of(worker), "run", counting)
     with trainer:
         list(trainer.steps())
     seeds = (

@@ -17,6 +17,8 @@ import pytest
 from hybrid_rl.checkpoint import owners
 from hybrid_rl.checkpoint.owners import LOCK_FILE, FolderLock, Owner
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
+from tests.support.inside.ranks import started_at
+from tests.support.libraries.python_names import end_at_once
 
 # Without torch: `hybrid_rl.checkpoint.owners` imports none.
 HOLDER = """
@@ -82,7 +84,7 @@ def test_a_process_is_more_than_its_pid() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_process_that_nobody_has_waited_for_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = owners._started(process.pid)
+    started = started_at(process.pid)
     owner = replace(Owner.here(), pid=process.pid, started=started)
     assert owner.standing() == "alive"
     process.kill()
@@ -249,7 +251,7 @@ def test_a_fork_cannot_release_the_lock_of_its_parent(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         lock.release()
-        os._exit(0)
+        end_at_once(0)
     os.waitpid(child, 0)
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     lock.check()

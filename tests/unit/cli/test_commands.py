@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hybrid_rl.errors import DataError
 from hybrid_rl.extras.plan import run_planning
 from hybrid_rl.extras.plan.request import Machine, planned_config
 from hybrid_rl.extras.plan.run_plan import RunPlan
+from tests.support.inside.commands import wrap_probes
 from tests.unit.planning.made import memory as made_memory
 from tests.unit.planning.made import plan as made_plan
 
@@ -161,13 +163,11 @@ def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Monke
 
 
 def test_doctor_names_problems_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    probe_ranks = doctor._probe_ranks
-
-    def one_odd(config: object) -> list[object]:
-        (probe,) = probe_ranks(config)  # type: ignore[arg-type]
+    def one_odd(probe_ranks: Any, config: object) -> list[object]:
+        (probe,) = probe_ranks(config)
         return [probe, replace(probe, rank=1, versions={**probe.versions, "numpy": "1.0"})]
 
-    monkeypatch.setattr(doctor, "_probe_ranks", one_odd)
+    wrap_probes(monkeypatch, one_odd)
     assert main(["doctor"]) == 1
     out, err = capsys.readouterr()
     assert err.startswith("problem: numpy is 1.0 on rank 1 ") and "no problems" not in out

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, dispatch, ranks
+from hybrid_rl.controller import LocalBackend, RankContext, RankMesh, dispatch
 from hybrid_rl.controller.placement import RayOptions, rank_environment
 from hybrid_rl.controller.ranks import VISIBLE, gpu_place, take_device
 from hybrid_rl.controller.server import Call, RankServer, Seat
@@ -21,6 +21,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards.pool import RewardProcess
 from hybrid_rl.rewards.threads import CallThread, on_device
 from tests.support.groups import OpenGroup
+from tests.support.inside.ranks import restore_taken_devices, served_worker
 
 UUIDS = "GPU-8932f937,GPU-1c2d5a6b"
 
@@ -32,7 +33,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     for name in ("set_device", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: made.append((name, device)) or torch.no_grad())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(ranks, "_taken", ranks._taken)
+    restore_taken_devices(monkeypatch)
     monkeypatch.delenv(VISIBLE, raising=False)
     return made
 
@@ -140,7 +141,7 @@ def test_a_rank_without_a_gpu_touches_none(calls: list[Any], tmp_path: Path) -> 
     """GPUs of the machine or not."""
     server, (started,) = served([], tmp_path)
     assert started.failure is None and calls == [("device", "made")]
-    assert server._worker.context.device == torch.device("cpu")
+    assert served_worker(server).context.device == torch.device("cpu")
 
 
 def test_rewards_compute_on_the_gpu_of_their_rank(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

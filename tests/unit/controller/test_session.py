@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from hybrid_rl.controller import session
+from tests.support.inside.ranks import remove_if_left
+from tests.support.libraries.python_names import end_at_once
 
 # The module without its package, which imports torch.
 ALONE = f"import runpy; from types import SimpleNamespace as N; session = N(**runpy.run_path({session.__file__!r}))"
@@ -61,7 +63,7 @@ def test_a_folder_that_is_just_being_made_is_not_taken_for_one_that_was_left(par
     def late(file: Any, how: int) -> None:
         if how == session.fcntl.LOCK_EX:
             for other in parent.glob("mine-*"):
-                session._remove_if_left(other)
+                remove_if_left(other)
         lock(file, how)
 
     monkeypatch.setattr(session.fcntl, "flock", late)
@@ -195,7 +197,7 @@ def test_a_fork_does_not_remove_the_folder_of_its_parent() -> None:
             os.waitpid(child, 0)
             assert folder.is_dir()
     if not child:
-        os._exit(0)
+        end_at_once(0)
     assert not folder.exists()
 
 

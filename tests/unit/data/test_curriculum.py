@@ -12,6 +12,7 @@ from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import load_source
 from hybrid_rl.errors import DataError
+from tests.support.inside.data import row_at
 
 
 def make(tokenizer: Any, num_prompts: int, *, floor: float | None = 0.05, seed: int = 7, drops: int = 0) -> Any:
@@ -23,7 +24,7 @@ def make(tokenizer: Any, num_prompts: int, *, floor: float | None = 0.05, seed: 
 def test_draws_by_hand(tokenizer: Any) -> None:
     """The prompt with the smallest -ln(u) / weight comes first, with u from the raw bits of PCG64."""
     sampler: CurriculumSampler = make(tokenizer, 4, floor=0.1)
-    rows = [sampler._sized[place] for place in range(4)]
+    rows = [row_at(sampler, place) for place in range(4)]
     sampler.observe(rows, [0.5, 1.0, 0.25, math.nan])
     weights = [1.0, 0.1, 4 * 0.25 * 0.75, 1.0]  # of p = 1/2; of the floor; of p = 1/4; not measured
     expected = []
@@ -37,7 +38,7 @@ def test_draws_by_hand(tokenizer: Any) -> None:
 
 def test_prompts_come_in_proportion_to_their_weights(tokenizer: Any) -> None:
     sampler = make(tokenizer, 3, floor=0.2)
-    sampler.observe([sampler._sized[place] for place in range(3)], [0.5, 0.0, 0.9])
+    sampler.observe([row_at(sampler, place) for place in range(3)], [0.5, 0.0, 0.9])
     drawn = [sampler.take(1)[0].index for _ in range(4000)]
     weights = np.array([1.0, 0.2, 4 * 0.9 * 0.1])
     shares = np.bincount(drawn) / 4000
@@ -46,7 +47,7 @@ def test_prompts_come_in_proportion_to_their_weights(tokenizer: Any) -> None:
 
 def test_rates_fade_and_dropped_rows_do_not_shift_them(tokenizer: Any) -> None:
     sampler = make(tokenizer, 3, drops=2)
-    row = sampler._sized[1]
+    row = row_at(sampler, 1)
     assert row.index == 3
     for rate in (1.0, 0.0, 0.5):
         sampler.observe([row], [rate])

@@ -67,7 +67,7 @@ def test_every_weight_and_every_cached_key_shows_in_the_logprobs():
     rig.engine.begin_rollout()
     rig.engine.submit([sent], 4)
     rig.engine.step()
-    rig.engine._kv[2] += 1  # the key of a prompt token
+    rig.engine.keys[2] += 1  # the key of a prompt token
     assert finish(rig.engine)[0].logprobs[1:] != before[1:]
 
 
@@ -85,7 +85,7 @@ def test_sleep_gives_the_memory_back_and_wake_keeps_addresses(discard):
     rig.ready()
     sent = [request(0), request(1, 9)]
     before = rig.run(sent)
-    addresses = {name: tensor.data_ptr() for name, tensor in rig.engine._weights.items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in rig.engine.own_weights.items()}
     weight_bytes, kv_bytes = occupied(rig)
     assert weight_bytes >= layout_bytes(TensorSource.of(rig.module).weight_layout()) and kv_bytes > 0
     rig.engine.sleep({KV_CACHE})
@@ -93,9 +93,9 @@ def test_sleep_gives_the_memory_back_and_wake_keeps_addresses(discard):
     rig.engine.sleep({WEIGHTS})
     assert occupied(rig) == (0, 0)
     rig.engine.wake(TAGS)
-    assert {name: tensor.data_ptr() for name, tensor in rig.engine._weights.items()} == addresses
+    assert {name: tensor.data_ptr() for name, tensor in rig.engine.own_weights.items()} == addresses
     if discard:
-        assert not any(bool(tensor.any()) for tensor in rig.engine._weights.values())
+        assert not any(bool(tensor.any()) for tensor in rig.engine.own_weights.values())
         with pytest.raises(EngineStateError, match="update its weights before generating"):
             rig.engine.submit(sent, 1)
         rig.publish(2)
@@ -197,12 +197,12 @@ def test_a_sleep_or_wake_that_fails_is_caught_by_the_leases(call):
 
 def test_an_update_that_fails_half_way_leaves_no_version_to_generate_with():
     rig = contract(faults=[Fault("update_weights", "raise", 2)]).ready()
-    before = {name: tensor.clone() for name, tensor in rig.engine._weights.items()}
+    before = {name: tensor.clone() for name, tensor in rig.engine.own_weights.items()}
     rig.perturb()
     rig.module.decay.mul_(2)
     with pytest.raises(InjectedFault):
         rig.publish(2)
-    moved = [name for name, tensor in rig.engine._weights.items() if not torch.equal(tensor, before[name])]
+    moved = [name for name, tensor in rig.engine.own_weights.items() if not torch.equal(tensor, before[name])]
     assert 0 < len(moved) < len(before)
     for version in (1, 2):
         with pytest.raises(EngineStateError, match="update its weights"):

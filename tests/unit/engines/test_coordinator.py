@@ -10,6 +10,7 @@ from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.errors import DataError, EngineStateError, PeerFailedError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
+from tests.support.inside.engines import num_unfinished_of_all
 from tests.unit.engines.engines import contract, request, same_samples
 
 DEADLINE_SECONDS = 30.0
@@ -362,6 +363,6 @@ def test_after_a_failed_step_nobody_waits_for_the_others():
             client.poll(handle)
             client.engine.step = broken
             client.poll(handle)
-        return client.wait(handle), client._num_unfinished
+        return client.wait(handle), num_unfinished_of_all(client)
 
     assert on_ranks(2, fail) == [([], 0)] * 2

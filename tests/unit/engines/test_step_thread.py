@@ -10,6 +10,7 @@ import torch
 from hybrid_rl.engines import step_thread
 from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.errors import EngineStateError
+from tests.support.inside.engines import thread_of
 from tests.unit.engines.engines import contract, request, same_samples
 
 DEADLINE_SECONDS = 30.0
@@ -156,7 +157,7 @@ def test_aborting_all_leaves_the_engine_empty(client):
 def test_closing_ends_the_thread_and_a_second_time_does_nothing(client):
     client.close()
     client.close()
-    assert not client._thread._thread.is_alive()
+    assert not thread_of(client).is_alive()
     with pytest.raises(EngineStateError, match="the engine is closed"):
         client.poll(client.submit([request(0)], 1))
 

@@ -31,6 +31,7 @@ from hybrid_rl.logging.progress import NUM_LINES, ProgressDisplay
 from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.process import progress
 from hybrid_rl.process.progress import Progress
+from tests.support.inside.logs import begin_at, refresh, seconds_left
 
 HANDOFF = {"handoff/version": 3.0, "handoff/bytes": 1234567.0, "timing/handoff": 0.0042}
 METRICS = {
@@ -175,11 +176,11 @@ def test_live_lines_on_a_terminal_leave_only_lines_of_steps(terminal: Terminal) 
     display = ProgressDisplay(10, file=terminal)
     with progress.doing("rollout", 64, "samples"):
         display.start(2)
-        display._screen._live.refresh()  # type: ignore[attr-defined]
+        refresh(display)
         progress.advance(24)
         display.step(3, {"reward": 0.25})
         display.message("saved [here]")
-        display._screen._live.refresh()  # type: ignore[attr-defined]
+        refresh(display)
         display.stop()
     display.stop()
     text = plain(terminal.getvalue())
@@ -254,15 +255,14 @@ def test_the_time_left_is_that_of_recent_steps(monkeypatch: pytest.MonkeyPatch, 
     clock_now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock_now[0])
     display = ProgressDisplay(100, "quiet", file=file)
-    display._begun = 0.0
-    display._moments.append(0.0)
-    assert display._seconds_left() is None
+    begin_at(display, 0.0)
+    assert seconds_left(display) is None
     for step in range(1, 31):
         clock_now[0] += 10.0 if step <= 5 else 2.0
         display.step(step, {})
     # The last 20 intervals took 2 s each; 70 steps are left, of which half a second is over.
     clock_now[0] += 0.5
-    assert display._seconds_left() == pytest.approx(139.5)
+    assert seconds_left(display) == pytest.approx(139.5)
 
 
 # ------------------------------------------------------------------------------------------------- levels

@@ -15,6 +15,7 @@ from PIL import Image
 
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
 from hybrid_rl.logging.report import JsonLines, RunFolder, read_jsonl
+from tests.support.inside.logs import num_waiting
 from tests.support.kills.forked import Forked
 
 FULL = Path("/dev/full")
@@ -27,6 +28,7 @@ FULL_AFTER_1000 = """
 import json, resource, signal, sys
 from pathlib import Path
 from hybrid_rl.logging.report import JsonLines
+from tests.support.inside.logs import num_waiting
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
 file = JsonLines(path)
@@ -34,9 +36,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 seen = []
 for step in range(10):
     file.write([{"step": step, "part": part, "text": "x" * 70} for part in range(2)])
-    seen.append((path.stat().st_size, len(file._pending)))
+    seen.append((path.stat().st_size, num_waiting(file)))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-print(json.dumps({"seen": seen, "full": path.read_text(), "flushed": file.flush(), "left": len(file._pending)}))
+print(json.dumps({"seen": seen, "full": path.read_text(), "flushed": file.flush(), "left": num_waiting(file)}))
 """
 
 
@@ -90,7 +92,7 @@ def test_records_wait_in_memory_and_the_log_says_so_once(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             file.write([{"step": step}])
-        assert not file.flush() and len(file._pending) == 3
+        assert not file.flush() and num_waiting(file) == 3
         file.path = tmp_path / "metrics.jsonl"
         assert file.flush()
     assert [r["step"] for r in read_jsonl(file.path)] == [0, 1, 2]
@@ -107,7 +109,7 @@ def test_records_that_wait_have_a_limit(tmp_path: Path, caplog: pytest.LogCaptur
     file = JsonLines(FULL)
     for step in range(10, 16):
         file.write([{"step": step}])
-    assert len(file._pending) == 3
+    assert num_waiting(file) == 3
     file.path = tmp_path / "metrics.jsonl"
     assert file.flush()
     assert [r["step"] for r in read_jsonl(file.path)] == [13, 14, 15]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Resident
+from tests.support.inside.memory import leased_tags
 
 TAGS = "abcde"
 KINDS = ("atomic", "owned", "delicate", "collective", "roomy", "fixed")
@@ -145,7 +146,7 @@ def play(machine: Machine, leases: Leases, wanted: list[frozenset[str]]) -> list
         moves = [(t.tag, t.awake) for t in leases.drain_transitions()]
         history.append(Told(outcome, leases.awake, moves, machine.fired))
         if outcome == "broken":
-            assert leases._leased is None
+            assert leased_tags(leases) is None
             machine.group.end()
             break
         assert machine.present == leases.awake & movable and leases.awake - movable == fixed and not machine.half

@@ -22,9 +22,9 @@ class Memory:
         self.fails: dict[str, BaseException] = {}
 
     def resident(self, tag: str, num_bytes: int) -> Resident:
-        return Resident(tag, lambda: num_bytes, self._act("sleep", tag), self._act("wake", tag))
+        return Resident(tag, lambda: num_bytes, self.act("sleep", tag), self.act("wake", tag))
 
-    def _act(self, verb: str, tag: str) -> Callable[..., None]:
+    def act(self, verb: str, tag: str) -> Callable[..., None]:
         def act(tags: frozenset[str] = frozenset()) -> None:
             assert tags == (frozenset() if verb == "wake" else {tag})
             if error := self.fails.get(f"{verb} {tag}"):
@@ -303,7 +303,7 @@ def owned(memory: Memory) -> Leases:
         memory.log.append(f"sleep {'+'.join(sorted(tags))}")
 
     def owns(tag: str, *after: str) -> Resident:
-        return Resident(tag, lambda: 5, wake=memory._act("wake", tag), after=after, sleep=sleep_all)
+        return Resident(tag, lambda: 5, wake=memory.act("wake", tag), after=after, sleep=sleep_all)
 
     others = [memory.resident("m", 1), Resident("actor", lambda: 7)]
     return Leases([owns("kv", "weights"), owns("weights"), *others], give_back=lambda: memory.log.append("give back"))

@@ -19,12 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hybrid_rl
+from hybrid_rl.compat.torch import version_of
 from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.leases import Leases
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.memory.region import Region
 from hybrid_rl.process.interrupts import clear_interrupt
+from tests.support.inside.memory import copies_of, leased_tags
 
 PAGE = mmap.PAGESIZE
 PACKAGE = str(Path(hybrid_rl.__file__).parent) + os.sep
@@ -69,7 +71,7 @@ def stored(tensors: dict[str, Tensor]) -> int:
 def test_everything_returns_bit_for_bit_and_nothing_is_held_meanwhile(arena: HostArena) -> None:
     tensors = mixed()
     before = {name: bits(tensor) for name, tensor in tensors.items()}
-    versions = {name: tensor._version for name, tensor in tensors.items()}
+    versions = {name: version_of(tensor) for name, tensor in tensors.items()}
     offloaded = OffloadedTensors("actor", lambda: tensors, arena)
     # 33*7 floats, 15 bfloat16, one int64, 3 bools, 4 floats: each storage once.
     assert offloaded.num_bytes == 924 + 30 + 8 + 3 + 16
@@ -78,7 +80,7 @@ def test_everything_returns_bit_for_bit_and_nothing_is_held_meanwhile(arena: Hos
     offloaded.wake()
     assert not offloaded.is_asleep and stored(tensors) == 981
     assert {name: bits(tensor) for name, tensor in tensors.items()} == before
-    assert {name: tensor._version for name, tensor in tensors.items()} == versions
+    assert {name: version_of(tensor) for name, tensor in tensors.items()} == versions
 
 
 def test_views_and_ties_are_still_views_and_ties(arena: HostArena) -> None:
@@ -287,7 +289,7 @@ def test_a_sleep_that_fails_half_way_leaves_everything_awake(
 
     with monkeypatch.context() as patch:
         if failing == "store":
-            patch.setattr(arena._copies, "out", fail)
+            patch.setattr(copies_of(arena), "out", fail)
         elif failing == "release":
             patch.setattr(Region, "release", fail)
         else:
@@ -416,7 +418,7 @@ def test_ctrl_c_twice_at_any_line_leaves_one_state(arena: HostArena) -> None:
             if not is_interrupted(at):
                 break
             assert leases.awake == {tag for tag, item in offloaded.items() if not item.is_asleep}
-            assert leases.broken is None and leases._leased is None
+            assert leases.broken is None and leased_tags(leases) is None
         assert at > lines > 100
     finally:
         signal.signal(signal.SIGINT, handler)

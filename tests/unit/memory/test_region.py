@@ -14,6 +14,7 @@ import torch
 
 from hybrid_rl.errors import MemoryStateError
 from tests.support.engines.sleeping_region import SleepingRegion
+from tests.support.inside.memory import mapping_of, release_with, set_mapping
 
 MIB = 2**20
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
@@ -119,10 +120,10 @@ def refuse(region: SleepingRegion, *, after_losing: int) -> None:
     """The system releases the first bytes and then reports an error."""
 
     def fail() -> None:
-        region._mapping[:after_losing] = bytes(after_losing)
+        mapping_of(region)[:after_losing] = bytes(after_losing)
         raise OSError(1, "Operation not permitted")
 
-    region._release_pages = fail  # type: ignore[method-assign]
+    release_with(region, fail)
 
 
 def test_offload_that_the_system_refuses_is_rolled_back() -> None:
@@ -146,16 +147,16 @@ def test_discard_that_the_system_refuses_says_that_the_content_is_undefined() ->
 def test_no_memory_for_the_copy_and_nothing_has_moved() -> None:
     region = SleepingRegion("kv")
     tensor = filled(region, 10)
-    mapping = region._mapping
+    mapping = mapping_of(region)
 
     class Full:
         def __getitem__(self, _: slice) -> bytes:
             raise MemoryError
 
-    region._mapping = Full()  # type: ignore[assignment]
+    set_mapping(region, Full())
     with pytest.raises(MemoryStateError, match="no memory for a copy of its 64 bytes; it stays awake"):
         region.sleep("offload")
-    region._mapping = mapping
+    set_mapping(region, mapping)
     assert not region.is_asleep and tensor.sum() == 70
     region.sleep("offload")
     region.wake()

@@ -11,6 +11,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from tests.support.libraries.transformers_names import name_attention, name_experts
+
 VOCABULARY = 97
 EOS = 1
 BASE = {
@@ -321,9 +323,9 @@ def build(
     row = {**FAMILIES, **REFUSED}[name]
     settings = {**(row.settings if "n_embd" in row.settings else {**BASE, **row.settings}), **changes}
     config = getattr(transformers, row.config)(**settings)
-    config._attn_implementation = attention
+    name_attention(config, attention)
     if dtype == torch.float64:  # which the grouped products of experts do not know
-        config._experts_implementation = "eager"
+        name_experts(config, "eager")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = getattr(transformers, model_class(row))(config)

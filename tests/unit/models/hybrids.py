@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from tests.support.libraries.transformers_names import name_experts
 from tests.unit.models.families import BASE
 
 LINEAR = {
@@ -136,7 +137,7 @@ def build_hybrid(name: str, *, dtype: torch.dtype = torch.float32, **changes: An
     config_class, model_class, own = {**HYBRIDS, **MORE, **NOT_CACHED}[name]
     config = getattr(transformers, config_class)(**{**BASE, **own, **changes})
     if dtype == torch.float64:  # which the grouped products of experts do not know
-        config._experts_implementation = "eager"
+        name_experts(config, "eager")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = getattr(transformers, model_class)(config)

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PaddedAttention
 from hybrid_rl.models.row import Layout
 from hybrid_rl.models.verify import verify_row
+from tests.support.libraries.torch_names import no_recompiles
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
 
 LENGTHS = [9, 1, 5]
@@ -45,7 +47,7 @@ def test_verification_compares_with_the_architecture_not_with_what_sdpa_leaves_o
     """transformers' SDPA ignores Gemma-2's soft-capping, and is its default."""
     model = CausalLM(build("gemma2", attention="sdpa"))
     assert model.verify() < 2e-6
-    assert model.module.config._attn_implementation == "sdpa"
+    assert attention_name(model.module.config) == "sdpa"
 
 
 def test_verification_of_an_fp64_model_bears_with_an_eager_softmax_in_fp32():
@@ -112,7 +114,7 @@ def test_gradient_checkpointing_changes_nothing(name, attention, token_ids):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
         torch.testing.assert_close(gradients(module, after), expected, rtol=0, atol=0)
     assert recomputed == [0, 1, 1, 0]
-    assert module.config._attn_implementation == attention
+    assert attention_name(module.config) == attention
 
 
 def test_blocks_are_recomputed_in_whatever_thread_the_backward_pass_runs(token_ids):
@@ -211,14 +213,14 @@ def test_compiled_blocks_change_nothing_and_are_compiled_once_for_all_lengths(na
     # What was compiled before may be for another processor: see test_processors.py.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     plain, compiled = CausalLM(build(name)), CausalLM(build(name), compile=True)
     prompt = torch.arange(5)[None]
     own = plain.module(input_ids=prompt).logits
     for lengths in (LENGTHS, [4, 20], [7, 6, 5, 12]):
         token_ids = torch.randint(0, VOCABULARY, (sum(lengths),))
         targets = torch.tensor([1, 2, 3, 5, 6])
-        with torch._dynamo.config.patch(error_on_recompile=True):
+        with no_recompiles():
             mine = compiled.packed_logprobs(token_ids, lengths, targets, 0.7)
             expected = plain.packed_logprobs(token_ids, lengths, targets, 0.7)
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
@@ -227,6 +229,6 @@ def test_compiled_blocks_change_nothing_and_are_compiled_once_for_all_lengths(na
         for key, gradient in gradients(compiled.module, mine).items():
             torch.testing.assert_close(gradient, theirs[key], rtol=0, atol=1e-5 * scale)
     # Neither the user's own call of the module nor an engine's runs, or compiles, anything but the module.
-    with torch._dynamo.config.patch(error_on_recompile=True), torch.inference_mode():
+    with no_recompiles(), torch.inference_mode():
         assert torch.equal(compiled.module(input_ids=prompt).logits, own)
         compiled.hidden_states(prompt[0, :1], prompt[0, :1], PaddedAttention(Layout((1,))))

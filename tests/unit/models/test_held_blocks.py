@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
@@ -139,7 +140,7 @@ def test_the_check_of_blocks_leaves_no_hook_and_changes_no_weight() -> None:
     module = chaotic()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     CausalLM(module).verify()
-    assert not any(child._forward_pre_hooks for child in module.modules())
+    assert not any(forward_pre_hooks(child) for child in module.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 

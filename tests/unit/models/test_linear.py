@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hybrid_rl.models import linear
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.linear import SMALLEST_ROWS, Linears, is_available, product, weight_gradient
+from tests.support.inside.models import count_linear_calls, num_fast_rows
 from tests.unit.models.families import build
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -46,8 +47,7 @@ LAYOUTS = list(layouts(1, 1))
 def calls(monkeypatch):
     """How often oneDNN is called."""
     counted = []
-    own = linear._linear
-    monkeypatch.setattr(linear, "_linear", lambda *arguments: counted.append(1) or own(*arguments))
+    count_linear_calls(monkeypatch, lambda: counted.append(1))
     return counted
 
 
@@ -256,7 +256,7 @@ def test_what_is_recomputed_uses_the_layers_of_its_forward_pass(num_tokens, monk
         logprobs.sum().backward()
         counts.append((forwards, len(calls)))
         results.append([logprobs.detach(), *(p.grad for p in module.parameters())])
-        assert not model._linears.num_rows
+        assert not num_fast_rows(model)
     for plain, recomputed in zip(*results, strict=True):
         torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
     # Seven layers in each of two blocks.

@@ -6,6 +6,7 @@ from torch import nn
 
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.offload import _Offload, activations_on_host
+from tests.support.inside.models import fetch_ahead, num_fetched
 from tests.unit.models.families import VOCABULARY, build
 
 LENGTHS = [9, 12, 5]
@@ -98,7 +99,7 @@ def test_nothing_is_fetched_ahead_that_was_taken_already():
     offload = _Offload(1024)
     saved = [torch.randn(8, 64) for _ in range(4)]
     numbers = [offload.pack(tensor) for tensor in saved]
-    offload._stream = object()  # as on a GPU, where the next few come back ahead of their use
+    fetch_ahead(offload)  # as on a GPU, where the next few come back ahead of their use
     for number in (
         2,
         3,
@@ -106,4 +107,4 @@ def test_nothing_is_fetched_ahead_that_was_taken_already():
         1,
     ):  # an operation takes what it saved in order, the backward pass runs over them in reverse
         assert torch.equal(offload.unpack(numbers[number]), saved[number])
-    assert all(copy._fetched is None for copy in offload._copies)
+    assert not num_fetched(offload)

@@ -14,10 +14,11 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.interface import AttentionOptions, options_of
 from hybrid_rl.models.attention.survey import LayerCall
-from hybrid_rl.models.experts.routing import HeldRouting
+from hybrid_rl.models.experts.routing import HeldRouting, find_routers
 from hybrid_rl.models.heads.classifier import verify_scores
 from hybrid_rl.models.row import Layout
 from hybrid_rl.models.verify import VERIFY_TOLERANCE, verify_row
+from tests.support.libraries.torch_names import forward_hooks
 from tests.unit.models.checkpoints import build_stored
 from tests.unit.models.families import BASE, REFUSED, VOCABULARY, build
 
@@ -192,7 +193,7 @@ def test_a_router_whose_scores_depend_on_the_row_is_found(name: str) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(0.3)
-    router = HeldRouting(module)._routers[0][0]
+    router = find_routers(module)[0][0]
     weight = router.weight.detach().clone()
 
     def otherwise_when_packed(child: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -217,7 +218,7 @@ def test_the_check_leaves_no_hook_and_changes_no_weight() -> None:
     module = build_stored("mixtral")
     before = copy.deepcopy(module.state_dict())
     CausalLM(module).verify()
-    assert not any(child._forward_hooks for child in module.modules())
+    assert not any(forward_hooks(child) for child in module.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 

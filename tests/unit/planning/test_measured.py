@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER
+from tests.support.inside.workers import comparison_of
 from tests.support.memory.measured_apart import MeasuredApart
 from tests.support.memory.memory_cases import CONFIGS, SIZES, MeasuredStep, check, compared, predicted
 
@@ -58,7 +59,7 @@ def test_a_run_with_a_plan_compares_every_phase(make_trainer, records) -> None:
     lines = [line for line in records(trainer) if line["step"]]
     assert [line["memory/ledger_deviation"] for line in lines] == [0.0, 0.0]
     assert "memory/peak_deviation" not in lines[-1]
-    comparison = trainer.policy._backend._worker._comparison
+    comparison = comparison_of(trainer)
     assert {phase for phase, _ in comparison.latest} == {"publish", "check", "generate", "score_reference", "update"}
 
 

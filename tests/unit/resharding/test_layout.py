@@ -12,14 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.extras.plan.traffic import fsdp_layout
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
 from hybrid_rl.weights.boxes import local_box
+from tests.support.libraries.torch_names import FakeStore, compute_shape_and_offset
 from tests.unit.resharding.cells import cell_of
 
 MESHES = [(1,), (2,), (3,), (5,), (8,), (1, 4), (2, 2), (2, 3), (3, 2), (4, 2), (2, 2, 2)]
@@ -54,7 +53,7 @@ def test_every_rank_holds_what_dtensor_says(case):
     shape, mesh, placements = case
     tensor = ShardedTensor.of(spec(*shape), mesh, placements)
     for coordinate in np.ndindex(mesh.shape):
-        extent, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+        extent, offset = compute_shape_and_offset(shape, mesh.shape, list(coordinate), placements)
         cell = cell_of(tensor, int(mesh[coordinate]))
         if 0 in extent:
             assert cell is None

@@ -14,6 +14,7 @@ from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.trace import Fills
 from hybrid_rl.resharding.verify import Verifier
+from tests.support.inside.workers import reading_of
 from tests.unit.resharding.handoff.parts import (
     Row,
     empty_engine,
@@ -73,7 +74,7 @@ def test_engines_that_hold_the_weights_pass(num_ranks, num_parts, replicas, dtyp
                 shard.mul_(1.5)
             rig.hand_over(version)
             rig.verify(version)
-        reading = rig.verifier._reading
+        reading = reading_of(rig.verifier)
         num_read = int(reading.shape.prod(axis=1).sum())
         return len(set(reading.parameter.tolist())), num_read, sum(tensor.numel() for tensor in rig.engine)
 

@@ -34,7 +34,7 @@ class ChatServer:
 
     def __enter__(self) -> ChatServer:
         lock, server = threading.Lock(), self
-        self._running = 0
+        self.num_running = 0
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -44,12 +44,12 @@ class ChatServer:
                 with lock:
                     server.requests.append(body)
                     server.keys.append(self.headers["Authorization"])
-                    server._running += 1
-                    server.most_at_once = max(server.most_at_once, server._running)
+                    server.num_running += 1
+                    server.most_at_once = max(server.most_at_once, server.num_running)
                 reply = server.answer(body["messages"][-1]["content"])
                 time.sleep(reply.delay_seconds)
                 with lock:
-                    server._running -= 1
+                    server.num_running -= 1
                 data = (
                     reply.raw if reply.raw is not None else json.dumps(_completion(body["model"], reply.text)).encode()
                 )

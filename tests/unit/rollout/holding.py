@@ -366,11 +366,11 @@ class Run:
             old.unlink()
         for rank, rollout in enumerate(self.ranks):
             save_held(self.folder, rank, rollout.held(self.step))
-        self._saved = self.step, self.prompts.position, self.collector.state_dict(self.step), len(self.steps)
+        self.saved = self.step, self.prompts.position, self.collector.state_dict(self.step), len(self.steps)
 
     def kill(self, num_ranks: int | None = None) -> None:
         """Lose everything but the checkpoint, and go on from there."""
-        self.step, self.prompts.position, state, num_steps = self._saved
+        self.step, self.prompts.position, state, num_steps = self.saved
         del self.steps[num_steps:]
         self.script.forgive()
         self._start(num_ranks or self.num_ranks)

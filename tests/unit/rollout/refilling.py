@@ -11,6 +11,7 @@ from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParam
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionStream
+from tests.support.inside.rollouts import set_plan
 from tests.unit.rollout.scripted import STATE, Workers, decode
 
 GREEDY_TOKEN = 8
@@ -105,9 +106,8 @@ class Rig:
 
     def collect(self, num_prompts: int, num_generations: int = 2, max_refills: int = 3, state=STATE, **options: Any):
         # One collector for all plans, so that ids go on from one collection to the next.
-        self.collector._plan = StepPlan(
-            self.sampler, num_prompts, num_generations, PARAMS, max_refills=max_refills, **options
-        )
+        plan = StepPlan(self.sampler, num_prompts, num_generations, PARAMS, max_refills=max_refills, **options)
+        set_plan(self.collector, plan)
         return self.collector.take(9, state)
 
     def rolled(self) -> list[list[int]]:

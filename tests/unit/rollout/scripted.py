@@ -60,12 +60,12 @@ class ScriptedClient:
         self.calls.append((requests, version))
         for number, indices in enumerate(self.batches or [range(len(requests))]):
             self.between(number)
-            yield [self._answer(requests, index) for index in indices]
+            yield [self.answer(requests, index) for index in indices]
 
     def take_use(self) -> SlotUse:
         return self.use
 
-    def _answer(self, requests: Sequence[RolloutRequest], index: int) -> FinishedSample:
+    def answer(self, requests: Sequence[RolloutRequest], index: int) -> FinishedSample:
         request = requests[index]
         row = next(row for row in ROWS if row.prompt_ids == request.prompt_ids)
         before = sum(other.prompt_ids == request.prompt_ids for other in requests[:index])

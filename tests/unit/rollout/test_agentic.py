@@ -25,6 +25,7 @@ from hybrid_rl.rewards import EngineJudge, group_reward
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.trajectory_stream import limits_of
+from tests.support.inside.rollouts import asks_of, is_idle, refuse_turn_rewards, set_settings, settings_of
 from tests.support.tiny import ids_of
 from tests.unit.rollout.agents import (
     MAX_TOKENS,
@@ -50,7 +51,7 @@ def nothing_is_left():
 
 
 def is_empty(rig):
-    return not (rig.engine.num_unfinished or rig.client._handles or rig.rollout._turns._asks)
+    return is_idle(rig.client) and not asks_of(rig.rollout)
 
 
 def rolled(agent, *, num_generations=3, tasks=TASKS, **options):
@@ -360,7 +361,7 @@ def test_an_interrupt_is_seen_at_once_and_leaves_nothing(busy):
         assert ended - requested[0] < 0.5
         assert len(cancelled) >= 1 and is_empty(rig)
         clear_interrupt()
-        rig.rollout._settings = replace(rig.rollout._settings, agent=once)  # the next rollout is undisturbed
+        set_settings(rig.rollout, replace(settings_of(rig.rollout), agent=once))  # the next rollout is undisturbed
         batch, _ = rig.run()
         assert batch["finish_reason"] == ["stop"] * 12
 
@@ -682,7 +683,7 @@ def test_rewards_of_turns_that_the_loss_cannot_use_are_refused_when_there_are_so
 
     refused = pytest.raises(ConfigError, match="gave a reward to a turn.*which the loss cannot use")
     with Rig(agent) as rig, refused if is_of_turn else contextlib.nullcontext():
-        rig.rollout._turn_rewards_problem = "the loss cannot use"
+        refuse_turn_rewards(rig.rollout, "the loss cannot use")
         rig.run(1, TASKS[:1])
 
 

@@ -22,6 +22,7 @@ from hybrid_rl.rollout.lengths import length_metrics
 from hybrid_rl.rollout.observed import reward_metrics
 from hybrid_rl.rollout.tally import Tally
 from tests.support.agents.turns import cut_in_turns
+from tests.support.inside.rollouts import note_use, rank_of
 from tests.unit.engines.engines import decode as letters
 from tests.unit.engines.engines import inplace, prompt
 from tests.unit.rollout.scripted import ROWS, SCRIPT, STATE, ScriptedClient, Workers, decode, replayed
@@ -250,7 +251,7 @@ def test_slots_of_a_rank_that_has_ended_stay_empty_until_the_last_one_ends():
     """By hand: 10 steps of 6 slots, in which 30 tokens were decoded, and 5 steps of 4 slots with 15."""
     tally = Tally(1.0, 0)
     for uses in ([SlotUse(10, 4, 20), SlotUse(6, 2, 10)], [SlotUse(5, 4, 15)]):
-        tally._uses.append(SlotUse.of_ranks(uses))
+        note_use(tally, SlotUse.of_ranks(uses))
     assert tally.use() == pytest.approx({"engine/steps": 15.0, "engine/idle_share": 1 - 45 / 80})
     assert not Tally(1.0, 0).use()  # what has not been counted is not said
 
@@ -268,7 +269,7 @@ def test_trajectories_that_were_begun_in_an_earlier_step_have_numbers_that_can_b
 def test_the_slowest_rank_decides_how_long_it_took():
     collector = collector_of(length, [ScriptedClient(), ScriptedClient()])
     for seconds, rank in zip(({"rollout": 2.0, "reward": 0.5}, {"rollout": 1.0, "reward": 4.0}), (0, 1), strict=True):
-        scored, run = collector._workers.ranks[rank], collector._workers.ranks[rank].run
+        scored, run = rank_of(collector, rank), rank_of(collector, rank).run
 
         def timed(*args, run=run, seconds=seconds):
             batch, report = run(*args)

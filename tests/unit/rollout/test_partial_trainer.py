@@ -18,6 +18,8 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from hybrid_rl.logging.report import read_jsonl
 from tests.support.engines.replayed import assert_learned_alike, gaps_by_version
+from tests.support.inside.rollouts import lengths_of, open_groups
+from tests.support.inside.workers import stream_of
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 KEYS = {
@@ -113,7 +115,7 @@ def test_a_resumed_run_tells_rewards_when_a_group_became_whole_and_ends_with_the
         broken.step()
     broken.close()
     resumed = make("broken", reward, resume="auto", **keys)
-    assert len(resumed.collector._open.held(3)) == 3
+    assert len(open_groups(resumed.collector, 3)) == 3
     resumed.fit()
     lines = [(t.run_folder / "samples.jsonl").read_text() for t in (whole, resumed)]
     assert lines[0] == lines[1] and lines[0].count("\n") == 20
@@ -214,7 +216,7 @@ def test_a_run_that_drops_has_no_old_token_and_resumes_and_replays_to_the_bit(ma
         broken.step()
     broken.close()
     resumed = make("broken", save_steps=1, resume="auto", **keys)
-    assert len(resumed.collector._lengths.state_dict(3)) > 2
+    assert len(lengths_of(resumed.collector).state_dict(3)) > 2
     resumed.fit()
     replayed = make("replayed", mode="train", rollouts_path=str(whole.run_folder / "rollouts"), **keys)
     replayed.fit()
@@ -240,7 +242,7 @@ def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
         trainer.num_generations = 4
     assert trainer.collector is before and trainer.config.rollout.temperature == 1
     trainer.step()
-    assert len(trainer.collector._open.held(2)) == 2
+    assert len(open_groups(trainer.collector, 2)) == 2
     trainer.close()
     saved = tmp_path / "runs" / "run" / "checkpoint-1"
     for refusal, match in (
@@ -313,7 +315,7 @@ def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
     num_slots = 8  # all that is begun and unfinished
     for step in range(1, 5):
         batch, metrics = trainer.step()
-        held = trainer.policy._backend._worker._stream.held(step)
+        held = stream_of(trainer).held(step)
         num_held = sum(group.num_tokens for group in held)
         num_new = int(batch["completion_length"].sum())
         assert metrics["buffer/held_share"] == pytest.approx(num_held / (num_held + num_new))
@@ -331,7 +333,7 @@ def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
 def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
     trainer = make(oversample=1, **{"rollout.async_level": 1})
     trainer.step()
-    rollout = trainer.policy._backend._worker._stream
+    rollout = stream_of(trainer)
     broken = Future()
     broken.set_exception(RewardError("gone"))
     for group in rollout.held(1):

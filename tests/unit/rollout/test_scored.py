@@ -114,8 +114,8 @@ def test_columns_are_those_of_their_samples_in_the_order_of_the_requests(batches
 
 def test_the_oldest_version_behind_a_sample():
     class Mixed(ScriptedClient):
-        def _answer(self, requests, index):
-            sample = super()._answer(requests, index)
+        def answer(self, requests, index):
+            sample = super().answer(requests, index)
             sample.versions[:] = [7 - index if place == 1 else 9 for place in range(len(sample.versions))]
             return sample
 

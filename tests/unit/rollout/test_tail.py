@@ -25,6 +25,7 @@ from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionGroup, CompletionStream, in_order
 from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.lengths import LengthRecord, expected_length, group_lengths
+from tests.support.inside.rollouts import begin_group, loads_of, set_lengths, wrap_begin
 from tests.unit.engines.engines import inplace, prompt
 from tests.unit.models.families import VOCABULARY
 from tests.unit.rollout import holding
@@ -203,7 +204,7 @@ def test_order_and_dealing_change_no_sample_and_save_engine_steps(monkeypatch):
     monkeypatch.setattr(holding, "length_of", length_of)
     unknown, known = tasks_of([None] * 6), tasks_of(by_prompt)
     rollout = CompletionStream(EngineClient(KnownEngine(4, 100, Script(), 0)), None, str, seed=3)
-    groups = [(rollout._begin(task, CALL), task.place) for task in known]
+    groups = [(begin_group(rollout, task, CALL), task.place) for task in known]
     seeds.update((request.params.seed, place) for group, place in groups for request in group.requests.values())
     late, (late_steps,) = rolled_out(unknown, 4)
     early, (early_steps,) = rolled_out(known, 4)
@@ -242,7 +243,7 @@ def test_a_resumed_run_predicts_and_deals_as_the_whole_one(tmp_path: Path, monke
 
     def noted(tasks, num_parts):
         parts = known(tasks, num_parts)
-        dealt.append(([places(part) for part in parts], +Counter(tasks._loads)))
+        dealt.append(([places(part) for part in parts], +Counter(loads_of(tasks))))
         return parts
 
     monkeypatch.setattr(TaskList, "dealt", noted)
@@ -260,8 +261,8 @@ def test_a_resumed_run_predicts_and_deals_as_the_whole_one(tmp_path: Path, monke
             if kills:
                 found.save()
                 if forgets:
-                    step, position, state, num_steps = found._saved
-                    found._saved = step, position, {**state, "lengths": {}}, num_steps
+                    step, position, state, num_steps = found.saved
+                    found.saved = step, position, {**state, "lengths": {}}, num_steps
                 found.kill()
         return found.steps, list(dealt)
 
@@ -285,14 +286,13 @@ def test_what_is_dropped_is_counted_and_nothing_is_held(tmp_path, monkeypatch):
     lengths = [9, 2, 2, 5, 3, 30, 4, 3]
     seeds = {}
     monkeypatch.setattr(holding, "length_of", lambda seed: lengths[seeds[seed]])
-    begun = holding.CompletionStream._begin
 
-    def begin(rollout, task, call):
+    def begin(begun, rollout, task, call):
         found = begun(rollout, task, call)
         seeds.update((request.params.seed, task.row.index) for request in found.requests.values())
         return found
 
-    monkeypatch.setattr(holding.CompletionStream, "_begin", begin)
+    wrap_begin(monkeypatch, begin)
     setting = holding.Setting(2, 1, 0, 2, 0, "fifo", 2, num_ranks=1, slots=8, max_num_waiting=9, drops=True)
     run = holding.Run(setting, tmp_path)
     holding.listen(monkeypatch, lambda: run.script)
@@ -359,7 +359,7 @@ def test_a_real_engine_makes_the_same_samples_in_the_order_of_their_lengths():
         collector = Collector(workers, ["zero"], StepPlan(sampler, 5, 3, params), max_failure_share=1.0, success=None)
         first = collector.take(1, TrainerState(1, 10, 0.0)).batch
         if forgets:
-            collector._lengths = LengthRecord()
+            set_lengths(collector, LengthRecord())
         second = collector.take(1, TrainerState(2, 10, 0.0)).batch
         return group_lengths(first), [request.prompt_ids for request in started[1][::3]], second
 

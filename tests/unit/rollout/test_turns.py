@@ -15,6 +15,7 @@ from hybrid_rl.process.interrupts import clear_interrupt
 from hybrid_rl.rollout import turns as turns_module
 from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
+from tests.support.inside.rollouts import is_idle
 from tests.unit.engines.engines import contract, inplace, prompt, request
 from tests.unit.engines.test_coordinator import on_ranks
 
@@ -44,7 +45,7 @@ def turns_on(main, *, rig=None, **settings):
     try:
         with client.session():
             result = turns.run(lambda: main(turns), 1)
-        assert not client.engine.num_unfinished and not client._handles
+        assert is_idle(client)
         return result, client
     finally:
         turns.close()

@@ -16,6 +16,7 @@ from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout import stream
 from hybrid_rl.rollout.won import SecondsWon, num_steps
+from tests.support.inside.rollouts import plan_of, set_plan
 from tests.unit.rollout import holding
 from tests.unit.rollout.holding import KnownEngine, Run, Setting, listen
 
@@ -119,7 +120,7 @@ def test_a_synchronous_run_wins_nothing(clock, tmp_path, monkeypatch, slots):
     """Also if completions wait for a place."""
     run = Run(replace(SETTING, slots=slots), tmp_path)
     listen(monkeypatch, lambda: run.script)
-    run.collector._plan = replace(run.collector._plan, hold=None, num_extra=0)
+    set_plan(run.collector, replace(plan_of(run.collector), hold=None, num_extra=0))
     for step in range(4):
         run.engines[0].policy_version = step
         metrics = run.collector.take(step, TrainerState(step + 1, 9, 0.0)).metrics

@@ -12,6 +12,7 @@ import pytest
 import hybrid_rl
 from hybrid_rl import Callback
 from hybrid_rl.errors import HybridRLError, RewardError
+from tests.support.inside.trainers import log_of
 from tests.support.tiny import sums
 
 HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith("on_")}
@@ -63,8 +64,8 @@ def test_what_on_fit_end_raises_comes_after_the_log_and_what_ended_fit(
 ) -> None:
     stopped = []
     trainer = make_trainer(callbacks=[Ends(first)], max_steps=1)
-    stop = trainer._log.stop
-    monkeypatch.setattr(trainer._log, "stop", lambda lost: (stopped.append(lost), stop(lost)))
+    stop = log_of(trainer).stop
+    monkeypatch.setattr(log_of(trainer), "stop", lambda lost: (stopped.append(lost), stop(lost)))
     with pytest.raises(first or ValueError, match="of the step" if first else "of the end") as raised:
         trainer.fit()
     assert stopped == [[]]

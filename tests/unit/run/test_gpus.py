@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hybrid_rl import native
-from hybrid_rl.cli import doctor
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run import gpus
 from hybrid_rl.run.prepare import find_hardware, warn_of_devices
+from tests.support.inside.commands import machine_facts, no_gpu_line
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Feb 27 16:22:05 UTC 2024\nGCC version:  gcc 12.3.0"
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version:  gcc 12.3.0"
@@ -78,7 +78,7 @@ def test_gpus_that_cannot_be_used_are_an_error(
     with pytest.raises(ConfigError, match="no GPU can be used: torch .* cannot use those of this machine: ") as caught:
         settled(**keys)
     assert reason in str(caught.value) and str(caught.value).endswith("or set device=cpu to train on the CPU")
-    assert reason in doctor._no_gpu()
+    assert reason in no_gpu_line()
 
 
 def test_device_cpu_is_what_was_asked_for(node: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,7 +116,7 @@ def test_a_machine_without_gpus_takes_the_cpu(
     node(*names)
     assert settled() == ("cpu", 1)
     assert not caplog.records
-    assert doctor._no_gpu() == "none, so: CPU only"
+    assert no_gpu_line() == "none, so: CPU only"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_gpus_that_were_overlooked_are_a_warning(
         assert settled() == ("cpu", 1)
     (record,) = caplog.records
     assert warning in record.getMessage() and "the run takes the CPU" in record.getMessage()
-    assert warning in doctor._no_gpu()
+    assert warning in no_gpu_line()
 
 
 @pytest.mark.parametrize(("reason", "is_named"), [(None, False), ("there are no kernels for cuda", True)])
@@ -146,7 +146,7 @@ def test_doctor_names_kernels_that_were_not_built(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
     monkeypatch.setattr(native, "why_missing", lambda device_type: reason)
-    facts = doctor._describe_machine(tmp_path)
+    facts = machine_facts(tmp_path)
     assert facts["accelerators"] == "H100 with 80.0 GiB"
     assert ("kernels for CUDA" in facts) == is_named
     assert not is_named or "nvidia-cuda-nvcc" in facts["kernels for CUDA"]

@@ -17,13 +17,14 @@ from hybrid_rl import RunStopped, Trainer
 from hybrid_rl.checkpoint.background import Progress
 from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.errors import ConfigError, HybridRLError, RewardError, StorageError, WorkerError
-from hybrid_rl.logging.report import RunFolder
 from hybrid_rl.process.stopping import SIGNALS, own_process
 from hybrid_rl.run import recovery, restarts
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.evaluator import RunEvaluator
 from hybrid_rl.workers.groups import PolicyGroup
 from tests.support.engines.engine_faults import InjectedFault
+from tests.support.inside.trainers import position_of, saver_of, stopper_of, wrap_keep_aside
+from tests.support.inside.workers import worker_of
 from tests.support.tiny import sums
 
 pytestmark = pytest.mark.slow
@@ -176,15 +177,15 @@ def test_errors_of_another_kind_after_the_same_step_do_not_end_a_run() -> None:
 def test_a_full_disk_at_a_restart_is_waited_for(make_trainer, straight_run, records, monkeypatch) -> None:
     straight = straight_run(**STEPS)
     trainer, stuck = (make_trainer(**STEPS | {"max_restarts": 3, "run_name": name}) for name in "ab")
-    keep, num_left = RunFolder._keep_aside, [2]
+    num_left = [2]
 
-    def full(self: Any, path: Path, dropped: bytes) -> None:
+    def full(keep: Any, self: Any, path: Path, dropped: bytes) -> None:
         num_left[0] -= 1
         if num_left[0] >= 0:
             raise StorageError("cannot write: No space left on device")
         keep(self, path, dropped)
 
-    monkeypatch.setattr(RunFolder, "_keep_aside", full)
+    wrap_keep_aside(monkeypatch, full)
     with dying(monkeypatch, "update", 4):
         assert trainer.fit()["restarts"] == 3.0
     assert [line["step"] for line in records(trainer)] == [0, 1, 2, 3, 4, 5]
@@ -234,7 +235,7 @@ class Stopping(Callback):
 def test_a_run_that_was_stopped_trains_again_what_a_restart_has_lost(make_trainer, monkeypatch) -> None:
     """stop() in step 3, whose checkpoint the engine does not outlive; the one before is that of step 2."""
     trainer = make_trainer(max_steps=5, save_steps=2, max_restarts=1, callbacks=[Stopping()])
-    save = trainer._saver.keep_last_step
+    save = saver_of(trainer).keep_last_step
     failures = [True]
 
     def fails() -> None:
@@ -244,14 +245,14 @@ def test_a_run_that_was_stopped_trains_again_what_a_restart_has_lost(make_traine
             raise error
         save()
 
-    monkeypatch.setattr(trainer._saver, "keep_last_step", fails)
+    monkeypatch.setattr(saver_of(trainer), "keep_last_step", fails)
     trainer.fit()
     assert trainer.global_step == 3 and (trainer.run_folder / "checkpoint-3").is_dir()
 
 
 class StoppingAtCheckpoint(Callback):
     def on_step_end(self, trainer, step, batch, metrics):
-        trainer._saver.wait()
+        saver_of(trainer).wait()
         if step == 2:
             trainer.stop()
 
@@ -259,7 +260,7 @@ class StoppingAtCheckpoint(Callback):
 def test_a_run_that_was_stopped_at_its_last_checkpoint_stays_stopped(make_trainer, monkeypatch) -> None:
     trainer = make_trainer(**STEPS, max_restarts=1, callbacks=[StoppingAtCheckpoint()])
     failures = [lost(InjectedFault("gone"))]
-    monkeypatch.setattr(trainer._saver, "end", lambda **_: (_ for _ in ()).throw(failures.pop()) if failures else 0)
+    monkeypatch.setattr(saver_of(trainer), "end", lambda **_: (_ for _ in ()).throw(failures.pop()) if failures else 0)
     trainer.fit()
     assert trainer.global_step == 2
 
@@ -325,7 +326,7 @@ def test_the_weights_of_a_dead_worker_are_let_go(make_trainer, monkeypatch, mode
     import weakref
 
     trainer = make_trainer(model=str(model_folder), **STEPS, max_restarts=1)
-    worker = weakref.ref(trainer.policy._backend._worker)
+    worker = weakref.ref(worker_of(trainer))
     with dying(monkeypatch, "update", 3):
         trainer.fit()
     assert worker() is None
@@ -535,7 +536,7 @@ def test_a_second_ctrl_c_in_an_evaluation_leaves_it_to_a_later_fit(make_trainer,
 def test_an_evaluation_that_is_owed_is_left_out_by_a_run_without_its_data(make_trainer, monkeypatch, caplog) -> None:
     trainer = make_trainer(max_steps=3, save_steps=1, run_name="run")
     trainer.step()
-    trainer._position.owed = {"reward": 1.0}  # as a second Ctrl-C leaves it
+    position_of(trainer).owed = {"reward": 1.0}  # as a second Ctrl-C leaves it
     trainer.save()
     trainer.close()
     resumed = make_trainer(max_steps=3, save_steps=1, run_name="run", resume="auto")
@@ -549,7 +550,7 @@ def test_an_error_of_processes_that_the_signal_ended_too_is_a_stop(make_trainer)
 
     def broken(completion_ids, trainer_state, **_):
         if trainer_state.global_step == 2:
-            trainer._stopper.stop.reason = "SIGTERM"
+            stopper_of(trainer).stop.reason = "SIGTERM"
             raise LookupError("its process has ended")
         return [float(len(ids)) for ids in completion_ids]
 

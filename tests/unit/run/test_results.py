@@ -9,6 +9,7 @@ import torch
 
 from hybrid_rl.logging.meanings import meaning_of
 from hybrid_rl.run.results import Metrics, StepResult
+from tests.support.libraries.python_names import html_of
 from tests.support.tiny import build_model, exact, spread
 
 
@@ -24,7 +25,7 @@ def test_a_step_can_be_read(make_trainer) -> None:
     assert set(sample.row) <= set(result.batch.to_pandas().columns)
     text = repr(result)
     assert len(text) < 400 and "8 samples in 4 groups" in text and f".metrics  {len(result.metrics)}" in text
-    page = result._repr_html_()
+    page = html_of(result)
     assert "mean entropy of the policy" in page and "<table" in page
     batch, metrics = result
     assert isinstance(result, StepResult) and metrics == pickle.loads(pickle.dumps(metrics)) == dict(metrics)
@@ -47,7 +48,7 @@ def test_metrics_show_themselves() -> None:
     assert repr(Metrics()) == "Metrics()"
     assert list(metrics.groups()) == ["main", "eval", "timing"]
     assert "  timing/step        0.5  seconds of the whole training step" in metrics.text().splitlines()
-    page = metrics._repr_html_()
+    page = html_of(metrics)
     assert "&lt;b&gt;" in page and "><b>" not in page
     assert page.count("<details open>") == 1  # of the main ones
 

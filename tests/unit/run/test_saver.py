@@ -12,6 +12,7 @@ import pytest
 from hybrid_rl.checkpoint.background import GIVEN_UP, Progress
 from hybrid_rl.run.position import Position
 from hybrid_rl.run.saver import Saver
+from tests.support.inside.trainers import is_saving, set_saving
 
 FULL, GONE = "OSError: No space left on device", "FileNotFoundError: the hidden folder"
 
@@ -36,8 +37,8 @@ def test_the_rank_is_named_that_failed_by_itself(errors: tuple[str, str], told: 
     crew: Any = SimpleNamespace(policy=policy, position=position, log=None)
     nothing: Any = None
     saver = Saver(crew, nothing, nothing, lambda *_: pytest.fail("it is announced"))
-    saver._saving = tmp_path / "checkpoint-5"
+    set_saving(saver, tmp_path / "checkpoint-5")
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         saver.look()
-    assert ended == [True] and saver._saving is None and position.save_due
+    assert ended == [True] and not is_saving(saver) and position.save_due
     assert told in caplog.text and "checkpoint-5" in caplog.text

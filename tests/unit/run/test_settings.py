@@ -12,11 +12,9 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError
 from hybrid_rl.run.attributes import Setting
 from hybrid_rl.run.missing import LIVE
+from tests.support.inside.training import adam_states, clipped_at, options_of
+from tests.support.inside.workers import actor_of, optimizer_of
 from tests.support.tiny import spread, sums
-
-
-def optimizer_of(trainer):
-    return trainer.policy._backend._worker._actor.optimizer
 
 
 def weights_of(module) -> torch.Tensor:
@@ -45,7 +43,7 @@ def test_the_next_update_has_the_new_learning_rate(make_trainer, records) -> Non
     before = weights_of(trainer.module)
     assert trainer.step().metrics["learning_rate"] == 1e-4
     optimizer = optimizer_of(trainer)
-    states = [optimizer._adamw.state[target] for target in optimizer._targets.values()]
+    states = adam_states(optimizer)
     moments = [torch.cat([state[name].flatten() for state in states]).double() for name in ("exp_avg", "exp_avg_sq")]
     mean, square = moments[0] / (1 - 0.9**2), moments[1] / (1 - 0.99**2)
     expected = -1e-4 * mean / (square.sqrt() + 1e-8)
@@ -119,9 +117,9 @@ def test_other_settings_act_in_the_next_step(make_trainer) -> None:
     batch, metrics = trainer.step()
     assert metrics["kl_beta"] == 0.3 and metrics["set/beta"] == 0.3
     assert batch.num_samples == 12 and metrics["completions/max_length"] <= 4
-    actor = trainer.policy._backend._worker._actor
-    assert (actor._spec.policy_loss.epsilon, actor._spec.max_completion_length) == (0.05, 4)
-    assert actor.entropy_weight.applied == 0.01 and actor.optimizer._max_grad_norm == 2
+    actor = actor_of(trainer)
+    assert (options_of(actor).policy_loss.epsilon, options_of(actor).max_completion_length) == (0.05, 4)
+    assert actor.entropy_weight.applied == 0.01 and clipped_at(actor.optimizer) == 2
 
 
 # --------------------------------------------------------------------------------------------------- what is refused

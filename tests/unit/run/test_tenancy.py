@@ -15,6 +15,8 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, HybridRLError
+from tests.support.inside.workers import worker_of
+from tests.support.libraries.python_names import end_at_once
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 KEYS = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 2}
@@ -169,7 +171,7 @@ def test_two_trainers_of_one_module_are_told_of(make_trainer, caplog) -> None:
         second.step()
         second.step()
         assert caplog.text == ""
-        worker = first.policy._backend._worker
+        worker = worker_of(first)
         published, publish = [], worker.update_weights
         worker.update_weights = lambda version: published.append(version) or publish(version)
         first.step()
@@ -212,7 +214,7 @@ def in_child(action: Callable[[], object]) -> int:
             action()
             status = 0
         finally:
-            os._exit(status)
+            end_at_once(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

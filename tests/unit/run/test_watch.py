@@ -12,6 +12,8 @@ from hybrid_rl.errors import DivergedError
 from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
+from tests.support.inside.trainers import crew_of
+from tests.support.inside.workers import critic_of, module_of, worker_of
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -176,7 +178,7 @@ def test_a_threshold_above_every_reward_is_told(make_trainer, caplog) -> None:
 
 def poisoned(trainer, name: str = FIRST, when=lambda: True):
     """From now on the gradient of a parameter is not finite."""
-    parameter = dict(trainer.policy._backend._worker._actor.model.module.named_parameters())[name]
+    parameter = dict(module_of(trainer).named_parameters())[name]
     return parameter.register_hook(lambda gradient: gradient * (float("nan") if when() else 1.0))
 
 
@@ -213,7 +215,7 @@ def test_a_skipped_update_among_others_ends_nothing(make_trainer) -> None:
 def test_huge_advantages_are_named(make_trainer, monkeypatch) -> None:
     """Whatever made them: here one that is put into the batch."""
     trainer = make_trainer(max_steps=4)
-    worker = trainer.policy._backend._worker
+    worker = worker_of(trainer)
     compute = worker.advantages
 
     def broken(batch):
@@ -233,9 +235,9 @@ def test_weights_that_are_broken_are_not_saved(make_trainer, caplog) -> None:
     """A checkpoint of them would be the newest: resume=auto would go on from it instead of a good one."""
     trainer = make_trainer(max_steps=9, save_steps=1)
     trainer.step()
-    look = trainer._crew.watch.look
+    look = crew_of(trainer).watch.look
     cause = SkippedUpdate(float("nan"), float("nan"), [], [FIRST], 26)
-    trainer._crew.watch.look = lambda step, metrics, why: look(
+    crew_of(trainer).watch.look = lambda step, metrics, why: look(
         step, metrics | {"skipped_updates": 1}, lambda: {"policy": cause}
     )
     trainer.step()
@@ -245,7 +247,7 @@ def test_weights_that_are_broken_are_not_saved(make_trainer, caplog) -> None:
 
 def test_the_critic_is_watched_too(make_trainer) -> None:
     trainer = make_trainer(advantage="gae", critic_learning_rate=1e-3, max_steps=5, train_dataset=sums(12))
-    critic = trainer.policy._backend._worker._roles._critic.model.module
+    critic = critic_of(trainer).model.module
     name, parameter = next((n, p) for n, p in critic.named_parameters() if n.endswith("up_proj.weight"))
     parameter.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(DivergedError, match=f"the critic has not changed in the last 3 .* first that of {name}"):

@@ -21,6 +21,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.training import actor as actor_module
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
+from tests.support.inside.training import learned_numbers
 
 V, TEMPERATURE, VERSION = 7, 0.8, 3
 GROUP = 5  # pass_at_k compares subsets of 4
@@ -193,7 +194,7 @@ def train(
         found.tables.append(model.module.table.detach().clone())
         (gradient,) = actor.optimizer.gradients()
         found.gradients.append(gradient.clone())
-        numbers = actor._numbers.parameters
+        numbers = learned_numbers(actor).parameters
         found.learned.append(0.0 if numbers is None else float(numbers.detach()[0]))
         return step()
 

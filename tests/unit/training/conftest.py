@@ -43,11 +43,11 @@ class Bench:
             probe_ids=tuple(ids_of("1+2=")),
             expected=expected,
         )
-        self.group = HybridGroup(LocalBackend("policy", lambda context: self._make(setup, context)))
+        self.group = HybridGroup(LocalBackend("policy", lambda context: self.make(setup, context)))
         self.version = 0
         self.handoff = self.publish(0)
 
-    def _make(self, setup: WorkerSetup, context: RankContext) -> HybridWorker:
+    def make(self, setup: WorkerSetup, context: RankContext) -> HybridWorker:
         self.worker = HybridWorker(setup, context)
         return self.worker
 

@@ -18,6 +18,7 @@ from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.training.critic import Critic
 from tests.reference import grpo_case
 from tests.support.float64 import KeepFloat64
+from tests.support.inside.training import named_gradients
 from tests.unit.training.grpo_step import case_batch
 
 
@@ -104,10 +105,7 @@ class RecordedGradients:
         step, optimizer = critic.optimizer.step, critic.optimizer
 
         def recording() -> tuple[float, bool]:
-            wrapped = {
-                name: optimizer._wrapped(name, gradient.clone())
-                for name, gradient in zip(optimizer._parameters, optimizer.gradients(), strict=True)
-            }
+            wrapped = dict(named_gradients(optimizer))
             self.by_step.append({name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in wrapped.items()})
             return step()
 

@@ -23,7 +23,7 @@ BOUNDS = {"target": 0.5, "low": 0.01, "high": 0.03, "delta": 0.01}
 
 @pytest.mark.parametrize(
     ("coef", "measured", "expected"),
-    # The branches of GRPOTrainer._compute_loss in TRL 1.16.0, by hand.
+    # The branches of `_compute_loss` in the GRPOTrainer of TRL 1.16.0, by hand.
     [(0.015, 0.5, 0.025), (0.025, 0.4, 0.03), (0.03, 0.51, 0.02), (0.015, 2.0, 0.01), (0.02, math.nan, 0.01)],
 )
 def test_the_rule_of_trl(coef: float, measured: float, expected: float) -> None:

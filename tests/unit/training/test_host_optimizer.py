@@ -13,6 +13,8 @@ from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.training import actor, host_optimizer
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.optimizer import Optimizer
+from tests.support.inside.training import num_slices, sums_of, targets_of
+from tests.support.inside.workers import optimizer_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -69,7 +71,7 @@ def test_steps_are_those_of_the_usual_optimizer(
     if not hashes:
         monkeypatch.setattr(HostOptimizer, "_hashes", lambda _: None)
     usual, host = pair(dtype)
-    assert isinstance(host[1], HostOptimizer) and len(host[1]._slices) == {1: 8, 50: 2, 1 << 26: 1}[streamed]
+    assert isinstance(host[1], HostOptimizer) and num_slices(host[1]) == {1: 8, 50: 2, 1 << 26: 1}[streamed]
     found = []
     for module, optimizer in (usual, host):
         told = [take_step(module, optimizer, step) for step in range(3)]
@@ -105,8 +107,8 @@ def test_gradients_are_added_up_beside_the_weights_and_not_on_the_host() -> None
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     host.accumulate()
-    assert {held.grad.dtype for held in host._sums.values() if held.grad is not None} == {torch.float32}
-    assert all(target.grad is None for target in host._targets.values())
+    assert {held.grad.dtype for held in sums_of(host) if held.grad is not None} == {torch.float32}
+    assert all(target.grad is None for target in targets_of(host).values())
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
@@ -117,7 +119,7 @@ def test_a_run_is_the_same(dtype: torch.dtype, make_bench: Any, monkeypatch: pyt
         monkeypatch.setattr(actor, "Optimizer", cls)
         bench = make_bench(dtype=str(dtype).removeprefix("torch."), num_iterations=2)
         metrics = [bench.train(1), bench.train(2)]
-        optimizer = bench.worker._actor.optimizer
+        optimizer = optimizer_of(bench.worker)
         assert type(optimizer) is cls
         found.append((metrics, contents(bench.module, optimizer)))
     assert found[0][0] == found[1][0]

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
+from tests.support.inside.training import learned_numbers
+from tests.support.inside.workers import actor_of
+
 
 def test_what_a_broken_off_update_left_behind_moves_no_learned_number(make_bench) -> None:
     found = []
     for left_behind in (None, torch.tensor([1e3], dtype=torch.float64)):
         bench = make_bench(policy_loss="lambda_grpo", lambda_learning_rate=0.1)
-        numbers = bench.worker._actor._numbers
+        numbers = learned_numbers(actor_of(bench.worker))
         numbers.parameters.grad = left_behind
         bench.train()
         found.append(numbers.parameters.item())

@@ -9,12 +9,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybrid_rl.compat.torch import TorchDispatchMode
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.errors import ModelError
 from hybrid_rl.training.optimizer import Optimizer
+from tests.support.inside.training import mesh_of
+from tests.support.libraries.torch_names import FakeStore
 
 LR = 1e-2
 
@@ -241,7 +242,7 @@ def test_slices_of_gradients_change_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def through_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    parameter.data.copy_(values)  # leaves no trace in parameter._version
+    parameter.data.copy_(values)  # the parameter does not count it as a change
 
 
 def in_place(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -315,7 +316,7 @@ def test_parameters_are_all_sharded_alike(world) -> None:
 
     copied = sharded(mesh, Replicate(), Shard(0))
     optimizer = optimizer_of(copied, sharded(mesh, Replicate(), Shard(1)))
-    assert (optimizer._mesh, optimizer._num_copies) == (mesh, 2)
+    assert mesh_of(optimizer) == (mesh, 2)
     for other in (torch.ones(2, 3), sharded(line, Shard(0)), sharded(mesh, Shard(0), Replicate())):
         with pytest.raises(ModelError, match="parameters a, b are sharded over several meshes, or copied over differ"):
             optimizer_of(copied, other)

@@ -27,6 +27,7 @@ from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from tests.reference.grpo_case import build_model
 from tests.support.cuda.pretended_cuda import CUDA, PretendedCuda, backward, pretended_cuda, to_cuda
+from tests.support.inside.training import skip_first_look
 from tests.unit.training.critic_case import config_of, critic_batch, policy_with_head
 from tests.unit.training.grpo_step import case_config
 from tests.unit.training.objective_steps import STEPS, VERSION, prepared_batch, step_batch, step_config
@@ -119,7 +120,7 @@ def test_the_critic_reads_once_per_optimizer_step_and_once_at_the_end(monkeypatc
         monkeypatch.setattr("hybrid_rl.training.critic.build_critic", lambda *_: model)
         monkeypatch.setattr(model, "verify", lambda: 0.0)
         critic = Critic(module, config, HERE, num_optimizer_steps=4, options=ValueHeadConfig())
-        critic._has_begun = True  # the head was looked at: once in a run
+        skip_first_look(critic)  # the head was looked at: once in a run
         cuda.forget()
         metrics = critic.update(batch, [[[0], [1]], [[2]]]).result()
         values = critic.values(batch, [[[0], [1], [2]]])

@@ -5,6 +5,7 @@ import torch
 
 from hybrid_rl.models import PackedRow
 from hybrid_rl.training.scoring import batch_logprobs
+from tests.support.inside.workers import actor_of, plan_of
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
@@ -17,8 +18,8 @@ def test_logprobs_are_bitwise_those_of_the_training_pass(make_bench, cap: int, d
     batch = bench.rollout()
     lengths = batch["prompt_ids"].lengths + batch["completion_ids"].lengths
     assert len(set((lengths % 2).tolist())) == 2  # odd and even lengths
-    actor = bench.worker._actor
-    plan = bench.worker._plan(batch, 1)
+    actor = actor_of(bench.worker)
+    plan = plan_of(bench.worker, batch, 1)
     scored = actor.columns(batch, plan)["old_logprobs"]
     for micro in (rows for mini in plan for rows in mini):
         chosen = batch.select(micro)
@@ -41,7 +42,7 @@ def test_logprobs_are_bitwise_those_of_the_training_pass(make_bench, cap: int, d
 def test_first_update_has_ratio_one_with_many_micro_batches(make_bench, keys: dict) -> None:
     bench = make_bench(old_logprobs="recompute", **keys)
     batch = bench.prepared()
-    assert len(bench.worker._plan(batch, 1)[0]) > 2
+    assert len(plan_of(bench.worker, batch, 1)[0]) > 2
     metrics = bench.update(batch)
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
@@ -49,7 +50,7 @@ def test_first_update_has_ratio_one_with_many_micro_batches(make_bench, keys: di
 def test_every_place_is_written_once(make_bench) -> None:
     """Whatever the order of the plan, row i of the result belongs to sample i."""
     bench = make_bench()
-    batch, model = bench.rollout(), bench.worker._actor.model
+    batch, model = bench.rollout(), actor_of(bench.worker).model
     one_by_one = batch_logprobs(model, batch, [[row] for row in range(batch.num_samples)])
     backwards = batch_logprobs(model, batch, [[5, 2, 11], [10, 0], [9, 8, 1, 3, 4, 6, 7]])
     torch.testing.assert_close(backwards.values, one_by_one.values, rtol=0, atol=1e-6)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
 
+from hybrid_rl.compat.torch import storage_id
 from hybrid_rl.weights import views as views_module
 from hybrid_rl.weights.names import Conversion
 from hybrid_rl.weights.views import CheckpointViews, checkpoint_views
@@ -47,11 +48,11 @@ def qwen3_moe() -> PreTrainedModel:
 
 def values(module: PreTrainedModel, views: CheckpointViews) -> dict[str, Tensor]:
     """The views with the module's own weights in them."""
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in views.tensors.items()}
+    owners = {storage_id(tensor): name for name, tensor in views.tensors.items()}
     state = module.state_dict()
     found = {}
     for name, view in views.views:
-        whole = state[owners[view.untyped_storage()._cdata]]
+        whole = state[owners[storage_id(view)]]
         found[name] = whole.as_strided(view.shape, view.stride(), view.storage_offset())
     return found
 

@@ -3,12 +3,13 @@
 import pytest
 
 from hybrid_rl.errors import ConfigError
+from tests.support.inside.workers import actor_of, reference_of
 
 
 def test_actor_and_reference_run_on_what_was_asked_for(make_bench):
     bench = make_bench(attention="sdpa", beta=0.1)
-    assert bench.worker._actor.model.attention.name == "sdpa"
-    assert bench.worker._roles.reference_model.attention.name == "sdpa"
+    assert actor_of(bench.worker).model.attention.name == "sdpa"
+    assert reference_of(bench.worker).attention.name == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash_attn", "flash_attn_3"])

@@ -71,9 +71,9 @@ class Ranks:
         values = torch.arange(batch.num_samples, dtype=torch.float64)
         if isinstance(batch, Batch):
             return batch.with_columns(**{self._column: values})
-        return batch.merge(self._stored(Batch({self._column: values})))
+        return batch.merge(self.stored(Batch({self._column: values})))
 
-    def _stored(self, batch: Batch) -> BatchRef:
+    def stored(self, batch: Batch) -> BatchRef:
         def put(block: Batch) -> int:
             self._blocks.append(block)
             return len(self._blocks) - 1
@@ -89,7 +89,7 @@ def test_the_reference_scores_while_the_policy_does() -> None:
     barrier = threading.Barrier(2, timeout=20)
     reference = Ranks("reference", "rewards", blocks, barrier.wait)
     policy = Ranks("policy", "baseline_rewards", blocks, barrier.wait)
-    batch = policy._stored(Batch({"group": torch.tensor([0, 0, 1]), "completion": ["a", "b", "c"]}))
+    batch = policy.stored(Batch({"group": torch.tensor([0, 0, 1]), "completion": ["a", "b", "c"]}))
     scored = PolicyGroup(policy, ReferenceGroup(reference)).score(batch, 1)
     assert scored.columns == {"group", "completion", "rewards", "baseline_rewards"}
     loaded = scored.load()
@@ -121,7 +121,7 @@ def test_an_error_of_the_policy_comes_when_the_reference_has_ended(also_the_refe
             raise ValueError("reference")
 
     policy, reference = Ranks("policy", "rewards", blocks, fail), Ranks("reference", "rewards", blocks, end)
-    batch = policy._stored(Batch({"group": torch.tensor([0]), "completion": ["a"]}))
+    batch = policy.stored(Batch({"group": torch.tensor([0]), "completion": ["a"]}))
     with pytest.raises(ValueError, match="policy"):
         PolicyGroup(policy, ReferenceGroup(reference)).score(batch, 1)
     assert ended.is_set()

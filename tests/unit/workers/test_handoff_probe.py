@@ -10,6 +10,7 @@ from hybrid_rl.engines.base import FinishedSample
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.workers.handoff_probe import NOISE_FACTOR, PROBE_TOLERANCE, HandoffProbe
+from tests.support.libraries.torch_names import forward_hooks
 from tests.support.tiny import build_model, ids_of
 
 PROMPT = tuple(ids_of("1+2="))
@@ -57,7 +58,7 @@ def test_in_16_bits_the_trainers_half_shows_what_one_rounding_does() -> None:
     rows, moved = bf16_probe().expected(CausalLM(module))
     assert rows.shape == moved.shape == (4, module.config.vocab_size)
     assert 0 < (rows - moved).abs().max() < 0.1
-    assert not module.get_input_embeddings()._forward_hooks
+    assert not forward_hooks(module.get_input_embeddings())
     again = bf16_probe().expected(CausalLM(module))
     assert torch.equal(again[1], moved)  # on every rank the same
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,9 @@ from hybrid_rl.rollout.records import sample_records
 from hybrid_rl.training import actor
 from hybrid_rl.workers.handoff_probe import causes
 from hybrid_rl.workers.rollout_side import ColocatedSide
+from tests.support.inside.engines import compute_with, model_of, set_model
+from tests.support.inside.training import before_steps
+from tests.support.inside.workers import actor_of, engine_of, gather_with, optimizer_of, side_of
 from tests.support.tiny import build_tokenizer, ids_of, spread
 
 
@@ -109,7 +111,7 @@ def test_reference_stays_at_the_initial_weights(make_bench) -> None:
 def test_take_steps_and_schedule(make_bench, keys: dict, per_step: int) -> None:
     """The schedule runs over the real number of optimizer steps: linear to 0 at the end of the last training step."""
     bench = make_bench(lr_scheduler_type="linear", num_training_steps=2, **keys)
-    optimizer = bench.worker._actor.optimizer
+    optimizer = optimizer_of(bench.worker)
     assert optimizer.learning_rate == pytest.approx(1e-2)
     rates = [1e-2 * (1 - index / (2 * per_step)) for index in range(2 * per_step)]
     first, second = bench.train(1), bench.train(2)
@@ -167,18 +169,17 @@ def test_what_was_lost_or_failed_is_probed_again(make_bench, monkeypatch) -> Non
     assert "handoff/probe_gap" in again
     assert probed(5, 6, 7) == [True, True, False]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="unreadable"):
-        patch.setattr(bench.worker._side, "verify", unreadable)
+        patch.setattr(side_of(bench.worker), "verify", unreadable)
         bench.publish(8)
     assert probed(8, 9, 10, 11) == [True, True, True, False]
     others = [True, False]
-    context = replace(bench.worker._context, gather=lambda mine: [mine, others.pop(0)])
-    monkeypatch.setattr(bench.worker, "_context", context)
+    gather_with(monkeypatch, bench.worker, lambda mine: [mine, others.pop(0)])
     assert probed(12, 13) == [True, False]
 
 
 def test_every_handoff_ends_with_letting_go_of_addresses(make_bench, monkeypatch) -> None:
     bench = make_bench()
-    side, calls = bench.worker._side, []
+    side, calls = side_of(bench.worker), []
 
     def wrong(_version: int) -> None:
         calls.append("verify")
@@ -195,7 +196,7 @@ def test_every_handoff_ends_with_letting_go_of_addresses(make_bench, monkeypatch
 
 def test_engine_with_other_modules_is_refused(make_bench) -> None:
     bench = make_bench()
-    bench.worker._engine._model = CausalLM(copy.deepcopy(bench.module))
+    set_model(engine_of(bench.worker), CausalLM(copy.deepcopy(bench.module)))
     with pytest.raises(HandoffError, match="replaced"):
         bench.group.update_weights(1)
 
@@ -203,18 +204,18 @@ def test_engine_with_other_modules_is_refused(make_bench) -> None:
 def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkeypatch) -> None:
     """Every tensor is shared and yet the answer is stale: what a derived tensor that was not refreshed would do."""
     bench = make_bench()
-    runner = bench.worker._engine._runner
-    logits = runner._model.logits
+    engine = engine_of(bench.worker)
+    logits = model_of(engine).logits
     head = bench.module.lm_head.weight.detach().clone()
 
     class Stale:
         def __getattr__(self, name: str):
-            return getattr(bench.worker._actor.model, name)
+            return getattr(actor_of(bench.worker).model, name)
 
         def logits(self, hidden: torch.Tensor) -> torch.Tensor:
             return logits(hidden) - hidden @ bench.module.lm_head.weight.T + hidden @ head.T
 
-    monkeypatch.setattr(runner, "_model", Stale())
+    compute_with(engine, Stale())
     bench.group.update_weights(1)
     with torch.no_grad():
         bench.module.lm_head.weight.normal_()
@@ -303,13 +304,12 @@ def test_mini_batches_are_those_that_the_driver_assigned(make_bench, monkeypatch
     """Whole groups, in the order of the column, whatever the order of the samples."""
     bench = make_bench(prompts_per_mini_batch=1)
     batch = bench.prepared()
-    seen, step = [], type(bench.worker._actor)._take_step
+    seen = []
 
-    def spied(actor, batch, micro_batches, *arguments, **options):
+    def look(batch, micro_batches, *_, **__):
         seen.append(sorted(row for micro in micro_batches for row in micro))
-        return step(actor, batch, micro_batches, *arguments, **options)
 
-    monkeypatch.setattr(type(bench.worker._actor), "_take_step", spied)
+    before_steps(actor_of(bench.worker), look)
     bench.update(batch)
     assert seen == [(batch["mini_batch"] == index).nonzero()[:, 0].tolist() for index in range(4)]
     assert all(len(set(batch["group"][rows].tolist())) == 1 for rows in seen)

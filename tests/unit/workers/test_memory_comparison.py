@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from hybrid_rl.memory.comparison import Expected
+from tests.support.inside.workers import comparison_of
 
 # 45 x 16 embeddings, tied; two layers of 272 + 136 + 136 + 256 attention, 1,536 MLP and 32 norms; a norm: float32.
 ACTOR_BYTES = (720 + 2 * 2368 + 16) * 4
@@ -47,5 +48,5 @@ def test_every_phase_is_compared_with_its_own_part_of_the_plan(make_bench, caplo
 def test_without_a_plan_nothing_is_compared(make_bench) -> None:
     bench = make_bench()
     bench.train()
-    assert bench.worker._comparison is None
+    assert comparison_of(bench.worker) is None
     assert not [name for name in bench.memory() if name.endswith("_deviation")]

@@ -12,6 +12,7 @@ import pytest
 from hybrid_rl import Trainer
 from hybrid_rl.memory.cycle import Cycle
 from tests.support.engines.sleeping_engine import sleeping_engine
+from tests.support.inside.workers import arena_of, cycle_of, side_of, worker_of
 from tests.support.memory.memory_runs import folders
 from tests.support.memory.memory_watch import held_bytes, slope
 
@@ -24,7 +25,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 128}
 
 def run_cycles(worker: Any, num: int, each: Callable[[dict[str, int]], None]) -> None:
     """Take all phases in order, without what is computed in them; only weights are really published."""
-    cycle: Cycle = worker._cycle
+    cycle: Cycle = cycle_of(worker)
     for number in range(num):
         sizes: dict[str, int] = {}
         for phase in cycle:
@@ -33,7 +34,7 @@ def run_cycles(worker: Any, num: int, each: Callable[[dict[str, int]], None]) ->
                 assert {tag for tag, size in found.items() if size} == phase.tags
                 sizes |= {f"{phase.name}/{tag}": found[tag] for tag in phase.tags}
                 if phase.name == "publish":
-                    worker._side.publish(100 + number)
+                    side_of(worker).publish(100 + number)
         worker.memory_metrics()
         each(sizes)
 
@@ -43,7 +44,7 @@ def test_bytes_are_constant_and_memory_is_flat(tmp_path: Path) -> None:
         trainer: Trainer = make(case="ppo", engine="sleeping", max_steps=9, shape=SHAPE)
         trainer.step()
         trainer.step()
-        worker: Any = trainer.policy._backend._worker  # type: ignore[attr-defined]
+        worker: Any = worker_of(trainer)
         sizes: list[dict[str, int]] = []
         held: list[int] = []
 
@@ -58,6 +59,6 @@ def test_bytes_are_constant_and_memory_is_flat(tmp_path: Path) -> None:
         smallest = min(sizes[0].values())
         assert smallest > 50_000
         assert abs(slope(held)) / EVERY < 0.04 * smallest, held
-        arena = worker._memory._arena.slot_bytes()
+        arena = arena_of(worker).slot_bytes()
         assert set(arena) == {"actor", "optimizer", "reference", "critic", "critic_optimizer", "reward_models"}
         trainer.step()  # and it still trains

@@ -14,6 +14,9 @@ from hybrid_rl import Trainer
 from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.errors import HybridRLError, MemoryRefusedError, MemoryStateError
 from tests.support.engines.sleeping_engine import sleeping_engine
+from tests.support.inside.engines import cache_of
+from tests.support.inside.memory import offloaded, storage_sizes
+from tests.support.inside.workers import engine_of, worker_of
 from tests.support.memory.memory_faults import fail_once
 from tests.support.memory.memory_runs import compare, compare_checkpoints, folders
 from tests.support.tiny import build_model
@@ -52,25 +55,12 @@ def fault() -> Iterator[Callable[..., None]]:
         function()
 
 
-def worker_of(trainer: Trainer) -> Any:
-    return trainer.policy._backend._worker  # type: ignore[attr-defined]
-
-
 def assert_in_place(worker: Any) -> None:
     """What is awake has its bytes, what sleeps has none."""
     for tag, memory in offloaded(worker).items():
         assert memory.is_asleep == (tag not in worker.leases.awake), tag
-        sizes = {storage.nbytes() for storage, _ in (memory._asleep or memory._memory())._sized}
+        sizes = storage_sizes(memory)
         assert sizes == {0} if memory.is_asleep else 0 not in sizes, tag
-
-
-def offloaded(worker: Any) -> dict[str, Any]:
-    """The residents that wait in the arena, by tag."""
-    found = {}
-    for tag in worker._memory._offload:
-        cells = [cell.cell_contents for cell in worker.leases._residents[tag].wake.__closure__]
-        found[tag] = next(cell for cell in cells if type(cell).__name__ == "OffloadedTensors")
-    return found
 
 
 @pytest.mark.parametrize("tag", ["reward_models", "actor", *swept("reference", "critic")])
@@ -174,7 +164,7 @@ def test_a_cache_without_memory_is_told_and_may_come_later(
         patch.setattr(PagedCache, "_bytes", out_of_memory)
         with pytest.raises(MemoryRefusedError, match="wake of 'kv_cache': OutOfMemoryError"):
             trainer.step()
-    assert not worker._engine._cache.is_allocated and worker.leases.broken is None
+    assert not cache_of(engine_of(worker)).is_allocated and worker.leases.broken is None
     trainer.fit()
     for one in (expected, trainer):
         one.close()

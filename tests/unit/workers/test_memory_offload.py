@@ -23,6 +23,8 @@ from hybrid_rl.memory.leases import Leases, Transition
 from hybrid_rl.memory.offload import OffloadedTensors, own_memory
 from hybrid_rl.workers.reference import Reference
 from tests.support.engines.sleeping_engine import SleepingEngine, sleeping_engine
+from tests.support.inside.training import before_steps
+from tests.support.inside.workers import actor_of, arena_of, critic_of, cycle_of, scorers_of, worker_of
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread
 from tests.unit.workers.test_reward_model import classifier
 
@@ -72,16 +74,12 @@ def run(make_trainer: Callable[..., Trainer], tmp_path: Path) -> Callable[..., T
     return make
 
 
-def worker_of(trainer: Trainer) -> Any:
-    return trainer.policy._backend._worker  # type: ignore[attr-defined]
-
-
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of weights and optimizer state of policy and critic."""
     worker = worker_of(trainer)
     found: dict[str, Tensor] = {}
-    with worker.lease(worker._cycle.save.tags):
-        models = {"actor": worker._actor, "critic": worker._roles._critic}
+    with worker.lease(cycle_of(worker).save.tags):
+        models = {"actor": actor_of(worker), "critic": critic_of(worker)}
         for role, trained in models.items():
             if trained is None:
                 continue
@@ -163,14 +161,12 @@ def test_ppo_updates_the_critic_and_the_actor_one_after_the_other(run: Callable[
     trainer = run("ppo", max_steps=1)
     worker = worker_of(trainer)
     seen: dict[str, frozenset[str]] = {}
-    for role, trained in (("actor", worker._actor), ("critic", worker._roles._critic)):
-        step = trained._take_step
+    for role, trained in (("actor", actor_of(worker)), ("critic", critic_of(worker))):
 
-        def spied(*args: Any, role: str = role, step: Any = step, **options: Any) -> Any:
+        def look(*_: Any, role: str = role, **__: Any) -> None:
             seen[role] = worker.leases.awake
-            return step(*args, **options)
 
-        trained._take_step = spied
+        before_steps(trained, look)
     trainer.fit()
     assert seen == {"actor": {"actor", "optimizer"}, "critic": {"critic", "critic_optimizer"}}
 
@@ -358,5 +354,5 @@ def test_models_with_common_weights_cannot_move(make_trainer: Callable[..., Trai
 def test_nothing_moves_and_nothing_is_copied_unless_it_is_listed(run: Callable[..., Trainer]) -> None:
     worker = worker_of(run("grpo", moves=False))
     assert worker.movable == {"engine_weights", "kv_cache"}
-    assert worker._memory._arena is None
-    assert [tags for tags, _ in worker._scorers] == [{"actor", "reference"}]  # one lease, as if it were one phase
+    assert arena_of(worker) is None
+    assert [tags for tags, _ in scorers_of(worker)] == [{"actor", "reference"}]  # one lease, as if it were one phase

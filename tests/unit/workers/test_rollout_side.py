@@ -6,7 +6,8 @@ import pytest
 
 from hybrid_rl.config.schema import RolloutConfig
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.workers.rollout_side import ColocatedSide, rollout_side
+from hybrid_rl.workers.rollout_side import rollout_side
+from tests.support.inside.workers import bare_side, sources_of
 
 
 def test_an_engine_in_a_process_of_its_own_is_refused():
@@ -21,9 +22,8 @@ def test_an_engine_in_a_process_of_its_own_is_refused():
 @pytest.mark.parametrize("exports_again", [True, False])
 def test_what_was_told_about_memory_that_leaves_is_forgotten(exports_again):
     closed = []
-    side = ColocatedSide.__new__(ColocatedSide)
-    side._exports_again = exports_again
-    side._sources = {"auto": SimpleNamespace(close=lambda: closed.append(True))}
+    sources = {"auto": SimpleNamespace(close=lambda: closed.append(True))}
+    side = bare_side(exports_again=exports_again, sources=sources)
     side.let_go()
     side.let_go()
-    assert closed == [True] * exports_again and bool(side._sources) != exports_again
+    assert closed == [True] * exports_again and bool(sources_of(side)) != exports_again

@@ -134,12 +134,16 @@ def test_shared_memory_must_hold_two_versions(
     """A linear layer of 6 numbers and a bias of 2, in float32: 32 bytes. A frozen one of 4 numbers counts as a base."""
     module = torch.nn.Linear(3, 2)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=64 + spare))
+
+    def with_free(num_bytes: int) -> Any:
+        return type(usage)(usage.total, usage.used, num_bytes)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: with_free(64 + spare))
     for writes_base in (False, True):  # nothing is frozen
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"two versions .*--ipc=host, or --shm-size="):
             require_room(tmp_path, module, writes_base=writes_base)
     frozen = torch.nn.Sequential(module, torch.nn.Linear(2, 2, bias=False).requires_grad_(False))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * 48 + 16 + spare))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: with_free(2 * 48 + 16 + spare))
     with nullcontext() if fits else pytest.raises(ConfigError, match="hands weights over through"):
         require_room(tmp_path, frozen, writes_base=True)
     (tmp_path / "version-00000001").mkdir()

@@ -16,7 +16,7 @@ NEW = [-1.0, -2.0, -0.5, -3.0, -0.3, -1.2, -2.0, -1.0]
 OLD = [-1.6, -2.1, -0.9, -1.0, -0.2, -1.9, -1.0, -1.0]
 MASK = torch.tensor([True, True, True, False, True, True, True, True])
 ROWS = torch.arange(2).repeat_interleave(4)
-# What lines of GRPOTrainer._compute_loss, TRL 1.16.0, give with importance_sampling_level="sequence"
+# What lines of `_compute_loss` of the GRPOTrainer of TRL 1.16.0 give with importance_sampling_level="sequence"
 # and, for CISPO, the bound 1.2: the loss of each token, and the gradient of their sum by each ln p. Its temperatures of
 # SAPO are float32.
 CISPO_LOSS = [1.8, 3.6, 0.9, -0.13572561, -0.54290245, -0.90483742, -0.45241871]

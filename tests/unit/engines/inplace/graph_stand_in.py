@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
+from hybrid_rl.compat.torch import TorchDispatchMode
 from hybrid_rl.engines.inplace import cuda_graphs, engine, kv_cache, paged_attention, runner, upload
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions, masked_attention
 from tests.support.cuda.cuda_stand_in import StandIn, stand_in
+from tests.support.libraries.torch_names import tree_flatten
 
 
 class Recorder(TorchDispatchMode):

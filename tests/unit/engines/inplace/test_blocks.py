@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rl.engines.inplace.blocks import ROOT, BlockPool
+from tests.support.inside.engines import block_references, findable_blocks, free_blocks, unheld_blocks
 
 SIZE = 3
 NUM_BLOCKS = 8
@@ -82,13 +83,13 @@ class Holders:
     def check(self) -> None:
         references = Counter(block for blocks, _ in self.held for block in blocks)
         assert self.pool.num_free == NUM_BLOCKS - len(references)
-        assert self.pool._references == [references[block] for block in range(NUM_BLOCKS)]
-        free = [*self.pool._free, *self.pool._unused]
+        assert list(block_references(self.pool)) == [references[block] for block in range(NUM_BLOCKS)]
+        free = unheld_blocks(self.pool)
         assert sorted([*free, *references]) == list(range(NUM_BLOCKS))
         for blocks, tokens in self.held:
             for index, block in enumerate(blocks):
                 assert self.content[block] == tuple(tokens[: (index + 1) * SIZE])
-        for (_, tokens), block in self.pool._found.items():
+        for (_, tokens), block in findable_blocks(self.pool).items():
             content = self.content[block]
             own = content[(len(content) - 1) // SIZE * SIZE :]
             assert own[: len(tokens)] == tokens
@@ -191,7 +192,7 @@ def test_of_two_blocks_with_the_same_tokens_the_first_is_found():
     longer, _ = filled(pool, 6, parent=same)
     assert pool.find([5, 6], 2)[0] == [*first, *longer]
     pool.release(second)
-    assert second[0] in pool._free  # it holds nothing that could be found
+    assert second[0] in free_blocks(pool)  # it holds nothing that could be found
 
 
 def test_a_block_filled_in_part_is_found_by_the_most_that_is_known_and_continued_by_one_only():

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.engines.base import KV_CACHE, TAGS
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import HandoffError
@@ -15,6 +16,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.native import keyed_uniform_torch
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.support.engines.engine_settings import inplace_settings
+from tests.support.inside.engines import cache_of
 from tests.unit.engines.engines import IN_PLACE, TOKEN_BYTES, forward_logprobs, inplace, request
 from tests.unit.models.families import SUPPORTED
 
@@ -87,7 +89,8 @@ def test_bfloat16_gives_the_logprobs_of_a_full_forward_but_for_its_rounding(fami
 
 
 def cache_tensors(engine):
-    return [tensor for layer in engine._cache.layers for tensor in engine._cache.memory(layer)]
+    cache = cache_of(engine)
+    return [tensor for layer in cache.layers for tensor in cache.memory(layer)]
 
 
 def test_sleep_frees_the_storage_of_the_cache_and_wake_brings_as_much():
@@ -177,8 +180,8 @@ def test_the_size_of_the_cache(free_bytes, settings, num_blocks, monkeypatch):
 
 def test_generation_leaves_no_graph_and_no_trace_on_the_module():
     rig = inplace().ready()
-    name = rig.module.config._attn_implementation
+    name = attention_name(rig.module.config)
     rig.run([request(0)])
-    assert {child.config._attn_implementation for child in rig.module.modules() if hasattr(child, "config")} == {name}
+    assert {attention_name(child.config) for child in rig.module.modules() if hasattr(child, "config")} == {name}
     assert all(parameter.grad is None for parameter in rig.module.parameters())
     assert not any(tensor.requires_grad for tensor in cache_tensors(rig.engine))

@@ -12,6 +12,7 @@ import torch
 from hybrid_rl.engines.base import KV_CACHE, TAGS, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.cuda_graphs import DecodePass, PassTables, graph_sizes
 from hybrid_rl.errors import EngineStateError, MemoryStateError
+from tests.support.inside.engines import graphs_of, wrap_capture
 from tests.unit.engines.engines import finish, inplace, mixed_requests, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 
@@ -109,16 +110,15 @@ def test_sizes_are_few_and_the_largest_is_captured_first_into_one_pool(device_pa
     assert (graph_sizes(1), graph_sizes(3), graph_sizes(16)) == ([1], [1, 2, 3], [1, 2, 4, 8, 16])
     assert len(graph_sizes(1024)) == 15
     rig = inplace().ready()
-    graphs = rig.engine._runner._graphs
+    graphs = graphs_of(rig.engine)
     order, pools = [], []
-    captured = type(graphs)._capture
 
-    def capture(self, size, memory, pool):
+    def capture(captured, self, size, memory, pool):
         order.append(size)
         pools.append(pool)
         return captured(self, size, memory, pool)
 
-    monkeypatch.setattr(type(graphs), "_capture", capture)
+    wrap_capture(monkeypatch, graphs, capture)
     rig.run([request(0)])
     assert order == [16, 8, 4, 2, 1]
     assert pools[0] is None and len({*pools[1:]}) == 1

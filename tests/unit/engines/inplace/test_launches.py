@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_rl.engines
+from hybrid_rl.compat.torch import TorchDispatchMode, schema_of
 from hybrid_rl.engines import sampling
 from hybrid_rl.engines.inplace.slots import SlotSampling
 from hybrid_rl.models import CausalLM
+from tests.support.inside.engines import drawn_token
 from tests.unit.engines.engines import inplace, request
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 
@@ -36,8 +37,9 @@ class Counter(TorchDispatchMode):
         self._is_suspended = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        is_view = any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns)
+        schema = schema_of(func)
+        name = schema.name.removeprefix("aten::")
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in schema.returns)
         if not self._is_suspended and not is_view and not name.startswith(("empty", "new_empty", "detach")):
             (self.reads if name in READING else self.launches).append(name)
         return func(*args, **(kwargs or {}))
@@ -77,7 +79,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     counter = Counter()
 
     def choose(logits: Tensor, temperature: Tensor, uniform: Tensor, out: Tensor | None = None) -> Tensor:
-        chosen = sampling.in_one(*sampling._draw(logits, sampling._relative(logits, temperature), temperature, uniform))
+        chosen = drawn_token(logits, temperature, uniform)
         return chosen if out is None else out.copy_(chosen)
 
     kernels = SimpleNamespace(choose=counter.suspended(choose, as_launches=2))

@@ -19,6 +19,7 @@ from hybrid_rl.engines.inplace.paged_attention import paged_attention
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel
 from hybrid_rl.engines.inplace.upload import Tables
 from hybrid_rl.models import AttentionOptions
+from tests.support.inside.engines import without_operator
 from tests.unit.engines.inplace.test_paged_attention import DECODE, OPTIONS, RAGGED, case, close, written_out
 
 # flash-attn 2.7 and 2.8, flash_attn/flash_attn_interface.py
@@ -75,7 +76,7 @@ KERNELS = {
 @pytest.mark.parametrize("lengths", [RAGGED, DECODE], ids=["chunks", "decode"])
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_a_pass_over_pages_is_attention_written_out(kernel, lengths, options, monkeypatch):
-    monkeypatch.setattr("hybrid_rl.engines.inplace.paged_attention._operator", lambda cache: None)
+    without_operator(monkeypatch)
     made = case(lengths, fill=0.0)
     form = paged_attention(made.cache, made.batch, Tables(torch.device("cpu")), pages=kernel)
     assert type(form).__name__ == "_PagedForm"
@@ -102,7 +103,7 @@ def test_vllm_takes_the_arguments_that_it_is_given(monkeypatch):
         seen.update(given)
         return vllm_stand_in(**given)
 
-    monkeypatch.setattr("hybrid_rl.engines.inplace.paged_attention._operator", lambda cache: None)
+    without_operator(monkeypatch)
     made = case(RAGGED, fill=0.0)
     pages = PagedKernel(SimpleNamespace(flash_attn_varlen_func=function), 2)
     made.attend(paged_attention(made.cache, made.batch, Tables(torch.device("cpu")), pages=pages), AttentionOptions())

@@ -12,6 +12,7 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import DataError, ModelError, QueueFullError
 from hybrid_rl.models import CausalLM
 from tests.support.engines.engine_settings import inplace_settings
+from tests.support.inside.engines import model_of
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,
@@ -226,7 +227,7 @@ def test_a_failed_pass_can_be_repeated(make, monkeypatch, at, name, late, settin
     rig = make(**settings).ready()
     rig.engine.submit(requests, 1)
     error = RuntimeError("out of memory") if at < 4 else KeyboardInterrupt()
-    model = rig.engine._runner._model
+    model = model_of(rig.engine)
     monkeypatch.setattr(model, name, Fails(getattr(model, name), at, error, late=late))
     events = []
     with pytest.raises(type(error)):
@@ -246,7 +247,7 @@ def test_after_a_failed_pass_everybody_can_be_aborted_and_nothing_stale_is_found
     expected = make().ready().run(requests)
     rig = make(max_num_batched_tokens=30).ready()
     rig.engine.submit([replace(one, id=one.id + 10) for one in requests], 1)
-    model = rig.engine._runner._model
+    model = model_of(rig.engine)
     monkeypatch.setattr(model, "hidden_states", Fails(model.hidden_states, at, RuntimeError("broken"), late=False))
     with pytest.raises(RuntimeError, match="broken"):
         while True:
@@ -262,7 +263,7 @@ def test_who_was_aborted_in_a_pass_that_failed_is_not_lost(make, monkeypatch):
     rig.engine.submit([request(0), request(1)], 1)
     rig.engine.step()
     rig.engine.abort([0])
-    model = rig.engine._runner._model
+    model = model_of(rig.engine)
     monkeypatch.setattr(model, "logits", Fails(model.logits, 1, RuntimeError("broken"), late=False))
     with pytest.raises(RuntimeError, match="broken"):
         rig.engine.step()

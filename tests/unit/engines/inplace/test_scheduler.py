@@ -13,6 +13,7 @@ from hybrid_rl.engines.base import Counters, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
+from tests.support.inside.engines import free_blocks, preempt
 
 
 def sequence(identity, length=4, max_tokens=4, group=None, *, start=None):
@@ -307,7 +308,7 @@ def test_a_copy_is_made_of_a_block_that_the_same_pass_gives_away(num_new):
     drive.run([chunk])
     while made.running:
         drive()
-    assert not made.pool._free
+    assert not free_blocks(made.pool)
     made.add([continued(first, 3, num_new, max_tokens=2)])
     (chunk,) = made.schedule(admit=True)
     assert (chunk.start, chunk.count, chunk.copied_block) == (11, num_new, source)
@@ -321,7 +322,7 @@ def test_who_had_to_go_computes_its_newest_token_only_if_its_blocks_are_still_th
     drive = Driver(made)
     for _ in range(4):
         drive()
-    made._preempt(made.running[-1])
+    preempt(made, made.running[-1])
     assert drive() == [([1], 7, 1), ([2], 7, 1)]
     assert (made.counters.num_preemptions, made.counters.num_prefix_tokens, made.counters.num_prompt_tokens) == (
         1,

@@ -10,6 +10,7 @@ from hybrid_rl.extras.evaluations import checkpoints
 from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
 from hybrid_rl.extras.evaluations.evaluations import Evaluation
 from hybrid_rl.rewards import exact_match
+from tests.support.inside.workers import optimizer_of
 from tests.support.tiny import sums
 
 
@@ -33,9 +34,9 @@ def test_a_checkpoint_gives_what_its_trainer_gave(make_trainer, tmp_path, monkey
     start = checkpoints.start_workers
 
     def noted(run, *arguments, **options):
-        policy = start(run, *arguments, **options)
-        started.append(policy._backend._worker._actor.optimizer.num_bytes)
-        return policy
+        policy, generating = start(run, *arguments, **options)
+        started.append(optimizer_of(policy).num_bytes)
+        return policy, generating
 
     monkeypatch.setattr(checkpoints, "start_workers", noted)
     trainer = make_trainer(reward_funcs=odd, eval_dataset=sums(6), save_steps=1)
@@ -48,7 +49,7 @@ def test_a_checkpoint_gives_what_its_trainer_gave(make_trainer, tmp_path, monkey
     same = {name: value for name, value in metrics.items() if name.startswith("eval/")}
     assert {name: found.metrics[name] for name in same} == same
     assert before == {file: file.stat().st_mtime_ns for file in checkpoint.rglob("*")}
-    assert started == [0] and trainer.policy._backend._worker._actor.optimizer.num_bytes > 0
+    assert started == [0] and optimizer_of(trainer).num_bytes > 0
     assert len((tmp_path / "out" / "eval-samples.jsonl").read_text().splitlines()) == 6
     assert Evaluation.read(tmp_path / "out") == found
     shorter = evaluate_checkpoint(checkpoint, sums(6), odd, folder=tmp_path / "short", max_completion_length=3)

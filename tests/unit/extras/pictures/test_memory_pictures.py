@@ -15,6 +15,7 @@ from hybrid_rl.extras.pictures.memory_pictures import MemoryPictures, save_trace
 from hybrid_rl.memory.comparison import Expected
 from hybrid_rl.memory.history import Level, Span, StepMemory
 from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan, PhaseMemory, Share
+from tests.support.inside.workers import engine_of
 
 STEP = StepMemory(1.0, 3.0, {"actor": 10}, (Level(2.0, "actor", 0),), (Span("update", 1.0, 2.0),), ())
 
@@ -119,7 +120,7 @@ def test_a_run_draws_its_second_and_its_last_step_and_writes_a_trace(
     assert [phase.name for phase in last.phases] == ["generate", "update", "publish"]
     assert [(move.tag, move.awake) for move in last.moves] == [("kv_cache", True), ("kv_cache", False)]
     _, bytes_of = last.series()
-    assert bytes_of["kv_cache"] == [trainer.policy._backend._worker._engine.kv_cache_bytes, 0, 0]
+    assert bytes_of["kv_cache"] == [engine_of(trainer).kv_cache_bytes, 0, 0]
     assert {tag for tag, row in bytes_of.items() if all(row)} == {"actor", "optimizer"}
     trace = json.loads(trainer.save_memory_trace(tmp_path / "trace.json").read_text())
     durations = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]

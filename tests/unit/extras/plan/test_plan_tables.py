@@ -14,6 +14,7 @@ from hybrid_rl.extras.plan.handoff_plan import HandoffPlan
 from hybrid_rl.extras.plan.plan_tables import memory_table
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.sizes import count_text, seconds_text, size_text, unit_of
+from tests.support.libraries.python_names import html_of
 from tests.unit.planning.made import memory, plan
 
 GOLDEN = Path(__file__).with_name("report.txt")
@@ -128,7 +129,7 @@ def test_json_holds_the_numbers() -> None:
 
 def test_notebooks_and_consoles_show_the_same_words() -> None:
     shown = plan()
-    html = shown._repr_html_()
+    html = html_of(shown)
     assert html.startswith("<pre") and "needed" in html and "style=" in html
     assert repr(shown) == shown.text()
     file = io.StringIO()

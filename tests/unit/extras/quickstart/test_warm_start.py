@@ -17,6 +17,7 @@ from hybrid_rl.extras.quickstart.warm_start import (
     greedy_accuracy,
     warm_start,
 )
+from tests.support.inside.data import batches_of
 
 TOKENIZER = build_tokenizer()
 # Prompts and answers of unequal lengths.
@@ -66,7 +67,8 @@ def test_loss_is_the_mean_over_answer_tokens_and_eos() -> None:
 
 def test_every_row_comes_once_in_a_pass() -> None:
     trainer = make_trainer(batch_size=2)
-    passes = [next(trainer._batches).tolist() + next(trainer._batches).tolist() for _ in range(5)]
+    batches = batches_of(trainer)
+    passes = [next(batches).tolist() + next(batches).tolist() for _ in range(5)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in passes)
     assert len({tuple(order) for order in passes}) > 1
 

@@ -15,6 +15,7 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.extras.views.run_view import bars
 from hybrid_rl.process.interrupts import show_shortly
+from tests.support.libraries.python_names import html_of, traceback_of
 from tests.support.tiny import build_model
 
 
@@ -25,7 +26,7 @@ def test_a_trainer_tells_its_state_and_how_to_go_on(make_trainer) -> None:
     text = repr(trainer)
     assert text.startswith("Trainer: grpo, step 2 of 3, engine inplace\n") and str(trainer.run_folder) in text
     assert "spread" in text and "5,472 parameters" in text
-    page = trainer._repr_html_()
+    page = html_of(trainer)
     assert "<svg" in page and page.count("learning_rate") >= 1
     trainer.fit()
     assert "fit(steps=20) trains 20 more" in repr(trainer)
@@ -47,11 +48,11 @@ def test_a_configuration_shows_what_differs() -> None:
     text = repr(config)
     assert "optimizer.learning_rate    0.25" in text and "kl.beta" in text and "'rloo'" in text
     assert "max_completion_length" not in text
-    page = config._repr_html_()
+    page = html_of(config)
     shown, folded = page.split("<details>", 1)
     assert "peak learning rate" in shown and "longest completion" not in shown and "longest completion" in folded
     assert "&lt;i&gt;" in page and "<i>" not in page
-    assert "all keys have their defaults" in TrainerConfig()._repr_html_()
+    assert "all keys have their defaults" in html_of(TrainerConfig())
 
 
 def test_notebooks_complete_names_and_keywords(make_trainer) -> None:
@@ -75,7 +76,7 @@ def test_an_interrupt_shows_the_users_line_alone(make_trainer) -> None:
     trainer = make_trainer(callbacks=[Interrupting()], max_steps=3)
     with pytest.raises(KeyboardInterrupt) as found:
         trainer.fit()
-    (shown,) = found.value._render_traceback_()  # what IPython prints
+    (shown,) = traceback_of(found.value)  # what IPython prints
     first, place = shown.splitlines()
     assert first == "KeyboardInterrupt: interrupted after training step 1 of 3; step() or fit() goes on"
     assert place.endswith("trainer.fit()")
@@ -84,7 +85,7 @@ def test_an_interrupt_shows_the_users_line_alone(make_trainer) -> None:
     assert trainer.global_step == 3
     bare = KeyboardInterrupt()
     show_shortly(bare, "said")
-    assert bare._render_traceback_() == ["KeyboardInterrupt: said"]
+    assert traceback_of(bare) == ["KeyboardInterrupt: said"]
 
 
 def test_a_closed_trainer_shows_a_sentence_and_the_users_line(make_trainer) -> None:
@@ -92,7 +93,7 @@ def test_a_closed_trainer_shows_a_sentence_and_the_users_line(make_trainer) -> N
     trainer.close()
     with pytest.raises(HybridRLError) as found:
         trainer.fit()
-    (shown,) = found.value._render_traceback_()
+    (shown,) = traceback_of(found.value)
     first, place = shown.splitlines()
     assert first == "HybridRLError: this Trainer is closed; make a new one" and place.endswith("trainer.fit()")
 
@@ -108,7 +109,7 @@ def test_a_script_beside_the_package_is_the_users() -> None:
     with pytest.raises(KeyboardInterrupt) as found:
         names["train"]()
     show_shortly(found.value, "said")
-    shown = found.value._render_traceback_()
+    shown = traceback_of(found.value)
     linecache.clearcache()
     assert shown == ["KeyboardInterrupt: said\n---> 2 fit()"]
 

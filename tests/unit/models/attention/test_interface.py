@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.interface import NAME, attention_forward, attention_functions, installed_views
 from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.row import Layout
+from tests.support.libraries.transformers_names import name_attention
 from tests.unit.models.families import build
 
 
@@ -38,7 +40,7 @@ def test_what_packed_attention_cannot_do_is_refused(module, arguments, message):
 
 
 def names(configs):
-    return [config._attn_implementation for config in configs]
+    return [attention_name(config) for config in configs]
 
 
 def test_attention_names_are_put_back_after_an_error():
@@ -80,7 +82,7 @@ def test_a_config_is_looked_through_and_not_replaced():
     assert layer.config is module.model.config is view is not config
     module.set_attn_implementation("eager")
     assert names([layer.config, config]) == ["eager", "eager"]
-    config._attn_implementation = "sdpa"
+    name_attention(config, "sdpa")
     assert names([layer.config, config]) == ["sdpa", "sdpa"]
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert copied.config is copied.model.config is copied.model.layers[0].self_attn.config is not config

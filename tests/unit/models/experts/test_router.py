@@ -14,7 +14,9 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.experts.routing import find_routers
 from tests.support.float64 import KeepFloat64
+from tests.support.libraries.torch_names import forward_hooks
 from tests.unit.models.checkpoints import build_stored
 from tests.unit.models.families import BASE, build
 
@@ -84,7 +86,7 @@ def test_scores_are_those_of_a_padded_batch(name: str, dtype: torch.dtype) -> No
     assert expected.shape[:2] == (15, routers.num_layers) and routers.num_layers == 2
     for token, layers in enumerate(expected.tolist()):
         for layer, logits in enumerate(layers):
-            assert set(own.expert_ids[token, layer].tolist()) == chosen(routers._routers[layer][0], logits)
+            assert set(own.expert_ids[token, layer].tolist()) == chosen(find_routers(model.module)[layer][0], logits)
     for reading in (own, others):
         found = expected.log_softmax(-1).gather(-1, reading.expert_ids)
         torch.testing.assert_close(reading.logprobs, found, rtol=0, atol=TOLERANCE[dtype])
@@ -100,10 +102,10 @@ def test_scores_are_float32_without_gradient_and_hooks_are_gone() -> None:
     with routers.reading(row) as reading:
         model.row_logprobs(row, 1.0)
     assert reading.logprobs.dtype == torch.float32 and not reading.logprobs.requires_grad
-    assert not any(child._forward_hooks for child in module.modules())
+    assert not any(forward_hooks(child) for child in module.modules())
     with pytest.raises(KeyError), routers.reading(row):
         raise KeyError
-    assert not any(child._forward_hooks for child in module.modules())
+    assert not any(forward_hooks(child) for child in module.modules())
 
 
 def test_a_recomputation_is_not_read() -> None:
@@ -115,7 +117,7 @@ def test_a_recomputation_is_not_read() -> None:
         if checkpointing:
             model.enable_gradient_checkpointing()
         calls = []
-        routers._routers[0][0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        find_routers(model.module)[0][0].register_forward_hook(lambda *_, calls=calls: calls.append(1))
         with routers.reading(row) as reading:
             logprobs, _ = model.row_logprobs(row, 1.0)
             before = reading.logprobs
@@ -128,7 +130,7 @@ def test_a_recomputation_is_not_read() -> None:
     routers = Routers(other)
     with torch.no_grad(), routers.reading(row) as reading:
         other.row_logprobs(row, 1.0)
-        routers._routers[0][0].weight.neg_()
+        find_routers(other.module)[0][0].weight.neg_()
         other.row_logprobs(row, 1.0)
     assert torch.equal(reading.logprobs, readings[0].logprobs)
 
@@ -152,7 +154,7 @@ def test_routers_that_hide_their_choice_are_refused() -> None:
     router.register_forward_hook(lambda *call: (call[-1][0], call[-1][2], call[-1][2]))
     with pytest.raises(ModelError, match="MixtralTopKRouter gives .* not exactly one names the experts"):
         Routers(model)
-    assert not any(child._forward_hooks for child in model.module.modules() if child is not router)
+    assert not any(forward_hooks(child) for child in model.module.modules() if child is not router)
 
 
 def test_a_router_that_does_not_run_is_missed() -> None:

@@ -16,6 +16,7 @@ from hybrid_rl.models.heads.distribution import chosen_and_entropy, token_distri
 from hybrid_rl.models.heads.logprobs import chunked_logprobs
 from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.heads.wide import halves, wide_product, wide_weight_gradient
+from tests.support.inside.models import product_in_parts
 from tests.unit.models.families import build
 
 TARGETS = torch.arange(5, 16)
@@ -77,11 +78,11 @@ def test_on_a_gpu_the_tensor_cores_sum_in_float32(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch, "mm", mm)
     left, right, _ = matrices()
-    narrow = wide._on_tensor_cores(left, right)
+    narrow = product_in_parts(left, right)
     torch.testing.assert_close(narrow, wide_product(left, right), rtol=1e-6, atol=1e-6)
     several = left + torch.rand(5, 7)
     expected = several.double() @ right.double().t()
-    found = wide._on_tensor_cores(several, right)
+    found = product_in_parts(several, right)
     assert float((found.double() - expected).abs().max()) < 1e-5 * float(expected.abs().max()) * 7
     assert calls == [(torch.bfloat16, torch.bfloat16, torch.float32)] * 3
 

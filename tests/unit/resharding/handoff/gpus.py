@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from hybrid_rl.compat.torch import tree_map
 from hybrid_rl.resharding.handoff import base, gpu_memory, message
 
 

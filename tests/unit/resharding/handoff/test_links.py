@@ -16,6 +16,7 @@ from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.plan import make_plan
+from tests.support.libraries.torch_names import releases_exported_memory
 from tests.unit.resharding.handoff.gpus import Node, on_gpu, plain
 from tests.unit.resharding.handoff.parts import (
     empty_engine,
@@ -140,7 +141,7 @@ def test_the_arguments_that_are_changed_are_those_of_pytorch():
     assert names[gpu_memory._COUNTER] == "ref_counter_handle"
     assert names[gpu_memory._COUNTER_OFFSET] == "ref_counter_offset"
     assert names[gpu_memory._WAITS_FOR_EVENT] == "event_sync_required"
-    assert callable(torch.UntypedStorage._release_ipc_counter_cuda)
+    assert releases_exported_memory()
 
 
 def test_handles_are_made_and_opened_once_for_many_handoffs_and_given_back(monkeypatch, sent):
