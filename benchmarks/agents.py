@@ -33,12 +33,12 @@ from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import CHARACTERS, SPECIALS, Work, build_model, build_tokenizer, save_model  # noqa: E402
 from hybrid_rl.agents.client import Limits  # noqa: E402
 from hybrid_rl.agents.episode import Episode  # noqa: E402
-from hybrid_rl.agents.plain import PlainText  # noqa: E402
+from hybrid_rl.agents.plain_text import PlainText  # noqa: E402
 from hybrid_rl.config import AgentConfig  # noqa: E402
 from hybrid_rl.config.schema import InPlaceRolloutConfig  # noqa: E402
 from hybrid_rl.data.prompts import PromptRow  # noqa: E402
 from hybrid_rl.engines.base import TAGS, EngineStats, RolloutRequest, SamplingParams  # noqa: E402
-from hybrid_rl.engines.client import EngineClient  # noqa: E402
+from hybrid_rl.engines.engine_client import EngineClient  # noqa: E402
 from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402

@@ -209,7 +209,7 @@ def inplace_side(given: Namespace) -> Rollout:
 def ours(engine: Any, module: Any) -> Rollout:
     """A rollout of an engine of ours, from prompts, lengths and a seed to the number of tokens."""
     from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams
-    from hybrid_rl.engines.client import EngineClient
+    from hybrid_rl.engines.engine_client import EngineClient
     from hybrid_rl.resharding.handoff.tensor import TensorSource
 
     engine.wake({WEIGHTS})

@@ -116,7 +116,7 @@ def measure(given: Namespace, module: Any) -> None:
 
 def measure_bandwidth(given: Namespace, source: Any, weights: Any) -> None:
     """Measure the plan by itself, beside a plain copy."""
-    from hybrid_rl.resharding.plan import make_plan
+    from hybrid_rl.resharding.rank_plan import make_plan
 
     layout = source.layout()
     plan = make_plan(weights.trace, layout, 0)

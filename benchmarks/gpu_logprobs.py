@@ -22,8 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import device, report  # noqa: E402
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import chunked_logprobs  # noqa: E402
-from hybrid_rl.models.heads.options import HeadOptions
 
 # rows (tokens of a micro-batch that are learned from), width of the hidden states, vocabulary
 HEADS = {"0.5B": (16384, 896, 151936), "7B": (16384, 3584, 152064), "7B few rows": (1024, 3584, 152064)}

@@ -40,7 +40,7 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source  # noqa: E40
 from hybrid_rl.resharding.handoff.distributed import DistributedSource  # noqa: E402
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource  # noqa: E402
 from hybrid_rl.resharding.layout import SourceLayout, named_weights  # noqa: E402
-from hybrid_rl.resharding.plan import BUCKET_BYTES  # noqa: E402
+from hybrid_rl.resharding.rank_plan import BUCKET_BYTES  # noqa: E402
 from hybrid_rl.resharding.verify import Verifier  # noqa: E402
 from hybrid_rl.training.sharding.fsdp import (  # noqa: E402
     ShardOptions,

@@ -31,13 +31,13 @@ from benchmarks.side import Job  # noqa: E402
 from benchmarks.workload import MAX_POSITIONS, Work, save_model  # noqa: E402
 from hybrid_rl.config.schema import InPlaceRolloutConfig  # noqa: E402
 from hybrid_rl.engines.base import TAGS, RolloutRequest, SamplingParams  # noqa: E402
-from hybrid_rl.engines.client import EngineClient  # noqa: E402
+from hybrid_rl.engines.engine_client import EngineClient  # noqa: E402
 from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.models.lora.factors import low_rank_changes  # noqa: E402
 from hybrid_rl.models.lora.inject import init_adapters, inject  # noqa: E402
+from hybrid_rl.models.lora.peft_config import peft_config_of  # noqa: E402
 from hybrid_rl.models.lora.plain import plain  # noqa: E402
-from hybrid_rl.models.lora.settings import peft_config_of  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import report  # noqa: E402
 from hybrid_rl.extras.plan.trace_files import load_trace  # noqa: E402
 from hybrid_rl.extras.plan.traffic import fsdp_layout, gathered, report_of  # noqa: E402
-from hybrid_rl.resharding.plan import make_plan  # noqa: E402
+from hybrid_rl.resharding.rank_plan import make_plan  # noqa: E402
 from hybrid_rl.resharding.trace import Trace  # noqa: E402
 
 LAYOUTS = Path(__file__).parent / "layouts"

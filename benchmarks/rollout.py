@@ -34,7 +34,7 @@ from hybrid_rl.engines.base import (  # noqa: E402
     RolloutRequest,
     SamplingParams,
 )
-from hybrid_rl.engines.client import EngineClient  # noqa: E402
+from hybrid_rl.engines.engine_client import EngineClient  # noqa: E402
 from hybrid_rl.engines.inplace.engine import InPlaceEngine  # noqa: E402
 from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
 from hybrid_rl import native  # noqa: E402
+from hybrid_rl.resharding.copy_tables import Pieces  # noqa: E402
 from hybrid_rl.resharding.execute import copy_pieces  # noqa: E402
-from hybrid_rl.resharding.tables import Pieces  # noqa: E402
 
 HIDDEN, INTERMEDIATE, KEYS = 3584, 18944, 512
 PAIRS = {"float32-bfloat16": (torch.float32, torch.bfloat16), "bfloat16-bfloat16": (torch.bfloat16, torch.bfloat16)}

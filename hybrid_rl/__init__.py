@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hybrid_rl.process.stopping import RunStopped
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
-    from hybrid_rl.run.results import StepResult
+    from hybrid_rl.run.step_results import StepResult
     from hybrid_rl.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ _HOMES = {
     "Evaluation": "hybrid_rl.extras.evaluations.evaluations",
     "Generation": "hybrid_rl.rollout.generations",
     "RunStopped": "hybrid_rl.process.stopping",
-    "StepResult": "hybrid_rl.run.results",
+    "StepResult": "hybrid_rl.run.step_results",
     "Trainer": "hybrid_rl.trainer",
     "TrainerConfig": "hybrid_rl.config",
     "preview": "hybrid_rl.extras.preview.run_preview",

@@ -16,7 +16,7 @@ from hybrid_rl.checkpoint.finding import resumed_folder
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError, HybridRLError, do_all
-from hybrid_rl.evaluation.samples import EvalSamples
+from hybrid_rl.evaluation.eval_samples import EvalSamples
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
 from hybrid_rl.metrics import joined, largest, now
 from hybrid_rl.process.hooks import extra
@@ -24,7 +24,7 @@ from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.generations import Generation, generations_of
 from hybrid_rl.rollout.tally import Collected
 from hybrid_rl.run.adapters import with_adapters
-from hybrid_rl.run.agents import AgentArguments
+from hybrid_rl.run.agent_checks import AgentArguments
 from hybrid_rl.run.attributes import SLOTS, refusing, setting, shown
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.checks import check_modes
@@ -32,18 +32,18 @@ from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.evaluator import RunEvaluator
 from hybrid_rl.run.familiar import Driver, Familiar, State
 from hybrid_rl.run.generation import check_numbers, generation_of, prompts_of
-from hybrid_rl.run.memory import planned
+from hybrid_rl.run.memory_plan import planned
 from hybrid_rl.run.missing import attribute_advice, explained
 from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import Run, mini_batches, prepare
 from hybrid_rl.run.recovery import Recovery
 from hybrid_rl.run.rescue import Rescue
 from hybrid_rl.run.restarts import check_restarts
-from hybrid_rl.run.results import Metrics, StepResult, readable
 from hybrid_rl.run.saver import Saver
 from hybrid_rl.run.settings import Settings, checked_callbacks
 from hybrid_rl.run.signature import KeySignature
 from hybrid_rl.run.start import make_sampler, notes_of
+from hybrid_rl.run.step_results import Metrics, StepResult, readable
 from hybrid_rl.run.stopper import Stopper
 from hybrid_rl.run.tenancy import Tenancy, bring_back, make_way, warn_of_training
 from hybrid_rl.run.watch import broken_model_explained

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.cli import run_recipe
-from hybrid_rl.cli.settings import take
+from hybrid_rl.cli.key_values import take
 from hybrid_rl.cli.train import train_own
 from hybrid_rl.errors import ConfigError
 

@@ -150,7 +150,7 @@ def fixed_seeds() -> None:
 def no_pictures() -> Iterator[pytest.MonkeyPatch]:
     """Runs draw no pictures, which takes longer than most of them. Tests of files that import no run go without."""
     with pytest.MonkeyPatch.context() as patch:
-        if "hybrid_rl.logging.report" in sys.modules:
+        if "hybrid_rl.logging.run_folder" in sys.modules:
             draw_nothing(patch)
         yield patch
 

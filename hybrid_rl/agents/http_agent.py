@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.episode import Episode
-from hybrid_rl.agents.server.app import AgentServer
+from hybrid_rl.agents.server.routes import AgentServer
 from hybrid_rl.agents.server.sessions import Session
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.controller import enter_device

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hybrid_rl.cli.key_values import Settings, take
 from hybrid_rl.cli.running import say_lookup
-from hybrid_rl.cli.settings import Settings, take
 
 
 def show_data(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from hybrid_rl.cli.settings import Settings
+from hybrid_rl.cli.key_values import Settings
 from hybrid_rl.cli.tables import show, table, wide_console
 from hybrid_rl.cli.version import NOT_INSTALLED, installed, version_of
 from hybrid_rl.errors import REPORT_EXTRA

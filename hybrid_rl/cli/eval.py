@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hybrid_rl.cli.generate import checkpoint_of
+from hybrid_rl.cli.key_values import take
 from hybrid_rl.cli.running import say_lookup
-from hybrid_rl.cli.settings import take
 from hybrid_rl.cli.tables import show, table, wide_console
 from hybrid_rl.errors import ConfigError
 

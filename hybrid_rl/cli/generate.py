@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hybrid_rl.cli.settings import Settings, take
+from hybrid_rl.cli.key_values import Settings, take
 from hybrid_rl.errors import ConfigError, DataError, HybridRLError
 
 if TYPE_CHECKING:

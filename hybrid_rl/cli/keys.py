@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from hybrid_rl.cli.key_values import complete_word
 from hybrid_rl.cli.lazily import put_off
-from hybrid_rl.cli.settings import complete_word
 from hybrid_rl.cli.tables import show, table, wide_console
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hybrid_rl.cli.settings import complete_setting, take
+from hybrid_rl.cli.key_values import complete_setting, take
 from hybrid_rl.cli.tables import show, wide_console
 
 

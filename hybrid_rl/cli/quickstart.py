@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_rl.cli.settings import Settings
+from hybrid_rl.cli.key_values import Settings
 
 
 def run_quickstart(settings: Settings = None) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_rl.cli.settings import Settings, take
-from hybrid_rl.data.gym import is_gym
+from hybrid_rl.cli.key_values import Settings, take
+from hybrid_rl.data.gym_rows import is_gym
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.process.stopping import own_process
 

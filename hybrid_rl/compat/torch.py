@@ -1,4 +1,4 @@
-"""PyTorch's private names. Tried with torch 2.11.0 and 2.13.0; those of FSDP2 are in `compat/fsdp.py`."""
+"""PyTorch's private names. Tried with torch 2.11.0 and 2.13.0; those of FSDP2 are in `compat/torch_fsdp.py`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybrid_rl.config.packing import ENGINES
+from hybrid_rl.config.packed_engines import ENGINES
 from hybrid_rl.config.schema import RolloutConfig
 from hybrid_rl.options import key
 

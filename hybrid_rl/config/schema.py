@@ -20,6 +20,7 @@ from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.buffer_keys import BufferConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
+from hybrid_rl.config.config_text import Shown
 from hybrid_rl.config.data_keys import DataConfig
 from hybrid_rl.config.engine_keys import ARGS_DOC, CHECK_DOC, ByteCheck, EngineArgs, HandoffCheck, InPlaceArgs, VLLMArgs
 from hybrid_rl.config.eval_keys import EvalConfig
@@ -27,8 +28,7 @@ from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
-from hybrid_rl.config.packing import ENGINES, Packing
-from hybrid_rl.config.views import Shown
+from hybrid_rl.config.packed_engines import ENGINES, Packing
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.options import entries, key

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_rl.data.curriculum import make_sampler
-from hybrid_rl.data.gym import is_gym
+from hybrid_rl.data.gym_rows import is_gym
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource, StreamSource, digest, load_source

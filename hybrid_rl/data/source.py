@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid_rl.data.formats import Format
-from hybrid_rl.data.gym import gym_rows, is_gym
+from hybrid_rl.data.gym_rows import gym_rows, is_gym
 from hybrid_rl.data.nulls import NullCleaner
 from hybrid_rl.data.prompts import (
     MEDIA_COLUMNS,
@@ -28,8 +28,8 @@ from hybrid_rl.data.prompts import (
     check_column_names,
     check_media,
 )
-from hybrid_rl.data.reading import Reader, ReadRows
 from hybrid_rl.data.rendering import TEMPLATE_COLUMNS
+from hybrid_rl.data.row_reading import Reader, ReadRows
 from hybrid_rl.data.rows import (
     CHUNK_ROWS,
     ArrowRows,

@@ -23,9 +23,9 @@ from hybrid_rl.engines.base import (
     RolloutRequest,
     WeightHolder,
 )
-from hybrid_rl.engines.stopping import StopStrings
+from hybrid_rl.engines.stop_strings import StopStrings
 from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
-from hybrid_rl.models.verify import LengthLimit
+from hybrid_rl.models.startup_check import LengthLimit
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 

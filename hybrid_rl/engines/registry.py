@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_rl.config.schema import RolloutConfig
-from hybrid_rl.engines.apart import import_apart
+from hybrid_rl.engines.detached_import import import_apart
 from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
@@ -17,7 +17,7 @@ from hybrid_rl.models import CausalLM
 # know of an engine before one is made is said by its configuration class (RolloutConfig).
 MODULES: dict[str, str] = {
     "inplace": "hybrid_rl.engines.inplace.engine",
-    "hf": "hybrid_rl.engines.hf.engine",
+    "hf": "hybrid_rl.engines.hf.hf_engine",
     "vllm": "hybrid_rl.vllm.library",
 }
 

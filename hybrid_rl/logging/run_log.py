@@ -14,16 +14,16 @@ import torch
 import transformers
 
 from hybrid_rl.batch import AnyBatch
-from hybrid_rl.batch.files import set_rollouts_aside
+from hybrid_rl.batch.rollout_files import set_rollouts_aside
 from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.checkpoint.owners import FolderLock
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
 from hybrid_rl.config.changes import changed_keys, changes
 from hybrid_rl.config.load import as_mapping
 from hybrid_rl.errors import ConfigError, StorageError, counted
-from hybrid_rl.logging.environment import environment
-from hybrid_rl.logging.progress import ProgressDisplay
-from hybrid_rl.logging.report import RunFolder
+from hybrid_rl.logging.progress_display import ProgressDisplay
+from hybrid_rl.logging.provenance import environment
+from hybrid_rl.logging.run_folder import RunFolder
 from hybrid_rl.metrics import Timings
 from hybrid_rl.process.files import set_aside
 from hybrid_rl.process.hooks import extra

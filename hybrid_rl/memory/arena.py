@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory.sizes import size_text
+from hybrid_rl.memory.byte_sizes import size_text
 
 ALIGNMENT_BYTES = 64  # of each tensor in a slot
 

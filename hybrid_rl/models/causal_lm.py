@@ -8,7 +8,7 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.cache import check_cache
 from hybrid_rl.models.packed_model import PackedModel
-from hybrid_rl.models.verify import check_causal, check_outputs, check_survey, check_weights
+from hybrid_rl.models.startup_check import check_causal, check_outputs, check_survey, check_weights
 
 # The advice if more than attention carries numbers from token to token: linear attention, convolutions, state spaces.
 OWN_FORWARD = (
@@ -21,8 +21,8 @@ class CausalLM(PackedModel):
     """A packed model that can check itself. Same arguments as PackedModel."""
 
     def verify(self, prompt_ids: Sequence[int] = ()) -> float:
-        """Run the start-up check (verify.py); return the largest relative gap to the model's own forward. prompt_ids:
-        of the run, for the check to use tokens that the model knows.
+        """Run the start-up check (`models/startup_check.py`); return the largest relative gap to the model's own
+        forward. prompt_ids: of the run, for the check to use tokens that the model knows.
 
         Raises ModelError if this architecture does not run under packed attention or its head is not the plain one:
         the numbers would be wrong, silently. Weights that are not finite are named first.

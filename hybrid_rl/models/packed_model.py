@@ -14,22 +14,22 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
-from hybrid_rl.models.attention.interface import (
+from hybrid_rl.models.activation_offload import activations_on_host
+from hybrid_rl.models.attention.attention_function import (
     NAME,
     AttentionContext,
     attention_functions,
     installed_views,
     same_attention,
 )
+from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.attention.unpacked import UnpackedRow
-from hybrid_rl.models.blocks import APART, CompiledBlocks, transformer_blocks
 from hybrid_rl.models.heads.distribution import token_distribution
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
-from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.lora.plain import running
-from hybrid_rl.models.offload import activations_on_host
+from hybrid_rl.models.repeated_layers import APART, CompiledBlocks, transformer_blocks
 from hybrid_rl.models.row import Layout, PackedRow
 
 logger = logging.getLogger("hybrid_rl")

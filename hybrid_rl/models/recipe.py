@@ -19,7 +19,7 @@ from hybrid_rl.compat.transformers import (
     remember_conversions,
 )
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.load import auto_class
+from hybrid_rl.models.model_loading import auto_class
 from hybrid_rl.weights.sources import FolderSource, WeightSource
 
 

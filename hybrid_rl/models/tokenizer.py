@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.compat.transformers import cached_file_or_none
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.load import loading, refuse_missing_folder, vocabulary_size
+from hybrid_rl.models.model_loading import loading, refuse_missing_folder, vocabulary_size
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -21,19 +21,19 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, ShapeRecorder
 from hybrid_rl.errors import HybridRLError, ModelError
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.activation_offload import NUM_AHEAD
 from hybrid_rl.models.attention.backends import AttentionNeeds, Backend, expected_backend
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
-from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.cache import CacheSize
-from hybrid_rl.models.experts.balance import LoadBalance
+from hybrid_rl.models.experts.load_balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.models.lora.folder import settings_of
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.plain import is_adapted, plain
-from hybrid_rl.models.offload import NUM_AHEAD
 from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.models.repeated_layers import transformer_blocks
+from hybrid_rl.planning.fullest_rows import Samples, learning_batch
 from hybrid_rl.planning.models import built
-from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations, autocast_on_meta
 from hybrid_rl.planning.storages import Held, LiveStorages, Peaks

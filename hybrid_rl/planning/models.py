@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.models.heads.classifier import classifier_recipe
 from hybrid_rl.models.heads.value_head import value_model_of
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.lora.adapter_size import adapter_size, copy_on_meta
 from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.lora.peft_config import critic_peft_config, peft_config_of
 from hybrid_rl.models.lora.plain import plain
-from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
-from hybrid_rl.models.lora.sizes import adapter_size, copy_on_meta
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.sources import StateSource
 

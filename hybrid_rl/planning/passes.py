@@ -17,10 +17,10 @@ from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.planning.activations import Counted, PassMemory
+from hybrid_rl.planning.fullest_rows import Samples
 from hybrid_rl.planning.models import RunModels, adapted
-from hybrid_rl.planning.rows import Samples
 from hybrid_rl.planning.shapes import has_masters
-from hybrid_rl.training.plan import TOKENS_PER_MICRO_BATCH
+from hybrid_rl.training.batch_plan import TOKENS_PER_MICRO_BATCH
 from hybrid_rl.training.sharding.build import shard_options
 from hybrid_rl.training.sharding.fsdp import ShardOptions
 from hybrid_rl.training.spec import LossSpec

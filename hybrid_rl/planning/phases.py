@@ -22,8 +22,8 @@ from hybrid_rl.memory.cycle import (
     TEACHER,
     Phase,
 )
-from hybrid_rl.models.load import DTYPES
-from hybrid_rl.planning import adapters, engines
+from hybrid_rl.models.model_loading import DTYPES
+from hybrid_rl.planning import adapter_memory, engines
 from hybrid_rl.planning.activations import PassMemory
 from hybrid_rl.planning.ledger import (
     ACTIVATIONS,
@@ -47,12 +47,12 @@ from hybrid_rl.planning.shapes import (
     weights_share,
 )
 from hybrid_rl.planning.sharded import padded_numel, units_of
-from hybrid_rl.planning.sizes import size_text
-from hybrid_rl.planning.versions import versions_share
+from hybrid_rl.planning.size_text import size_text
+from hybrid_rl.planning.version_memory import versions_share
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
-from hybrid_rl.resharding.plan import BUCKET_BYTES
-from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+from hybrid_rl.resharding.rank_plan import BUCKET_BYTES
 from hybrid_rl.training.optimizer import SLICE_ELEMENTS
+from hybrid_rl.training.run_cycle import MemoryPhases, memory_phases
 from hybrid_rl.training.sharding.fsdp import ShardOptions
 
 # What cannot be known from shapes. Of a GPU of the Hopper or Ampere generation with torch 2.11; see docs/decisions.md.
@@ -125,8 +125,8 @@ class StepMemory:
         }
         if isinstance(self.config.rollout, ColocatedRolloutConfig):
             found[ENGINE_WEIGHTS] = engines.vllm_weights_share(models.policy, self.config, itemsize)
-            if adapters.has_slot(self.config):
-                num_bytes = adapters.slot_numel(policy, self.config) * itemsize
+            if adapter_memory.has_slot(self.config):
+                num_bytes = adapter_memory.slot_numel(policy, self.config) * itemsize
                 words = f"{found[ENGINE_WEIGHTS].formula} + {num_bytes:,} B of a slot for adapters"
                 found[ENGINE_WEIGHTS] = Share(ENGINE_WEIGHTS, found[ENGINE_WEIGHTS].num_bytes + num_bytes, words)
         elif sharding is not None:
@@ -305,10 +305,11 @@ class StepMemory:
         num_beside = engines.num_beside(config)
         held = self.passes.generate(config, num_tokens, num_sequences, num_beside=num_beside).fullest.others
         text = f"counted: a pass of {num_tokens:,} tokens, logits of {num_sequences}"
-        if adapters.has_slot(config) and config.model.device == "cpu":
+        if adapter_memory.has_slot(config) and config.model.device == "cpu":
             # There vLLM copies the factors for every token.
             module = self.passes.module("policy", config)
-            each = adapters.slot_rank(module) * adapters.widest(module) * DTYPES[config.model.dtype].itemsize
+            num_values = adapter_memory.slot_rank(module) * adapter_memory.widest(module)
+            each = num_values * DTYPES[config.model.dtype].itemsize
             held, text = held + num_tokens * each, f"{text}, {num_tokens:,} x {each:,} B of adapters"
         return [Share(ENGINE_WORK, held, text)]
 
@@ -387,10 +388,10 @@ class StepMemory:
         config = self.config
         if not (config.lora.is_on and isinstance(config.rollout, ColocatedRolloutConfig)):
             return []
-        if adapters.has_slot(config):
+        if adapter_memory.has_slot(config):
             return []
         is_whole = sharding_of(config) is None and config.model.dtype == "float32"
-        num_bytes, words = adapters.merging_bytes(self.passes.module("policy", config), is_whole=is_whole)
+        num_bytes, words = adapter_memory.merging_bytes(self.passes.module("policy", config), is_whole=is_whole)
         return [Share(HANDOFF, num_bytes, words)]
 
     def _unit_bytes(self, sharding: ShardOptions) -> list[int]:

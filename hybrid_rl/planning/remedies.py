@@ -14,11 +14,11 @@ from hybrid_rl.config.engine_keys import ByteCheck, VLLMArgs
 from hybrid_rl.config.schema import RolloutConfig, VLLMRolloutConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.planning.choices import FEWEST_TOKENS, can_fit, smallest_plan
+from hybrid_rl.planning.auto import FEWEST_TOKENS, can_fit, smallest_plan
 from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
-from hybrid_rl.planning.sizes import size_text
+from hybrid_rl.planning.size_text import size_text
 
 MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning.ledger import Share
 from hybrid_rl.planning.sharded import padded_numel
-from hybrid_rl.planning.sizes import size_text
+from hybrid_rl.planning.size_text import size_text
 from hybrid_rl.training.host_optimizer import STREAMED_ELEMENTS
 from hybrid_rl.training.optimizer import slices
 from hybrid_rl.training.sharding.fsdp import ShardOptions

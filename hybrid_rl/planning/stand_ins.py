@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from hybrid_rl.compat.torch import base_of, storage_id, version_of
-from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.activation_offload import NUM_AHEAD, SMALLEST_BYTES
+from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.attention.varlen import AttentionState, Gradients, Segments
-from hybrid_rl.models.offload import NUM_AHEAD, SMALLEST_BYTES
 
 
 class AttentionKernel:
@@ -171,7 +171,8 @@ class FusedHead(torch.autograd.Function):
 
 
 class OffloadedActivations:
-    """The memory of models/offload.py on a device with a host of its own. host_bytes: the most that waits there."""
+    """The memory of models/activation_offload.py on a device with a host of its own. host_bytes: the most that waits
+    there."""
 
     def __init__(self) -> None:
         self.host_bytes = 0

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.tables import Column, Pieces, Table
+from hybrid_rl.resharding.copy_tables import Column, Pieces, Table
 
 _OPERATOR = "strided_copy"
 CASTS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # csrc's numbers of dtypes that convert

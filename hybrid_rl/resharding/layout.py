@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hybrid_rl.compat.torch import StridedShard, split_over_axis
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.tables import MAX_DIMS, Column
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column
 
 Cuts = tuple[tuple[int, ...], ...]
 PLAIN: tuple[Placement, ...] = (Replicate(),)  # on an axis of all ranks that hold the tensor

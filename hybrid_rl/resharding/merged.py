@@ -19,10 +19,10 @@ from torch import Tensor
 
 from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import Column, Copies
 from hybrid_rl.resharding.execute import CASTS, cast
 from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.tables import Column, Copies
 from hybrid_rl.resharding.trace import Trace
 from hybrid_rl.weights.boxes import Box
 from hybrid_rl.weights.low_rank import LowRank

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column, Copies, Pieces
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.tables import MAX_DIMS, Column, Copies, Pieces
 
 
 class Cells:

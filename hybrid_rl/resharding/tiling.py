@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column, Copies, Table
 from hybrid_rl.resharding.pieces import spread
-from hybrid_rl.resharding.tables import MAX_DIMS, Column, Copies, Table
 from hybrid_rl.resharding.trace import DestinationSpec, Fills
 
 

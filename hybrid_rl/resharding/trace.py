@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import Column, Copies, Table
 from hybrid_rl.resharding.layout import TensorSpec
-from hybrid_rl.resharding.tables import Column, Copies, Table
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hybrid_rl.compat.torch import TorchDispatchMode, schema_of, storage_id, tree_leaves
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.layout import TensorSpec
 from hybrid_rl.resharding.strided import Axis, boxes, without_overlaps
-from hybrid_rl.resharding.tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
 
 aten = torch.ops.aten

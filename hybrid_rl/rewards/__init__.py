@@ -9,7 +9,7 @@ from hybrid_rl.rewards.completions import completion_text
 from hybrid_rl.rewards.engine_judge import EngineJudge
 from hybrid_rl.rewards.entries import GivenReward, RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rewards.functions import RewardFunction, RewardInput, format_completion
-from hybrid_rl.rewards.gym import reasoning_gym_reward
+from hybrid_rl.rewards.gym_reward import reasoning_gym_reward
 from hybrid_rl.rewards.judge import LLMJudge
 from hybrid_rl.rewards.judging import JudgeStyle
 from hybrid_rl.rewards.marks import dense_reward, group_reward, shaping_reward
@@ -20,7 +20,7 @@ from hybrid_rl.rewards.results import (
     check_not_ended,
     format_failures,
 )
-from hybrid_rl.rewards.runner import RewardRunner
+from hybrid_rl.rewards.reward_runner import RewardRunner
 from hybrid_rl.rewards.shaping import (
     cosine_reward,
     format_reward,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hybrid_rl.batch import AnyBatch, Trajectories
-from hybrid_rl.batch.files import load_rollout
+from hybrid_rl.batch.rollout_files import load_rollout
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.data.prompts import PromptRow

@@ -17,7 +17,7 @@ from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.trajectory import Completion
 from hybrid_rl.controller import enter_device
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.process.threads import CANCEL_SECONDS, LoopThread, LoopWatch
 from hybrid_rl.rollout.turns import IDLE_SECONDS, SHARED_IDLE_SECONDS, Ask, EngineTurns, TrajectoryTokens
 

@@ -9,7 +9,7 @@ from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.data.prompts import Messages, PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
@@ -17,7 +17,7 @@ from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rewards.judging import Question
 from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.late import LateScores, failed_before
-from hybrid_rl.rollout.records import shown_completions
+from hybrid_rl.rollout.sample_records import shown_completions
 
 Encode = Callable[[str | Messages], Sequence[int]]
 FIRST_JUDGE_ID = -2  # and downwards: requests of samples count upwards from 0, -1 is that of the probe

@@ -30,7 +30,7 @@ from typing import Any, Generic
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.engines.base import SlotUse
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, PeerFailedError
 from hybrid_rl.metrics import MetricSums, Timings
 from hybrid_rl.process.interrupts import interrupt_requested

@@ -18,7 +18,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SlotUse
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics import MetricSums, Timings, now
 from hybrid_rl.process import progress

@@ -16,7 +16,7 @@ from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.trajectory import Completion, EndReason
 from hybrid_rl.controller import enter_device
 from hybrid_rl.engines.base import RolloutRequest, derive_seed
-from hybrid_rl.engines.client import EngineClient, Handle
+from hybrid_rl.engines.engine_client import EngineClient, Handle
 from hybrid_rl.process.threads import CANCEL_SECONDS, JOIN_SECONDS, LoopThread, LoopWatch
 from hybrid_rl.rollout.call import RolloutCall
 

@@ -15,6 +15,7 @@ from hybrid_rl.checkpoint.base_model import base_of
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.errors import CheckpointError, ConfigError
+from hybrid_rl.models.lora.adapter_size import AdapterSize, adapter_size
 from hybrid_rl.models.lora.folder import (
     CONFIG_FILE,
     AdapterSource,
@@ -25,9 +26,8 @@ from hybrid_rl.models.lora.folder import (
 )
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
 from hybrid_rl.models.lora.inject import inject, is_untouched
+from hybrid_rl.models.lora.peft_config import keys_of, peft_config_of
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty, wrappers
-from hybrid_rl.models.lora.settings import keys_of, peft_config_of
-from hybrid_rl.models.lora.sizes import AdapterSize, adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.tokenizer import has_tokenizer
 

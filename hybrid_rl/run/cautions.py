@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.data.source import SizedSource
-from hybrid_rl.models.load import vocabulary_size
+from hybrid_rl.models.model_loading import vocabulary_size
 from hybrid_rl.models.tokenizer import end_of_turn, lacks_bos
 from hybrid_rl.run.inputs import Data
 

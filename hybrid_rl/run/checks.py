@@ -30,9 +30,9 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.attention.backends import check_machine
-from hybrid_rl.models.load import DTYPES, loading, refuse_missing_folder
 from hybrid_rl.models.lora.folder import is_adapter_folder
 from hybrid_rl.models.lora.inject import is_adapter_name
+from hybrid_rl.models.model_loading import DTYPES, loading, refuse_missing_folder
 from hybrid_rl.models.saving import check_saved
 from hybrid_rl.models.tokenizer import usable_tokenizer
 from hybrid_rl.rewards import RewardModelEntry, RewardRunner, overlong_penalty, with_model_entries

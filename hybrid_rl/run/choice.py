@@ -14,8 +14,8 @@ from hybrid_rl.checkpoint.manifest import check_model, check_model_texts
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
-from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.folder import AdapterSource
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.tokenizer import usable_tokenizer
 from hybrid_rl.run.adapters import adapter_of, tokenizer_place, with_adapter

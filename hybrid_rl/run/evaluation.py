@@ -8,13 +8,13 @@ from typing import Any
 
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.data.gym import is_gym
+from hybrid_rl.data.gym_rows import is_gym
 from hybrid_rl.data.mixture import MOST_LETTERS
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow
 from hybrid_rl.data.source import SizedSource, load_source
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.evaluation.samples import ACCURACY, EvalSamples
+from hybrid_rl.evaluation.eval_samples import ACCURACY, EvalSamples
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector

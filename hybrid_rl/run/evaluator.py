@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import ConfigError, do_all
-from hybrid_rl.evaluation.samples import EvalSamples, Evaluations
+from hybrid_rl.evaluation.eval_samples import EvalSamples, Evaluations
 from hybrid_rl.metrics import finite, now
 from hybrid_rl.process.interrupts import undisturbed
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.evaluation import load_sets, rows_of
 from hybrid_rl.run.restarts import may_restart
-from hybrid_rl.run.results import Metrics
 from hybrid_rl.run.saver import Saver
 from hybrid_rl.run.start import make_evaluator
+from hybrid_rl.run.step_results import Metrics
 from hybrid_rl.run.stopper import Stopper
 from hybrid_rl.run.tenancy import Tenancy
 from hybrid_rl.run.watch import broken_model_explained

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from hybrid_rl.checkpoint.reading import STATE_FILE
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.process.files import write_text
 from hybrid_rl.run.crew import Crew

@@ -9,8 +9,8 @@ from numbers import Integral, Real
 from typing import Any
 from weakref import WeakSet
 
+from hybrid_rl.agents.agent_setup import AgentSetup
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
-from hybrid_rl.agents.setup import AgentSetup
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow, shorten
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError

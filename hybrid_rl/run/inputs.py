@@ -12,16 +12,16 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rl.agents.setup import AgentSetup
+from hybrid_rl.agents.agent_setup import AgentSetup
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.data.gym import is_gym
+from hybrid_rl.data.gym_rows import is_gym
 from hybrid_rl.data.mixture import is_named, load_sources
 from hybrid_rl.data.prompts import PromptEncoder, PromptRoom, PromptRow
 from hybrid_rl.data.rendering import KWARGS_COLUMN, TOOLS_COLUMN
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import reasoning_gym_reward
-from hybrid_rl.run.agents import check_rows, widest
+from hybrid_rl.run.agent_checks import check_rows, widest
 from hybrid_rl.run.evaluation import load_sets
 
 Source = SizedSource | StreamSource

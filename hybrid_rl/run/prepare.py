@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hybrid_rl.agents.setup import AgentSetup
-from hybrid_rl.batch.files import rollout_steps
+from hybrid_rl.agents.agent_setup import AgentSetup
+from hybrid_rl.batch.rollout_files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
 from hybrid_rl.checkpoint.owners import FolderLock
 from hybrid_rl.checkpoint.reading import read_state
@@ -38,7 +38,7 @@ from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import check_tokenizer, stop_token_ids
-from hybrid_rl.models.lora.sizes import AdapterSize
+from hybrid_rl.models.lora.adapter_size import AdapterSize
 from hybrid_rl.planning.ledger import MemoryPlan
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.process.stopping import note_checkpoint
@@ -50,7 +50,7 @@ from hybrid_rl.run.adapters import (
     record_adapters,
     tell_of_reference,
 )
-from hybrid_rl.run.agents import AgentArguments, check_agents, reward_sources
+from hybrid_rl.run.agent_checks import AgentArguments, check_agents, reward_sources
 from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.cautions import caution
 from hybrid_rl.run.checks import (
@@ -70,7 +70,7 @@ from hybrid_rl.run.gpus import without_gpu
 from hybrid_rl.run.inputs import Data, load_data, paths_of
 from hybrid_rl.run.tenancy import has_folder
 from hybrid_rl.training.balance import assign_mini_batches
-from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+from hybrid_rl.training.run_cycle import MemoryPhases, memory_phases
 from hybrid_rl.workers.setup import RewardSetup
 
 logger = logging.getLogger("hybrid_rl")

@@ -16,7 +16,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.process.interrupts import deferred_interrupt
 from hybrid_rl.rewards import RewardList, RewardModelEntry, with_model_entries
 from hybrid_rl.rollout.successes import Grades
-from hybrid_rl.run.agents import reward_sources
+from hybrid_rl.run.agent_checks import reward_sources
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.changed import ANOTHER, changed_config, leaves_of

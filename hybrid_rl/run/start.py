@@ -28,7 +28,7 @@ from hybrid_rl.data.mixture import sampler_of
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.errors import REPORT_EXTRA, ConfigError, counted
-from hybrid_rl.logging.progress import ProgressDisplay
+from hybrid_rl.logging.progress_display import ProgressDisplay
 from hybrid_rl.models import load_model
 from hybrid_rl.models.likeness import check_parameters, fingerprint
 from hybrid_rl.models.lora.folder import stored_parameters

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybrid_rl.logging.report import JsonLines
+from hybrid_rl.logging.run_folder import JsonLines
 from hybrid_rl.workers.groups import PolicyGroup
 
 FILE = "timeline.jsonl"

@@ -15,20 +15,20 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.memory.transfer import start_download
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.balance import LoadBalance
+from hybrid_rl.models.experts.load_balance import LoadBalance
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.process import progress
+from hybrid_rl.training.batch_plan import Plan, sample_rows
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.host_optimizer import HostOptimizer
-from hybrid_rl.training.kl import KLWeight
+from hybrid_rl.training.kl_weight import KLWeight
 from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
 from hybrid_rl.training.mismatch import rollout_gap
 from hybrid_rl.training.no_optimizer import NoOptimizer
 from hybrid_rl.training.optimizer import Optimizer
-from hybrid_rl.training.plan import Plan, sample_rows
-from hybrid_rl.training.routing import router_columns
+from hybrid_rl.training.router_scores import router_columns
 from hybrid_rl.training.said import FirstWords
 from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
 from hybrid_rl.training.sharding.fsdp import accumulating

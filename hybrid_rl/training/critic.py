@@ -19,7 +19,7 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
-from hybrid_rl.training.plan import Plan, sample_rows
+from hybrid_rl.training.batch_plan import Plan, sample_rows
 from hybrid_rl.training.scoring import token_column
 from hybrid_rl.training.sharding.build import build_critic
 from hybrid_rl.training.sharding.fsdp import accumulating

@@ -20,8 +20,8 @@ from hybrid_rl import native
 from hybrid_rl.compat.torch import foreach_copy
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.memory.region import capacity_for
+from hybrid_rl.resharding.copy_tables import MAX_DIMS
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
-from hybrid_rl.resharding.tables import MAX_DIMS
 from hybrid_rl.training.optimizer import HasGradient, Optimizer, follow, slices
 
 HASHING = "strided_copy"  # the operator that hashes

@@ -15,7 +15,7 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import chosen_and_entropy
 from hybrid_rl.training.loss_inputs import Masks, correction_inputs, loss_inputs
-from hybrid_rl.training.routing import reading_balance, reading_old_experts
+from hybrid_rl.training.router_scores import reading_balance, reading_old_experts
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 
 

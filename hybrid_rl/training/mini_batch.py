@@ -14,10 +14,10 @@ from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
+from hybrid_rl.models.experts.load_balance import ExpertLoad, LoadBalance
+from hybrid_rl.training.batch_plan import Plan, sample_rows
 from hybrid_rl.training.loss import model_outputs
-from hybrid_rl.training.plan import Plan, sample_rows
-from hybrid_rl.training.routing import reading_balance
+from hybrid_rl.training.router_scores import reading_balance
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
 

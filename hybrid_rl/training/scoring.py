@@ -14,7 +14,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
-from hybrid_rl.training.plan import micro_batch
+from hybrid_rl.training.batch_plan import micro_batch
 
 MicroBatches = Sequence[Sequence[int]]
 

@@ -14,7 +14,7 @@ from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.batch import TRUNCATIONS, Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.balance import ExpertLoad, LoadBalance
+from hybrid_rl.models.experts.load_balance import ExpertLoad, LoadBalance
 from hybrid_rl.models.experts.router import Routers
 
 

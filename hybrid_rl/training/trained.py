@@ -24,8 +24,8 @@ from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process import progress
 from hybrid_rl.process.files import Sink
 from hybrid_rl.process.heartbeat import mark_progress
+from hybrid_rl.training.batch_plan import micro_batch, sample_rows
 from hybrid_rl.training.optimizer import Optimizer
-from hybrid_rl.training.plan import micro_batch, sample_rows
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
 from hybrid_rl.training.spec import loss_mask

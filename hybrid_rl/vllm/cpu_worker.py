@@ -13,7 +13,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.vllm.build import RUN
+from hybrid_rl.vllm.build_engine import RUN
 from hybrid_rl.vllm.versions import has
 
 SHARED_MEMORY = Path("/dev/shm")

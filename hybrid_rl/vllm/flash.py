@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid_rl.engines.apart import import_apart
-from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.engines.detached_import import import_apart
+from hybrid_rl.vllm.process_state import process_kept
 
 
 def functions() -> Any:

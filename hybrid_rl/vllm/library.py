@@ -6,12 +6,12 @@ this folder may import from vLLM as usual.
 
 import logging
 
-from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.process_state import process_kept
 
 _logger = logging.getLogger("vllm")
 if _logger.level == logging.NOTSET:
     _logger.setLevel(logging.ERROR)  # a page per engine else; who needs it sets the level before
 with process_kept():
-    from hybrid_rl.vllm.engine import VLLMEngine, make_engine
+    from hybrid_rl.vllm.vllm_engine import VLLMEngine, make_engine
 
 __all__ = ["VLLMEngine", "make_engine"]

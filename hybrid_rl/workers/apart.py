@@ -1,9 +1,9 @@
 """Ranks that only generate, beside ranks that train: each side works while the other one does.
 
 Weights travel through a folder in shared memory, into which the training ranks write every version and from which the
-others read and verify it (`versions.py`). A batch is generated while the step before it trains, so all is one step off,
-and neither side is more than a batch ahead. AReaL (arXiv:2505.24298, section 4.1) breaks generation off in the same way
-when new weights come.
+others read and verify it (`policy_versions.py`). A batch is generated while the step before it trains, so all is one
+step off, and neither side is more than a batch ahead. AReaL (arXiv:2505.24298, section 4.1) breaks generation off in
+the same way when new weights come.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.disk import version_folder
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.tally import use_metrics
-from hybrid_rl.training.cycle import memory_phases
+from hybrid_rl.training.run_cycle import memory_phases
 from hybrid_rl.training.sharding.build import policy_on_meta
 from hybrid_rl.workers.generating import GeneratingWorker, load_policy
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup, ReferenceGroup
-from hybrid_rl.workers.residents import TrainerMemory
+from hybrid_rl.workers.policy_versions import PolicyReader, fill, require_folder
 from hybrid_rl.workers.rollout_side import EmbeddedSide, FilesSide, RolloutSide
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
-from hybrid_rl.workers.versions import PolicyReader, fill, require_folder
+from hybrid_rl.workers.trainer_memory import TrainerMemory
 
 STOP = "stop"  # a file beside the versions: the run ends, and nobody waits for what is being generated
 

@@ -29,14 +29,14 @@ from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.stream import GroupStream
 from hybrid_rl.training.sharding.build import build_model
-from hybrid_rl.workers.agents import trajectory_stream
+from hybrid_rl.workers.agent_rollout import trajectory_stream
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.handoff_probe import HandoffProbe
 from hybrid_rl.workers.replicas import check_replicas
-from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.reward_model import RewardModels
 from hybrid_rl.workers.rollout_side import RolloutSide
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
+from hybrid_rl.workers.trainer_memory import TrainerMemory
 
 FIRST_PROBES = 3  # handoffs in a row that are probed before the schedule: the start, and two updates
 

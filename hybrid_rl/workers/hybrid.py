@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, SampleKey
-from hybrid_rl.batch.files import save_rollout
+from hybrid_rl.batch.rollout_files import save_rollout
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import StorageError
-from hybrid_rl.logging.report import JsonLines
+from hybrid_rl.logging.run_folder import JsonLines
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
@@ -26,20 +26,20 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION, Demonstrations
-from hybrid_rl.rollout.records import extracted_answers, sample_records
+from hybrid_rl.rollout.sample_records import extracted_answers, sample_records
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.training.cycle import memory_phases
+from hybrid_rl.training.batch_plan import Plan, PlanSpec
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 from hybrid_rl.training.optimizer import no_gradients_left
-from hybrid_rl.training.plan import Plan, PlanSpec
+from hybrid_rl.training.run_cycle import memory_phases
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.workers.generating import load_policy
-from hybrid_rl.workers.residents import TrainerMemory
+from hybrid_rl.workers.rank_saving import SavingWorker
 from hybrid_rl.workers.roles import Roles
 from hybrid_rl.workers.rollout_side import rollout_side
-from hybrid_rl.workers.saving import SavingWorker
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup, demonstration_encoder
 from hybrid_rl.workers.token_records import NUM_SHOWN, token_records
+from hybrid_rl.workers.trainer_memory import TrainerMemory
 
 logger = logging.getLogger("hybrid_rl")
 

@@ -18,13 +18,13 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.training.plan import Plan, PlanSpec
+from hybrid_rl.training.batch_plan import Plan, PlanSpec
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.sharding.build import build_model
 from hybrid_rl.weights.boxes import local_tensor
 from hybrid_rl.workers.base import WorkerBase
-from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.setup import WorkerSetup
+from hybrid_rl.workers.trainer_memory import TrainerMemory
 
 
 class Reference:

@@ -26,14 +26,14 @@ from hybrid_rl.models.heads.classifier import (
     sequence_scores,
     verify_scores,
 )
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap
+from hybrid_rl.models.startup_check import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
 from hybrid_rl.rollout.late import LateScores
-from hybrid_rl.training.plan import token_cap
+from hybrid_rl.training.batch_plan import token_cap
 from hybrid_rl.training.sharding.build import call_options, filled
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.sources import StateSource

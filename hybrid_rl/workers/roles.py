@@ -19,15 +19,15 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process.files import Sink
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.batch_plan import Plan
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.optimizer import no_gradients_left
-from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.skipped import SkippedUpdate
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import FolderSource
 from hybrid_rl.workers.reference import Reference
-from hybrid_rl.workers.residents import TrainerMemory
 from hybrid_rl.workers.setup import WorkerSetup
+from hybrid_rl.workers.trainer_memory import TrainerMemory
 
 Scorer = Callable[[Batch, Plan], dict[str, Jagged]]
 

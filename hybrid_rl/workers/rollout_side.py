@@ -13,9 +13,9 @@ from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
-from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.coordinator import Coordinator
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.no_engine import NoEngine
 from hybrid_rl.engines.registry import EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError, EngineStateError
@@ -37,8 +37,8 @@ from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.training.sharding.build import gathered_bytes, generating_model
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.low_rank import LowRank
-from hybrid_rl.workers.residents import engine_weights_resident, kv_cache_resident
 from hybrid_rl.workers.setup import WorkerSetup
+from hybrid_rl.workers.trainer_memory import engine_weights_resident, kv_cache_resident
 
 SAME_MEMORY = "its weights are the trainer's own memory"
 

@@ -143,7 +143,7 @@ KEPT: list[tuple[Callable[[Path], list[str]], Tree]] = [
     ),
     (rules.sizes, {"hybrid_rl/batch.py": EXPLAINED, "recipes/a.py": LONG_FUNCTION.removesuffix("    x = 1\n")}),
     (rules.sizes, {"tests/unit/test_batch.py": "x = 1\n" * 351}),
-    (rules.libraries, {"hybrid_rl/vllm/engine.py": "import vllm"}),
+    (rules.libraries, {"hybrid_rl/vllm/vllm_engine.py": "import vllm"}),
     (rules.libraries, {"hybrid_rl/engines/base.py": "from . import vllm\nfrom .vllm import engine"}),
     (rules.libraries, {"hybrid_rl/controller/ray_backend.py": "import ray"}),
     (rules.libraries, {"hybrid_rl/config/load.py": "import omegaconf"}),

@@ -9,7 +9,7 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
 from hybrid_rl.errors import RewardError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.agents.callers import build_policy
 from tests.support.agents.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from hybrid_rl.compat import fsdp as fsdp2
-from hybrid_rl.compat.fsdp import DIFFERENCES
+from hybrid_rl.compat import torch_fsdp as fsdp2
+from hybrid_rl.compat.torch_fsdp import DIFFERENCES
 from hybrid_rl.training.sharding.fsdp import ShardOptions, device_mesh
 from tests.distributed.ranks import run_ranks
 

@@ -16,11 +16,11 @@ from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.metrics import MetricSums, joined
 from hybrid_rl.models.heads.value_head import value_model_of
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.saving import save_weights
+from hybrid_rl.training.batch_plan import Plan
 from hybrid_rl.training.critic import Critic
-from hybrid_rl.training.plan import Plan
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.sources import ObjectSource
 from tests.distributed.ranks import run_ranks

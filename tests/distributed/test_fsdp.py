@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hybrid_rl.models import CausalLM
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.spec import Counts, LossSpec

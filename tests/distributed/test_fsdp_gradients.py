@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hybrid_rl.compat import fsdp as fsdp2
+from hybrid_rl.compat import torch_fsdp as fsdp2
 from hybrid_rl.config import FSDPConfig, TrainerConfig, resolve
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.training.sharding.build import shard_options

@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.tiny import VOCABULARY, build_tokenizer, spread, sums
 from tests.unit.models.hybrids import build_hybrid
 

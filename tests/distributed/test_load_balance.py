@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.balance import LoadBalance
+from hybrid_rl.models.experts.load_balance import LoadBalance
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import look_ahead
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.distributed.ranks import run_ranks

@@ -10,9 +10,9 @@ import torch
 from hybrid_rl.batch import Batch
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import micro_batch
-from hybrid_rl.training.routing import router_columns
+from hybrid_rl.training.router_scores import router_columns
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.distributed.ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import DivergedError, RewardError, WorkerError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.run import restarts
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 

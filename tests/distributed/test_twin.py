@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.compat.fsdp import parameters
+from hybrid_rl.compat.torch_fsdp import parameters
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, RolloutRequest, SamplingParams
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.region import Region

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.distributed.conftest import wait_until
 from tests.e2e.whole_engine import CASES, DRIVER_DIES_AFTER, KEYS, PHASES, RANK_DIES_IN, drive
 from tests.support.memory.shared_memory import entries, used

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.models.heads.options import HeadOptions
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from tests.gpu.interpreter import use_interpreter
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import chunked_logprobs, runs_in_triton, token_logprobs
-from hybrid_rl.models.heads.options import HeadOptions
 from tests.gpu import logprob_cases
 from tests.gpu.device import cuda_only
 from tests.gpu.logprob_cases import CASES, Case

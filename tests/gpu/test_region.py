@@ -18,7 +18,7 @@ from hybrid_rl.memory.cuda_region import CudaRegion, OpenedRegion
 from hybrid_rl.resharding.handoff import region_memory
 from hybrid_rl.resharding.handoff.ipc import IpcSource
 from hybrid_rl.resharding.handoff.links import connect
-from hybrid_rl.resharding.plan import make_plan
+from hybrid_rl.resharding.rank_plan import make_plan
 from tests.distributed.ranks import run_ranks
 from tests.gpu.device import DEVICE, cuda_only
 from tests.support.cuda.cuda_stand_in import stand_in

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import native
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Pieces
 from hybrid_rl.resharding.execute import copy_pieces
-from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
 from tests.gpu.device import DEVICE, cuda_only
 from tests.support.content_hash import content_hash
 

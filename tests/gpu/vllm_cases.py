@@ -24,7 +24,7 @@ from hybrid_rl.engines.base import (
     RolloutRequest,
     SamplingParams,
 )
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import EngineStateError, MemoryStateError
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource

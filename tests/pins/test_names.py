@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.compat import fsdp as fsdp2
+from hybrid_rl.compat import torch_fsdp as fsdp2
 from hybrid_rl.vllm import versions as vllm_versions
 from tests.pins import names
 

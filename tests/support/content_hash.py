@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces
-from hybrid_rl.resharding.tables import MAX_DIMS, Column
 
 
 def content_hash(

@@ -14,7 +14,7 @@ from hybrid_rl.checkpoint.base_model import base_hashes, base_of, check_base, co
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.models.lora.folder import save_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.peft_config import peft_config_of
 from tests.support.tiny import build_model
 
 ALONE: Any = {"rank": 0, "gather": lambda value: [value]}

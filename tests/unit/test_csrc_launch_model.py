@@ -18,9 +18,9 @@ from torch import Tensor
 from hybrid_rl import native
 from hybrid_rl.extras.plan.trace_files import load_trace
 from hybrid_rl.extras.plan.traffic import fsdp_layout
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Pieces
 from hybrid_rl.resharding.execute import HashedBoxes, copy_pieces, hash_pieces
-from hybrid_rl.resharding.plan import make_plan
-from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
+from hybrid_rl.resharding.rank_plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 MODEL = Path(__file__).parent / "launch_model"

@@ -9,7 +9,7 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.errors import AgentError, ConfigError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.rewards import EngineJudge
 from tests.support.tiny import build_model, build_tokenizer, ids_of, sums
 

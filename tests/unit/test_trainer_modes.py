@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.batch.files import load_rollout, rollout_steps, save_rollout
+from hybrid_rl.batch.rollout_files import load_rollout, rollout_steps, save_rollout
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, HandoffError, StorageError
 from hybrid_rl.rewards import RewardRunner
 from tests.support.agents.turns import cut_in_turns

@@ -61,7 +61,7 @@ def forms() -> Iterator[Form]:
 def head_forms() -> Iterator[Form]:
     """The kernels of the head in the forms that models in use are compiled for, with the constants of a launch."""
     from hybrid_rl.models.heads import triton_logprobs as head
-    from hybrid_rl.models.heads.options import HeadOptions
+    from hybrid_rl.models.heads.logit_options import HeadOptions
 
     depths = ((896, False, None), (3584, True, None), (2304, False, 30.0), (1000, True, 30.0))
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):

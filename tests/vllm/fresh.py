@@ -18,10 +18,10 @@ from contextlib import suppress
 import torch
 import transformers
 
-from hybrid_rl.engines.apart import import_apart
+from hybrid_rl.engines.detached_import import import_apart
 
 ENGINE = "hybrid_rl.vllm.library"
-OF_THE_ENGINE = ("hybrid_rl.vllm.engine", "vllm.config", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine")
+OF_THE_ENGINE = ("hybrid_rl.vllm.vllm_engine", "vllm.config", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine")
 
 
 class Importer:
@@ -36,9 +36,9 @@ def compiled(run_name: str, cache_bytes: int) -> tuple[str, str]:
     from vllm import EngineArgs
 
     from hybrid_rl.vllm.arguments import engine_arguments
-    from hybrid_rl.vllm.build import give_cache, variables
+    from hybrid_rl.vllm.build_engine import give_cache, variables
     from hybrid_rl.vllm.config_folder import config_folder
-    from hybrid_rl.vllm.environment import process_kept
+    from hybrid_rl.vllm.process_state import process_kept
     from tests.support.engines.engine_settings import vllm_settings
     from tests.vllm.rigs import tiny
 

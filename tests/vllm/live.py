@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 
 from hybrid_rl.resharding.trace import Trace
-from hybrid_rl.vllm.build import tear_down
-from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.build_engine import tear_down
 from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
+from hybrid_rl.vllm.process_state import process_kept
 from hybrid_rl.weights.views import checkpoint_views
 
 PROMPT = list(range(3, 20))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.engines.base import TAGS, Counters
-from hybrid_rl.vllm.engine import VLLMEngine
+from hybrid_rl.vllm.vllm_engine import VLLMEngine
 from tests.support.engines.engine_settings import vllm_settings
 from tests.unit.engines.engines import Rig, decode
 from tests.unit.models.families import build

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models.lora.plain import wrappers
 from hybrid_rl.vllm.adapter_slots import AdapterSlot
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums

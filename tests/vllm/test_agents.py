@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.distributed.test_rollout_ranks import WaitsForWeights
 from tests.support.agents.callers import build_policy
 from tests.support.agents.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows

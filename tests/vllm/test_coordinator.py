@@ -17,8 +17,8 @@ def share(rank, num_ranks):
 
     from hybrid_rl.controller.ranks import BlockGather
     from hybrid_rl.engines.base import KV_CACHE, TAGS
-    from hybrid_rl.engines.client import EngineClient
     from hybrid_rl.engines.coordinator import Coordinator
+    from hybrid_rl.engines.engine_client import EngineClient
     from hybrid_rl.errors import EngineStateError
     from hybrid_rl.resharding.handoff.tensor import TensorSource
     from tests.support.engines.engine_settings import vllm_settings

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from vllm.config import ParallelConfig
 
 from hybrid_rl.engines.base import TAGS
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.vllm import build as build_module
+from hybrid_rl.vllm import build_engine as build_module
 from hybrid_rl.vllm.arguments import engine_arguments, kv_cache_bytes
-from hybrid_rl.vllm.build import reason
-from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.build_engine import reason
+from hybrid_rl.vllm.process_state import process_kept
 from tests.support.engines.engine_settings import vllm_settings
 from tests.unit.engines.engines import finish, forward_logprobs, request, same_samples
 from tests.vllm.rigs import CONFIG, SETTINGS, VLLMRig, make_engine, tiny

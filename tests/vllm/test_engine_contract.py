@@ -7,7 +7,7 @@ followed; and it refuses to start with a cache that cannot hold the longest sequ
 import pytest
 import torch
 
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.unit.engines.engines import forward_logprobs, request
 from tests.unit.engines.test_contract import *  # noqa: F403

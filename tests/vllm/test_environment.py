@@ -16,15 +16,15 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from vllm.distributed import parallel_state
 
 from hybrid_rl.process.environment import environment_kept
-from hybrid_rl.vllm.build import own_group, release_groups, variables
-from hybrid_rl.vllm.environment import (
+from hybrid_rl.vllm.build_engine import own_group, release_groups, variables
+from hybrid_rl.vllm.meta import stand_in_model
+from hybrid_rl.vllm.process_state import (
     EngineRandom,
     Guest,
     RandomState,
     classes_kept,
     process_kept,
 )
-from hybrid_rl.vllm.meta import stand_in_model
 from hybrid_rl.vllm.switches import INDUCTOR, compile_alone
 from tests.unit.engines.test_step_thread import Streams
 from tests.unit.models.families import BASE

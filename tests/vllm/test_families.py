@@ -12,7 +12,7 @@ import vllm
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import HybridRLError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.tiny import build_tokenizer, spread, sums
 from tests.unit.models.families import FAMILIES, REFUSED_OVER_VLLM, VISION, build, build_vision
 from tests.vllm.rigs import SHAPE

@@ -29,8 +29,8 @@ from hybrid_rl.errors import EngineStateError, HandoffError, MemoryRefusedError
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.residents import sized
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.vllm import engine as engine_module
 from hybrid_rl.vllm import memory as memory_module
+from hybrid_rl.vllm import vllm_engine as engine_module
 from hybrid_rl.vllm.weights import WeightWriter
 from hybrid_rl.workers.hybrid import HybridWorker
 from hybrid_rl.workers.setup import WorkerSetup

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, ModelError
-from hybrid_rl.vllm import build as build_module
+from hybrid_rl.vllm import build_engine as build_module
 from hybrid_rl.vllm import loader
-from hybrid_rl.vllm.build import explain_step
-from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.build_engine import explain_step
+from hybrid_rl.vllm.process_state import process_kept
 from tests.vllm.rigs import CONFIG
 
 UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check the logs for more details."

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import EngineStateError, HandoffError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.resharding.merged import merge

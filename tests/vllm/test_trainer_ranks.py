@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 from tests.vllm.test_trainer import KEYS, SHAPE
 

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, HybridRLError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.unit.frames import recording
 from tests.vllm.rigs import tiny

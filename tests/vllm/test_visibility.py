@@ -14,7 +14,7 @@ from vllm.platforms.interface import Platform
 from hybrid_rl.controller.placement import RayOptions, rank_environment
 from hybrid_rl.controller.ranks import VISIBLE, gpu_place
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.vllm.build import check_platform
+from hybrid_rl.vllm.build_engine import check_platform
 
 NUM_GPUS = 8
 SEVEN = "GPU-7"

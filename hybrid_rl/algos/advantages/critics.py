@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from hybrid_rl.algos.advantages.groups import whitened
+from hybrid_rl.algos.advantages.group_rewards import whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.columns import check_ascending, check_columns, ratio_of
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
+from hybrid_rl.algos.advantages.group_rewards import GroupEstimator, Groups
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.interface import AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.algos.masked import row_sum

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
+from hybrid_rl.algos.advantages.group_rewards import GroupEstimator, Groups
 from hybrid_rl.algos.advantages.grpo import group_relative_advantages
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
 from hybrid_rl.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from hybrid_rl.algos.advantages.groups import GroupEstimator, Groups
+from hybrid_rl.algos.advantages.group_rewards import GroupEstimator, Groups
 from hybrid_rl.algos.interface import register
 from hybrid_rl.options import key
 

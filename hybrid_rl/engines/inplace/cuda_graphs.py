@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engines.inplace.capturing import HostReads, capturable
+from hybrid_rl.engines.inplace.host_to_device import ALIGNMENT, staging
 from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.engines.inplace.paged_attention import TritonDecode
-from hybrid_rl.engines.inplace.upload import ALIGNMENT, staging
 from hybrid_rl.engines.sampling import choose_plain
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl import native
+from hybrid_rl.engines.inplace.host_to_device import Tables
 from hybrid_rl.engines.inplace.kv_cache import LANES, PagedCache
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel, Pages
-from hybrid_rl.engines.inplace.upload import Tables
 from hybrid_rl.models import AttentionContext, AttentionOptions, masked_attention
 from hybrid_rl.models.attention.varlen import Kernel, Segments
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.engines.apart import import_apart
+from hybrid_rl.engines.detached_import import import_apart
 from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import AttentionOptions

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engines.inplace.cuda_graphs import DecodeGraphs, DecodePass
+from hybrid_rl.engines.inplace.host_to_device import Tables, reads_host_memory
 from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.engines.inplace.paged_attention import PagedBatch, decodes_in_triton, paged_attention
 from hybrid_rl.engines.inplace.paged_kernel import paged_kernel
 from hybrid_rl.engines.inplace.scheduler import Chunk, Sequence
 from hybrid_rl.engines.inplace.slots import SlotSampling, SlotTable
-from hybrid_rl.engines.inplace.upload import Tables, reads_host_memory
 from hybrid_rl.engines.sampling import check_finite, choose, chosen_on_host, in_one, penalise, sample
 from hybrid_rl.models import AttentionContext, CausalLM
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.engines.inplace.upload import Tables
+from hybrid_rl.engines.inplace.host_to_device import Tables
 from hybrid_rl.engines.sampling import COLUMNS, SamplingTensors, needs_of, uniform_numbers
 
 

@@ -17,9 +17,9 @@ from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.extras.plan.trace_files import load_trace, read_sources
 from hybrid_rl.extras.plan.traffic import LINKS, Traffic, fsdp_layout, gathered, report_of
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.resharding.layout import SourceLayout, TensorSpec, named_weights
-from hybrid_rl.resharding.plan import make_plan
+from hybrid_rl.resharding.rank_plan import make_plan
 from hybrid_rl.resharding.trace import Trace
 
 TRACE_NAME = re.compile(r"(?P<model>.+)-tp(?P<size>\d+)-rank(?P<rank>\d+)\.npz")

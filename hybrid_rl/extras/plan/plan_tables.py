@@ -25,7 +25,7 @@ from hybrid_rl.memory.cycle import (
 )
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
 from hybrid_rl.planning.remedies import NO_REMEDY
-from hybrid_rl.planning.sizes import seconds_text, size_text, unit_of
+from hybrid_rl.planning.size_text import seconds_text, size_text, unit_of
 
 UNKNOWN = ""
 STYLES = {NEEDED: "bold green", STAYS: "yellow", ON_HOST: "cyan", GIVEN_UP: "dim", UNKNOWN: ""}

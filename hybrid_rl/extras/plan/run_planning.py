@@ -19,19 +19,19 @@ from hybrid_rl.extras.plan.step_time import StepTime, step_time
 from hybrid_rl.extras.plan.step_work import step_work
 from hybrid_rl.memory.cycle import CRITIC, TEACHER
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.planning.adapters import has_slot
-from hybrid_rl.planning.choices import plan_memory, with_choices
+from hybrid_rl.planning.adapter_memory import has_slot
+from hybrid_rl.planning.auto import plan_memory, with_choices
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.remedies import HOST_MEMORY, Remedy, find_remedies
 from hybrid_rl.planning.shapes import trained_numel
-from hybrid_rl.planning.sizes import count_text
+from hybrid_rl.planning.size_text import count_text
 from hybrid_rl.run.checks import load_settings
 from hybrid_rl.run.inputs import prompt_room
-from hybrid_rl.run.memory import budget_of, run_shape
+from hybrid_rl.run.memory_plan import budget_of, run_shape
 from hybrid_rl.run.prepare import Run
-from hybrid_rl.training.cycle import memory_phases
+from hybrid_rl.training.run_cycle import memory_phases
 
 PROMPT_TOKENS = 1024  # of the longest prompt, if neither the config nor the data tells
 SHARED_MEMORY = "ranks that train write the weights into shared memory, and those that only generate read them there"

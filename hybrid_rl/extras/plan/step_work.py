@@ -11,8 +11,8 @@ from hybrid_rl.config import TrainerConfig, ValueHeadConfig, optimizer_steps_per
 from hybrid_rl.config.algorithm import learns_from_demonstrations, needs_reference, reference_ranks
 from hybrid_rl.extras.plan.step_time import Generation, Lengths, ModelWork, StepWork
 from hybrid_rl.memory.cycle import CRITIC, KV_CACHE, REFERENCE, TEACHER, Cycle
-from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.planning.ledger import MemoryPlan
 
 POLICY = "policy"

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import Copies
 from hybrid_rl.resharding.layout import TensorSpec
-from hybrid_rl.resharding.tables import Copies
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from torch.distributed.tensor import Replicate, Shard
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column, Copies, Pieces
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.pieces import overlaps
-from hybrid_rl.resharding.plan import Plan
-from hybrid_rl.resharding.tables import MAX_DIMS, Column, Copies, Pieces
+from hybrid_rl.resharding.rank_plan import Plan
 from hybrid_rl.resharding.trace import Trace
 
 LINKS = ("local", "host", "remote")

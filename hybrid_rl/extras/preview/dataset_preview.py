@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_rl.data.gym import gym_rows, is_gym
+from hybrid_rl.data.gym_rows import gym_rows, is_gym
 from hybrid_rl.data.mixture import is_named
 from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptKind, check_column_names, check_media, shorten
-from hybrid_rl.data.reading import Reader
+from hybrid_rl.data.row_reading import Reader
 from hybrid_rl.data.rows import SequenceRows, read_path, row_columns
 from hybrid_rl.data.source import digest, is_stream, rows_of
 from hybrid_rl.errors import DataError

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.extras.quickstart.task import Row, Task, exact_answer
 from hybrid_rl.extras.quickstart.warm_start import train_on_answers
-from hybrid_rl.models.load import DTYPES
-from hybrid_rl.run.agents import AgentArguments
+from hybrid_rl.models.model_loading import DTYPES
+from hybrid_rl.run.agent_checks import AgentArguments
 from hybrid_rl.run.callbacks import Callback
-from hybrid_rl.run.memory import planned
+from hybrid_rl.run.memory_plan import planned
 from hybrid_rl.run.prepare import find_hardware, prepare
 from hybrid_rl.trainer import Trainer
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hybrid_rl.extras.report.reading import is_number
+from hybrid_rl.extras.report.run_files import is_number
 
 PROBE_TOLERANCES = {"float32": 1e-3}  # what probe_tolerance=None means; in bfloat16 it is the model's own noise
 

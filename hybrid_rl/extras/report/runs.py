@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from hybrid_rl.errors import ConfigError, counted
-from hybrid_rl.extras.report import phases, samples
-from hybrid_rl.extras.report.reading import Line, is_number, mapping, records
+from hybrid_rl.extras.report import sample_choice, step_phases
+from hybrid_rl.extras.report.run_files import Line, is_number, mapping, records
 from hybrid_rl.extras.report.series import MAX_POINTS, curves, rounded
 
 SETS = {"train": "samples*.jsonl", "eval": "eval-samples*.jsonl"}
@@ -49,11 +49,11 @@ def load(folder: Path, name: str, max_points: int = MAX_POINTS) -> RunData:
     metrics, num_broken = records(folder / "metrics.jsonl")
     _note_broken(notes, "metrics.jsonl", num_broken)
     timed, num_broken = records(folder / "timeline.jsonl")
-    timeline = {record["step"]: record for record in timed if phases.is_timeline(record)}
+    timeline = {record["step"]: record for record in timed if step_phases.is_timeline(record)}
     _note_broken(notes, "timeline.jsonl", num_broken + len(timed) - len(timeline))
     lines: dict[str, list[Line]] = {}
     for kind, pattern in SETS.items():
-        lines[kind], num_broken = samples.find(folder, pattern)
+        lines[kind], num_broken = sample_choice.find(folder, pattern)
         _note_broken(notes, pattern, num_broken)
     if not metrics:
         notes.append("no training step is recorded yet")
@@ -67,8 +67,8 @@ def load(folder: Path, name: str, max_points: int = MAX_POINTS) -> RunData:
         "folder": str(folder),
         "curves": curves(metrics, max_points),
         "clock": _clock(metrics, timeline),
-        "phases": phases.stacked(metrics, timeline),
-        "strips": phases.strips(timeline),
+        "phases": step_phases.stacked(metrics, timeline),
+        "strips": step_phases.strips(timeline),
         "memory": _memory(mapping(folder / "memory.json")),
         "config": config,
         "environment": environment,
@@ -106,7 +106,7 @@ def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
             leaves |= flat(value, f"{prefix}{name}.")
         else:
             is_plain = value is None or isinstance(value, str | bool | int) or is_number(value)
-            leaves[f"{prefix}{name}"] = samples.cut(value) if is_plain else samples.cut(str(value))
+            leaves[f"{prefix}{name}"] = sample_choice.cut(value) if is_plain else sample_choice.cut(str(value))
     return leaves
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.extras.report.reading import is_number
+from hybrid_rl.extras.report.run_files import is_number
 
 MAX_POINTS = 1000
 DIGITS = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.extras.report import samples
+from hybrid_rl.extras.report import sample_choice
 from hybrid_rl.extras.report.charts import layout
 from hybrid_rl.extras.report.page import plotly_packed, render
 from hybrid_rl.extras.report.runs import RunData, check, load, names_of
@@ -74,8 +74,8 @@ def _samples(runs: Sequence[RunData]) -> tuple[list[dict[str, Any]], list[str]]:
     rows: list[dict[str, Any]] = []
     notes = []
     for place, kind, lines in lists:
-        kept = samples.chosen(lines, samples.MAX_SAMPLES // len(lists) or 1)
-        records = samples.read(kept, samples.MAX_BYTES // len(lists))
+        kept = sample_choice.chosen(lines, sample_choice.MAX_SAMPLES // len(lists) or 1)
+        records = sample_choice.read(kept, sample_choice.MAX_BYTES // len(lists))
         rows += [record | {"run": place, "kind": kind} for record in records]
         if len(records) < len(lines):
             steps = len({line.step for line in lines})

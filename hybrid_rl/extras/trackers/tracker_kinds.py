@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.logging.completions import ANSWERS, message_parts
+from hybrid_rl.logging.console_samples import ANSWERS, message_parts
 
 PROJECT = "hybrid_rl"  # where runs go unless the user names a project
 TABLE = "completions"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_rl.config.views import KeyValue, Shown, key_values, short
+from hybrid_rl.config.config_text import KeyValue, Shown, key_values, short
 from hybrid_rl.extras.views.html import cell, code, escaped, folded, page_part, table
 
 

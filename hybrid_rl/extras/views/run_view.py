@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.extras.views.config_view import changed_html
 from hybrid_rl.extras.views.html import escaped, folded, page_part, pairs_html, sparkline
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.tenancy import Tenancy
 

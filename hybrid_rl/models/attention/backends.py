@@ -33,8 +33,8 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.attention import compiled, unpacked
+from hybrid_rl.models.attention.attention_function import AttentionContext
 from hybrid_rl.models.attention.compiled import CompiledAttention
-from hybrid_rl.models.attention.interface import AttentionContext
 from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.attention.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybrid_rl.memory.transfer import upload
-from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.row import Layout, padded
 
 # Sequences whose lengths are within this factor share one padded attention call: at most 1 - 0.75^2 of its work is

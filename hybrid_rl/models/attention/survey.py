@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.interface import (
+from hybrid_rl.models.attention.attention_function import (
     AttentionOptions,
     attention_functions,
     current_context,

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.memory.transfer import upload
-from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.row import Layout
 
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -18,10 +18,10 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
-from hybrid_rl.models.load import loading
+from hybrid_rl.models.model_loading import loading
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.row import PackedRow
-from hybrid_rl.models.verify import (
+from hybrid_rl.models.startup_check import (
     VERIFY_TOLERANCE,
     check_survey,
     check_weights,

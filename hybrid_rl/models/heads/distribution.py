@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import chunks, head_backward, head_logits, precise
-from hybrid_rl.models.heads.options import HeadOptions
 
 
 def token_distribution(

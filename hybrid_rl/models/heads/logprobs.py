@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rl.models.heads.options import HeadOptions
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.wide import wide_product, wide_weight_gradient
 from hybrid_rl.models.linear import product, weight_gradient
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl.models.heads.options import HeadOptions
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.wide import wide_product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

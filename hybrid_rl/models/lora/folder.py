@@ -13,8 +13,8 @@ from torch import nn
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.lora.inject import is_adapter_name
+from hybrid_rl.models.lora.peft_config import require_peft
 from hybrid_rl.models.lora.plain import ADAPTER
-from hybrid_rl.models.lora.settings import require_peft
 from hybrid_rl.models.saving import whole
 from hybrid_rl.process.files import Sink, save_tensors
 from hybrid_rl.weights.boxes import local_box, local_tensor

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.experts.routing import find_routers
-from hybrid_rl.models.lora.names import not_excluded, why_refused
 from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
+from hybrid_rl.models.lora.target_layers import not_excluded, why_refused
 from hybrid_rl.weights.boxes import local_box, local_tensor
 
 # Warnings of what peft does by itself: nobody else can act on them.

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError, PeerFailedError
+from hybrid_rl.resharding.copy_tables import Column, Pieces
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.folders import ElsewhereError, agreed
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
-from hybrid_rl.resharding.plan import Plan, RankShare
-from hybrid_rl.resharding.tables import Column, Pieces
+from hybrid_rl.resharding.rank_plan import Plan, RankShare
 from hybrid_rl.weights.boxes import local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 

@@ -43,7 +43,7 @@ from hybrid_rl.resharding.handoff.base import (
     number_of,
 )
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
-from hybrid_rl.resharding.plan import Plan
+from hybrid_rl.resharding.rank_plan import Plan
 from hybrid_rl.resharding.shards import stored_boxes
 from hybrid_rl.weights.boxes import Box, overlap, within
 

@@ -39,7 +39,7 @@ from hybrid_rl.resharding.handoff.base import (
 from hybrid_rl.resharding.handoff.ipc import IpcSource
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.plan import Plan
+from hybrid_rl.resharding.rank_plan import Plan
 
 Copied = TypeVar("Copied")
 

@@ -52,7 +52,7 @@ from hybrid_rl.resharding.handoff.gpu_memory import (
 )
 from hybrid_rl.resharding.handoff.region_memory import LentRegion, RegionLender, open_region
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.plan import Plan
+from hybrid_rl.resharding.rank_plan import Plan
 
 # Limits of this process or machine that prevent further mappings, and what to do.
 _LIMITS = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import Column, Pieces
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.pieces import contiguous_strides
-from hybrid_rl.resharding.tables import Column, Pieces
 
 # The dtypes of weights; tables refer to a dtype by its index here.
 DTYPES = (

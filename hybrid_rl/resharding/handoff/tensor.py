@@ -14,7 +14,7 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import place_of
 from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Parts, Source, copy_shares, number_of
 from hybrid_rl.resharding.layout import SourceLayout, named_weights
-from hybrid_rl.resharding.plan import Plan
+from hybrid_rl.resharding.rank_plan import Plan
 
 
 @dataclass(eq=False)

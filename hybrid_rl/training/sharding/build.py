@@ -18,11 +18,11 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
-from hybrid_rl.models.load import DTYPES
 from hybrid_rl.models.lora.folder import load_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
+from hybrid_rl.models.lora.peft_config import critic_peft_config, peft_config_of
 from hybrid_rl.models.lora.plain import is_adapted, plain, running
-from hybrid_rl.models.lora.settings import critic_peft_config, peft_config_of
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.loading import load_weights, materialise

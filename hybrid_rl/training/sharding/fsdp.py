@@ -25,16 +25,16 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from hybrid_rl.compat import fsdp as fsdp2
+from hybrid_rl.compat import torch_fsdp as fsdp2
 from hybrid_rl.errors import ConfigError, MemoryStateError, ModelError
 from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.memory.transfer import move_buffers
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.attention.interface import AttentionContext
+from hybrid_rl.models.attention.attention_function import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
-from hybrid_rl.models.blocks import transformer_blocks
 from hybrid_rl.models.lora.plain import is_adapted
-from hybrid_rl.models.verify import VERIFY_TOLERANCE, relative_gap, verify_row
+from hybrid_rl.models.repeated_layers import transformer_blocks
+from hybrid_rl.models.startup_check import VERIFY_TOLERANCE, relative_gap, verify_row
 from hybrid_rl.training.sharding.twin import Twin
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.compat.fsdp import Destination, gathered_memory, parameters, units
+from hybrid_rl.compat.torch_fsdp import Destination, gathered_memory, parameters, units
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.region import TensorRegion, capacity_for
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_rl.models.attention.attention_function import AttentionContext, AttentionOptions
 from hybrid_rl.models.attention.backends import AttentionNeeds, choose_backend, obstacles
-from hybrid_rl.models.attention.interface import AttentionContext, AttentionOptions
 from hybrid_rl.models.row import Layout
 
 HEAD_DIM = 16

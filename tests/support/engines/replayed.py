@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl import Trainer
 from hybrid_rl.batch import Batch, BatchRef
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.kills.killed import without_chance
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_rl.logging.progress import ProgressDisplay
-    from hybrid_rl.logging.report import JsonLines
+    from hybrid_rl.logging.progress_display import ProgressDisplay
+    from hybrid_rl.logging.run_folder import JsonLines
 
 
 def num_waiting(file: JsonLines) -> int:

@@ -65,6 +65,6 @@ def is_saving(saver: Saver) -> bool:
 
 def wrap_keep_aside(patch: pytest.MonkeyPatch, wrapper: Wrapper) -> None:
     """Have `wrapper(keep_aside, folder, path, dropped)` called where lines of a file are put aside."""
-    from hybrid_rl.logging.report import RunFolder
+    from hybrid_rl.logging.run_folder import RunFolder
 
     wrap(patch, RunFolder, "_keep_aside", wrapper)

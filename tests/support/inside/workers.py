@@ -13,7 +13,7 @@ from hybrid_rl.workers.base import WorkerBase
 if TYPE_CHECKING:
     import pytest
 
-    from hybrid_rl.engines.client import EngineClient
+    from hybrid_rl.engines.engine_client import EngineClient
     from hybrid_rl.memory.arena import HostArena
     from hybrid_rl.memory.comparison import Comparison
     from hybrid_rl.memory.cycle import Cycle

@@ -25,10 +25,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid_rl.batch.files import load_rollout
 from hybrid_rl.batch.jagged import Jagged
+from hybrid_rl.batch.rollout_files import load_rollout
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.kills.killed_runs import Doing, Starter
 
 # Groups that are held, groups ahead, and both.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_rl.compat.fsdp import parameters
+from hybrid_rl.compat.torch_fsdp import parameters
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.config.validate import optimizer_steps_per_training_step
 from hybrid_rl.controller import LocalBackend, RankContext
@@ -31,7 +31,7 @@ from hybrid_rl.memory.cycle import (
 )
 from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.planning.choices import plan_memory
+from hybrid_rl.planning.auto import plan_memory
 from hybrid_rl.planning.ledger import GRADIENTS, Budget, MemoryPlan, PhaseMemory
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import RunShape

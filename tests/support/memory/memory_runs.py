@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rl import Trainer
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
-from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+from hybrid_rl.training.run_cycle import MemoryPhases, memory_phases
 from tests.support.inside.trainers import crew_of
 from tests.support.memory.memory_watch import MemoryWatch, Recorder
 from tests.support.optimizer_state import read_optimizer

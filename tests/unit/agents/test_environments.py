@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_rl.agents.agent_setup import AgentSetup, setup_tools
 from hybrid_rl.agents.calls import Caller, CallTimeoutError
 from hybrid_rl.agents.environments import (
     Environment,
@@ -18,7 +19,6 @@ from hybrid_rl.agents.environments import (
     accepted,
     with_observation,
 )
-from hybrid_rl.agents.setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.errors import ConfigError
 from tests.support.inside.agents import environments_of, on_thread_of

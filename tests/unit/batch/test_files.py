@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hybrid_rl.batch.batch
-import hybrid_rl.batch.files
+import hybrid_rl.batch.rollout_files
 from hybrid_rl.batch import FIELDS, Batch, Field, Jagged
-from hybrid_rl.batch.files import load_batch, load_rollout, rollout_steps, save_batch, save_rollout
+from hybrid_rl.batch.rollout_files import load_batch, load_rollout, rollout_steps, save_batch, save_rollout
 from hybrid_rl.errors import DataError, StorageError
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
@@ -94,7 +94,7 @@ def test_text_of_any_kind(tmp_path: Path, text: str) -> None:
 
 def test_bfloat16_and_inner_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = MappingProxyType({**FIELDS, "hidden": Field("completion", torch.bfloat16, "actor", 0.0, "a test's own")})
-    for module in (hybrid_rl.batch.batch, hybrid_rl.batch.files):
+    for module in (hybrid_rl.batch.batch, hybrid_rl.batch.rollout_files):
         monkeypatch.setattr(module, "FIELDS", fields)
     values = torch.tensor([[1.0, -0.0], [math.nan, 3e38], [1e-40, math.inf]]).bfloat16()
     batch = Batch({"hidden": Jagged(values, torch.tensor([0, 2, 2, 3]))})
@@ -153,7 +153,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path, monkeypat
         target.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(hybrid_rl.batch.files, "save_tensors", fail)
+    monkeypatch.setattr(hybrid_rl.batch.rollout_files, "save_tensors", fail)
     with pytest.raises(StorageError, match="cannot write .*No space left on device; free space"):
         save_batch(path, Batch({"group": torch.arange(5)}))
     assert_equal(load_batch(path), batch)

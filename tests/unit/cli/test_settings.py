@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rl.cli import main
-from hybrid_rl.cli.settings import complete_setting, complete_word, values_of
+from hybrid_rl.cli.key_values import complete_setting, complete_word, values_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.cli.settings import take
+from hybrid_rl.cli.key_values import take
 from hybrid_rl.cli.train import load_reward
 from hybrid_rl.errors import ConfigError
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.compat import fsdp, vllm
 from hybrid_rl.compat import ray as ray_names
 from hybrid_rl.compat import torch as torch_names
+from hybrid_rl.compat import torch_fsdp as fsdp
+from hybrid_rl.compat import vllm
 from tests.architecture.source import defined_names, private_uses, read_module
 from tests.pins import names
 

@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.training.plan import PlanSpec
+from hybrid_rl.training.batch_plan import PlanSpec
 
 
 def resolved(**keys: Any) -> Any:

@@ -18,8 +18,8 @@ from hybrid_rl.controller.ranks import VISIBLE, gpu_place, take_device
 from hybrid_rl.controller.server import Call, RankServer, Seat
 from hybrid_rl.controller.travel import Driver, pack
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.rewards.in_process import CallThread, on_device
 from hybrid_rl.rewards.pool import RewardProcess
-from hybrid_rl.rewards.threads import CallThread, on_device
 from tests.support.groups import OpenGroup
 from tests.support.inside.ranks import restore_taken_devices, served_worker
 

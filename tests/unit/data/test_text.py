@@ -9,7 +9,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rl.agents.plain import PlainText
+from hybrid_rl.agents.plain_text import PlainText
 from hybrid_rl.data.prompts import PromptEncoder, PromptRow
 from hybrid_rl.data.text import text_ids
 from hybrid_rl.engines.base import SamplingParams

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.guards import RolloutEngine
-from hybrid_rl.engines.hf.engine import HFEngine
+from hybrid_rl.engines.hf.hf_engine import HFEngine
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from hybrid_rl.engines.apart import import_apart
+from hybrid_rl.engines.detached_import import import_apart
 
 NAME = "slow_module_of_a_test"
 

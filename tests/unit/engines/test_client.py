@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_rl.engines import client as client_module
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines import engine_client as client_module
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.errors import DataError, EngineStateError
 from hybrid_rl.process.interrupts import clear_interrupt, request_interrupt

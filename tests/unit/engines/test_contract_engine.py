@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, EngineState, RolloutRequest, SamplingParams
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, MemoryStateError
 from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.resharding.handoff.tensor import TensorSource

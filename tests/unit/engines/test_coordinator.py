@@ -6,8 +6,8 @@ import time
 import pytest
 
 from hybrid_rl.engines.base import KV_CACHE
-from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.coordinator import Coordinator
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import DataError, EngineStateError, PeerFailedError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.support.inside.engines import num_unfinished_of_all

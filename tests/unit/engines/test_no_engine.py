@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rl.engines.base import TAGS, RolloutRequest, SamplingParams
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.no_engine import NoEngine
 from hybrid_rl.errors import EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource

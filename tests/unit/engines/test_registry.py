@@ -9,7 +9,7 @@ import torch
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.engines import registry
-from hybrid_rl.engines.hf.engine import HFEngine
+from hybrid_rl.engines.hf.hf_engine import HFEngine
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.engines.registry import MODULES, EngineSetup, make_engine
 from hybrid_rl.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_rl.engines import step_thread
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import EngineStateError
 from tests.support.inside.engines import thread_of
 from tests.unit.engines.engines import contract, request, same_samples

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_rl.config import load_config
 from hybrid_rl.config.validate import resolve
 from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.engines.stopping import StopStrings
+from hybrid_rl.engines.stop_strings import StopStrings
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.prepare import check_stop_strings, sampling_params
 from tests.support.tiny import build_tokenizer, ids_of

@@ -8,8 +8,8 @@ import pytest
 
 from hybrid_rl.errors import DataError
 from hybrid_rl.evaluation import paired
+from hybrid_rl.evaluation.eval_samples import EvalSamples, Evaluations, grouped
 from hybrid_rl.evaluation.paired import paired_test
-from hybrid_rl.evaluation.samples import EvalSamples, Evaluations, grouped
 
 
 def mcnemar(better, worse):

@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_rl.errors import DataError
 from hybrid_rl.evaluation.intervals import share
-from hybrid_rl.evaluation.passes import majority_at_k, pass_at_k, sizes
+from hybrid_rl.evaluation.solved_shares import majority_at_k, pass_at_k, sizes
 
 
 def test_pass_at_k_by_hand():

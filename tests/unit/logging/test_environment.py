@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.logging.environment import code_state, command, environment
+from hybrid_rl.logging.provenance import code_state, command, environment
 
 
 @pytest.mark.parametrize(

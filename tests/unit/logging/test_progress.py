@@ -14,7 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hybrid_rl.logging import progress as module
+from hybrid_rl.logging import progress_display as module
 from hybrid_rl.logging.lines import (
     History,
     bar_line,
@@ -27,7 +27,7 @@ from hybrid_rl.logging.lines import (
     step_line,
     work_line,
 )
-from hybrid_rl.logging.progress import NUM_LINES, ProgressDisplay
+from hybrid_rl.logging.progress_display import NUM_LINES, ProgressDisplay
 from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.process import progress
 from hybrid_rl.process.progress import Progress

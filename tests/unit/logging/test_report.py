@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
-from hybrid_rl.logging.report import JsonLines, RunFolder, read_jsonl
+from hybrid_rl.logging.run_folder import JsonLines, RunFolder, read_jsonl
 from tests.support.inside.logs import num_waiting
 from tests.support.kills.forked import Forked
 
@@ -27,7 +27,7 @@ ODD_TEXT = "a\u2028b\u2029c\x85d\r\ne\x0bf\x1cg 😀 \ud83d"
 FULL_AFTER_1000 = """
 import json, resource, signal, sys
 from pathlib import Path
-from hybrid_rl.logging.report import JsonLines
+from hybrid_rl.logging.run_folder import JsonLines
 from tests.support.inside.logs import num_waiting
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
@@ -105,7 +105,7 @@ def test_records_wait_in_memory_and_the_log_says_so_once(tmp_path: Path, caplog:
 @needs_full
 def test_records_that_wait_have_a_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     """Three lines of 12 bytes fit into 40."""
-    monkeypatch.setattr("hybrid_rl.logging.report.MAX_PENDING_BYTES", 40)
+    monkeypatch.setattr("hybrid_rl.logging.run_folder.MAX_PENDING_BYTES", 40)
     file = JsonLines(FULL)
     for step in range(10, 16):
         file.write([{"step": step}])

@@ -15,7 +15,7 @@ from hybrid_rl.batch import Batch, store
 from hybrid_rl.checkpoint.owners import LOCK_FILE, FolderLock, Owner
 from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.errors import ConfigError, HybridRLError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.logging.run_log import RunLog, cost_metrics
 from hybrid_rl.metrics import Timings
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.offload import _Offload, activations_on_host
+from hybrid_rl.models.activation_offload import _Offload, activations_on_host
 from tests.support.inside.models import fetch_ahead, num_fetched
 from tests.unit.models.families import VOCABULARY, build
 

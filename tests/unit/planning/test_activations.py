@@ -13,12 +13,12 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.peft_config import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.planning import activations
 from hybrid_rl.planning.activations import Counted
+from hybrid_rl.planning.fullest_rows import Samples, learning_batch
 from hybrid_rl.planning.models import RunModels, adapted
-from hybrid_rl.planning.rows import Samples, learning_batch
 from hybrid_rl.training.critic import micro_batch_value_loss
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.sharding.fsdp import ShardOptions

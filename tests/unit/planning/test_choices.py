@@ -8,11 +8,11 @@ import pytest
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, OPTIMIZER, REFERENCE
 from hybrid_rl.planning import remedies
-from hybrid_rl.planning.choices import least_demanding, plan_memory, with_choices
+from hybrid_rl.planning.auto import least_demanding, plan_memory, with_choices
 from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, ENGINE_GRAPHS, GRADIENTS, VERSIONS, Budget
 from hybrid_rl.planning.passes import Passes
 from hybrid_rl.planning.remedies import Remedy, check_fits, find_remedies, too_much
-from hybrid_rl.planning.sizes import size_text
+from hybrid_rl.planning.size_text import size_text
 from tests.unit.planning.made import memory as made_memory
 from tests.unit.planning.made import share as made_share
 from tests.unit.planning.tiny_run import settings, shape_of

@@ -7,7 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.config.hardware import Hardware
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import RunShape

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.batch.files import save_batch
+from hybrid_rl.batch.rollout_files import save_batch
 from hybrid_rl.process import files
 from hybrid_rl.process.files import content_digest, save_tensors
 from hybrid_rl.resharding.shards import write_shards

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.layout import TensorSpec
-from hybrid_rl.resharding.tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
 
 

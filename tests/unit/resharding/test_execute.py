@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybrid_rl import native
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Pieces
 from hybrid_rl.resharding.execute import HashedBoxes, copy_pieces, hash_pieces, name_seed
-from hybrid_rl.resharding.tables import MAX_DIMS, Pieces
 from tests.support.content_hash import content_hash
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.extras.plan.traffic import PlanReport, Traffic, fsdp_layout, report_of
 from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
-from hybrid_rl.resharding.plan import make_plan
+from hybrid_rl.resharding.rank_plan import make_plan
 from tests.unit.resharding.cells import cell_of
 from tests.unit.resharding.loading import Loading
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from hybrid_rl.agents.client import Limits
-from hybrid_rl.agents.plain import PlainText
+from hybrid_rl.agents.plain_text import PlainText
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import TAGS, SamplingParams
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource

@@ -20,8 +20,8 @@ from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.exchange import collect, cut
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import EngineState, FinishedSample, Generation, RolloutRequest, SamplingParams
-from hybrid_rl.engines.client import EngineClient
 from hybrid_rl.engines.coordinator import Coordinator
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.rewards import TrainerState

@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_rl.agents.client import Limits
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import AgentConfig
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from tests.unit.rollout.holding import MAX_TOKENS, STOP, Lengths, Run, Step, logprob_of, token_of
 

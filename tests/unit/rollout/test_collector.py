@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch, BatchRef, SampleKey
-from hybrid_rl.batch.files import save_batch, save_rollout
+from hybrid_rl.batch.rollout_files import save_batch, save_rollout
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams, SlotUse
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rewards import RewardFailure, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch, BatchRef
-from hybrid_rl.batch.files import save_rollout
+from hybrid_rl.batch.rollout_files import save_rollout
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import DataError, RewardError

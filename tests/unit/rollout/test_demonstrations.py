@@ -20,7 +20,7 @@ from hybrid_rl.rollout.demonstrations import (
     Demonstrations,
     check_demonstrations,
 )
-from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.sample_records import sample_records
 from tests.support.agents import chat_forms
 from tests.support.tiny import EOS_ID, build_tokenizer, ids_of
 from tests.unit.rollout.scripted import STATE

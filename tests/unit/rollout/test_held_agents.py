@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import PeerFailedError
 from hybrid_rl.process import threads
 from hybrid_rl.rollout import held_turns

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from hybrid_rl import Trainer
-from hybrid_rl.batch.files import load_rollout
+from hybrid_rl.batch.rollout_files import load_rollout
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.agents.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
 from tests.support.engines.replayed import assert_learned_alike, gaps_by_version
 from tests.support.tiny import spread

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, RewardError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.engines.replayed import assert_learned_alike, gaps_by_version
 from tests.support.inside.rollouts import lengths_of, open_groups
 from tests.support.inside.workers import stream_of

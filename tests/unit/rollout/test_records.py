@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch, Jagged, SampleKey
-from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.sample_records import sample_records
 
 
 def batch(extra=({}, {})):

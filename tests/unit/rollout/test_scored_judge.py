@@ -8,7 +8,7 @@ import torch
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM

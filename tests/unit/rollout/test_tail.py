@@ -17,7 +17,7 @@ from hybrid_rl.controller.exchange import cut
 from hybrid_rl.data.mixture import DATASET_COLUMN
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.engines.base import SamplingParams, derive_seed
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import DataError, EngineStateError, PeerFailedError
 from hybrid_rl.process.interrupts import clear_interrupt
 from hybrid_rl.rollout import turns as turns_module

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.engines import client
+from hybrid_rl.engines import engine_client as client
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.rewards import TrainerState

@@ -12,7 +12,7 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.models.lora.folder import CONFIG_FILE, save_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.peft_config import peft_config_of
 from hybrid_rl.run.adapters import check_adapters, check_resumed_adapters, own_settings, record_adapters, with_adapters
 from tests.support.tiny import build_model
 

@@ -11,7 +11,7 @@ from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.plan.request import Machine, planned_config
 from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.peft_config import peft_config_of
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.models import adapted
 from hybrid_rl.run.adapters import check_adapters, record_adapters

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.agents.setup import AgentSetup, setup_tools
+from hybrid_rl.agents.agent_setup import AgentSetup, setup_tools
 from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.errors import DataError
 from hybrid_rl.run.inputs import load_data

@@ -12,8 +12,8 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, OPTIMIZER
 from hybrid_rl.planning.activations import CannotCount
 from hybrid_rl.planning.ledger import Budget
-from hybrid_rl.run import memory
-from hybrid_rl.run.memory import budget_of, planned
+from hybrid_rl.run import memory_plan as memory
+from hybrid_rl.run.memory_plan import budget_of, planned
 from hybrid_rl.run.prepare import Run, prepare
 from tests.support.tiny import build_model, build_tokenizer, exact, sums
 

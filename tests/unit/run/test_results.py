@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_rl.logging.meanings import meaning_of
-from hybrid_rl.run.results import Metrics, StepResult
+from hybrid_rl.run.step_results import Metrics, StepResult
 from tests.support.libraries.python_names import html_of
 from tests.support.tiny import build_model, exact, spread
 

@@ -10,8 +10,8 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
+from hybrid_rl.training.batch_plan import Plan, make_plan, micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import Plan, make_plan, micro_batch
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
 from tests.reference import grpo_case
 from tests.support.float64 import KeepFloat64

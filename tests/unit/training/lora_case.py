@@ -14,10 +14,10 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
-from hybrid_rl.models.lora.settings import ENTRIES, peft_config_of
+from hybrid_rl.models.lora.peft_config import ENTRIES, peft_config_of
 from hybrid_rl.models.lora.without import WithoutAdapters
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.sharding.fsdp import accumulating
 from hybrid_rl.training.spec import Counts, LossSpec, SideModels
 from hybrid_rl.weights.boxes import local_box, local_tensor

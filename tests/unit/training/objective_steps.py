@@ -11,10 +11,10 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import prepared_column
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import distribution_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from tests.reference.grpo_case import build_model, load_recorded

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybrid_rl.batch import Batch, BatchRef, Jagged
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.training.balance import assign_mini_batches, attention_pair_cost, group_costs, split_over_ranks
-from hybrid_rl.training.plan import Plan, align_plans, make_plan, num_micro_batches
+from hybrid_rl.training.batch_plan import Plan, align_plans, make_plan, num_micro_batches
 
 PAIR_COST = 1 / (6 * 64)
 Lengths = list[tuple[int, list[int]]]  # per group: prompt, and completion of each sample

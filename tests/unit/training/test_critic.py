@@ -21,8 +21,8 @@ from hybrid_rl.metrics import joined
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training import critic as critic_module
+from hybrid_rl.training.batch_plan import Plan, make_plan
 from hybrid_rl.training.critic import Critic, value_metrics
-from hybrid_rl.training.plan import Plan, make_plan
 from hybrid_rl.training.sharding.build import build_model
 from tests.reference import grpo_case
 from tests.support.float64 import KeepFloat64

@@ -8,8 +8,8 @@ import torch
 
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training.balance import split_over_ranks
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.reference.grpo_case import REWARDS, build_model, load_recorded
 from tests.unit.training.grpo_step import (

@@ -9,7 +9,7 @@ import pytest
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import Cycle, Phase, joined
-from hybrid_rl.training.cycle import MemoryPhases, memory_phases
+from hybrid_rl.training.run_cycle import MemoryPhases, memory_phases
 
 VLLM = {"engine": "vllm"}
 

@@ -8,8 +8,8 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.support.tiny import build_model
 from tests.unit.models.families import BASE

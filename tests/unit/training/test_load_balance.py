@@ -16,11 +16,11 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.balance import LoadBalance
+from hybrid_rl.models.experts.load_balance import LoadBalance
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import look_ahead
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference import grpo_case
 from tests.support.tiny import VOCABULARY

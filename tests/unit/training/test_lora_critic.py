@@ -9,7 +9,7 @@ from hybrid_rl.config.lora_keys import LoraKeys, PeftKeys
 from hybrid_rl.config.schema import ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
-from hybrid_rl.models.lora.settings import peft_config_of
+from hybrid_rl.models.lora.peft_config import peft_config_of
 from hybrid_rl.training.critic import Critic
 from tests.reference import grpo_case
 from tests.unit.training.critic_case import (

@@ -11,7 +11,7 @@ from hybrid_rl.batch import FIELDS, Batch, Jagged
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import PackedRow
 from hybrid_rl.training.balance import assign_mini_batches
-from hybrid_rl.training.plan import Plan, align_plans, make_plan, micro_batch, num_micro_batches
+from hybrid_rl.training.batch_plan import Plan, align_plans, make_plan, micro_batch, num_micro_batches
 
 # group, prompt length and completion length of each sample; prompts per mini-batch, token cap, seed; the plan
 RECORDED = {

@@ -16,13 +16,13 @@ from hybrid_rl.models.attention.backends import Backend
 from hybrid_rl.models.attention.varlen import TorchKernel
 from hybrid_rl.models.heads.classifier import sequence_scores
 from hybrid_rl.models.heads.distribution import token_distribution
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import token_logprobs
-from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.scoring import batch_logprobs
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from tests.reference.grpo_case import build_model

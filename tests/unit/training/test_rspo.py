@@ -20,8 +20,8 @@ from hybrid_rl.metrics import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
-from hybrid_rl.training.plan import micro_batch
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference import grpo_case
 from tests.support.tiny import VOCABULARY

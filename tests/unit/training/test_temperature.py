@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid_rl.batch import Batch
-from hybrid_rl.batch.files import load_rollout, save_rollout
+from hybrid_rl.batch.rollout_files import load_rollout, save_rollout
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training.loss import micro_batch_loss

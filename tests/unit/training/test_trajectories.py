@@ -17,7 +17,7 @@ from hybrid_rl.errors import DataError
 from hybrid_rl.metrics import MetricSums
 from hybrid_rl.training.balance import assign_mini_batches, split_over_ranks
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
-from hybrid_rl.training.kl import KLWeight
+from hybrid_rl.training.kl_weight import KLWeight
 from hybrid_rl.training.mini_batch import with_trajectory_tokens
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.reference.grpo_case import load_recorded

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl.batch.files import load_rollout
+from hybrid_rl.batch.rollout_files import load_rollout
 from hybrid_rl.errors import DataError, EngineStateError, HandoffError, ModelError
-from hybrid_rl.logging.report import read_jsonl
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models import CausalLM
-from hybrid_rl.rollout.records import sample_records
+from hybrid_rl.rollout.sample_records import sample_records
 from hybrid_rl.training import actor
 from hybrid_rl.workers.handoff_probe import causes
 from hybrid_rl.workers.rollout_side import ColocatedSide

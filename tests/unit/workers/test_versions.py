@@ -18,7 +18,14 @@ from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.resharding.handoff.base import alone
 from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.workers.versions import PolicyReader, fill, moving_weights, require_folder, require_room, write_policy
+from hybrid_rl.workers.policy_versions import (
+    PolicyReader,
+    fill,
+    moving_weights,
+    require_folder,
+    require_room,
+    write_policy,
+)
 from tests.support.tiny import build_model
 
 DTYPE = torch.float32

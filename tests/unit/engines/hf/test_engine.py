@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_rl.engines.hf.engine import HFEngine
+from hybrid_rl.engines.hf.hf_engine import HFEngine
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.cache import CacheSize, check_cache

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.compat.torch import TorchDispatchMode
-from hybrid_rl.engines.inplace import cuda_graphs, engine, kv_cache, paged_attention, runner, upload
+from hybrid_rl.engines.inplace import cuda_graphs, engine, kv_cache, paged_attention, runner
+from hybrid_rl.engines.inplace import host_to_device as upload
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.models import AttentionOptions, masked_attention
 from tests.support.cuda.cuda_stand_in import StandIn, stand_in

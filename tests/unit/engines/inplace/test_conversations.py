@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest
-from hybrid_rl.engines.client import EngineClient, Handle
+from hybrid_rl.engines.engine_client import EngineClient, Handle
 from hybrid_rl.engines.inplace import runner
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engines.inplace import paged_kernel
+from hybrid_rl.engines.inplace.host_to_device import Tables
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache
 from hybrid_rl.engines.inplace.paged_attention import paged_attention
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel
-from hybrid_rl.engines.inplace.upload import Tables
 from hybrid_rl.models import AttentionOptions
 from tests.support.inside.engines import without_operator
 from tests.unit.engines.inplace.test_paged_attention import DECODE, OPTIONS, RAGGED, case, close, written_out

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from hybrid_rl.extras.pictures.curves import draw
-from hybrid_rl.logging.report import JsonLines, read_jsonl
+from hybrid_rl.logging.run_folder import JsonLines, read_jsonl
 
 
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of earlier tests, whenever they are collected

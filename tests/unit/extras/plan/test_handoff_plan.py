@@ -12,7 +12,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.plan import handoff_plan
 from hybrid_rl.extras.plan.handoff_plan import HandoffPlan, plan_handoff
 from hybrid_rl.extras.plan.request import Machine, planned_config
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 
 ROOT = Path(__file__).parents[4]

@@ -13,7 +13,7 @@ from rich.console import Console
 from hybrid_rl.extras.plan.handoff_plan import HandoffPlan
 from hybrid_rl.extras.plan.plan_tables import memory_table
 from hybrid_rl.planning.ledger import MemoryPlan, PhaseMemory, Share
-from hybrid_rl.planning.sizes import count_text, seconds_text, size_text, unit_of
+from hybrid_rl.planning.size_text import count_text, seconds_text, size_text, unit_of
 from tests.support.libraries.python_names import html_of
 from tests.unit.planning.made import memory, plan
 

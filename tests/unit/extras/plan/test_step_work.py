@@ -13,7 +13,7 @@ from hybrid_rl.extras.plan.request import Machine, planned_config
 from hybrid_rl.extras.plan.step_time import Lengths, ModelWork, StepWork
 from hybrid_rl.extras.plan.step_work import moved_bytes, num_trips, step_work
 from hybrid_rl.memory.cycle import ACTOR, CRITIC, ENGINE_WEIGHTS, OPTIMIZER, Cycle
-from hybrid_rl.models.load import DTYPES
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from tests.unit.planning.made import CYCLE, GB, memory
 

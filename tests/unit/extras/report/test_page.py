@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.extras.report import samples, write_report
-from hybrid_rl.extras.report.reading import Line
+from hybrid_rl.extras.report import sample_choice as samples
+from hybrid_rl.extras.report import write_report
+from hybrid_rl.extras.report.run_files import Line
 from hybrid_rl.extras.report.write import report_data
 from tests.support.run_case import HOSTILE, sample, write_lines, write_run
 

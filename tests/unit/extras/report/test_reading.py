@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.extras.report import reading, write_report
+from hybrid_rl.extras.report import run_files as reading
+from hybrid_rl.extras.report import write_report
 from hybrid_rl.extras.report.runs import load, names_of
 from hybrid_rl.extras.report.write import report_data
 from tests.support.run_case import write_run

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rl.extras.report import phases
+from hybrid_rl.extras.report import step_phases as phases
 from hybrid_rl.extras.report.charts import guides_of, layout
 from hybrid_rl.extras.report.runs import flat, load
 from hybrid_rl.extras.report.series import curves, stretches

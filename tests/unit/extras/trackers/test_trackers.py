@@ -19,7 +19,7 @@ from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.extras.trackers import trackers
 from hybrid_rl.extras.trackers.tracker_kinds import KINDS, Measured, TrackedRun, flat, table_of
 from hybrid_rl.extras.trackers.trackers import MAX_TABLES, Trackers, check_trackers, read_state, upload
-from hybrid_rl.logging.report import JsonLines
+from hybrid_rl.logging.run_folder import JsonLines
 
 CONFIG = {"seed": 1, "optimizer": {"learning_rate": 0.1, "betas": [0.9, 0.99]}, "log_completions": 2}
 

@@ -11,8 +11,8 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from hybrid_rl.errors import ModelError
+from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.attention.backends import Backend
-from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.attention.varlen import FlashAttnKernel, TorchKernel
 from hybrid_rl.models.row import Layout

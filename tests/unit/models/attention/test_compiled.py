@@ -6,8 +6,8 @@ import torch
 from hybrid_rl import native
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention import compiled
+from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.attention.compiled import CompiledAttention
-from hybrid_rl.models.attention.interface import AttentionOptions
 from hybrid_rl.models.row import Layout
 from tests.support.engines.attention_contract import check_context, eager, inputs
 

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.interface import NAME, attention_forward, attention_functions, installed_views
+from hybrid_rl.models.attention.attention_function import NAME, attention_forward, attention_functions, installed_views
 from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.row import Layout
 from tests.support.libraries.transformers_names import name_attention

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.interface import AttentionOptions
+from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.attention.padded import BUCKET_FILL, SMALL_LENGTH, PaddedAttention, length_buckets
 from hybrid_rl.models.row import Layout
 

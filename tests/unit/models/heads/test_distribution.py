@@ -8,8 +8,8 @@ import torch
 
 from hybrid_rl.models.heads import logprobs as heads
 from hybrid_rl.models.heads.distribution import chosen_and_entropy, sum_of_squares, token_distribution, top_tokens
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import token_logprobs
-from hybrid_rl.models.heads.options import HeadOptions
 
 M, H, V = 7, 5, 11
 HEADS = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hybrid_rl.models.heads import logprobs as fused
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import token_logprobs
-from hybrid_rl.models.heads.options import HeadOptions
 
 M, H, V = 7, 5, 11
 HEADS = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hybrid_rl.models.heads import logprobs
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import token_logprobs
-from hybrid_rl.models.heads.options import HeadOptions
 from tests.gpu.logprob_cases import CASES, NARROW, Case, build, reference
 from tests.support.cuda.interpreted_triton import importable, needs_triton, run_cases
 from tests.support.kills.forked import Forked

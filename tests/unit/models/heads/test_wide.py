@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.heads import wide
 from hybrid_rl.models.heads.distribution import chosen_and_entropy, token_distribution
+from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import chunked_logprobs
-from hybrid_rl.models.heads.options import HeadOptions
 from hybrid_rl.models.heads.wide import halves, wide_product, wide_weight_gradient
 from tests.support.inside.models import product_in_parts
 from tests.unit.models.families import build

@@ -8,8 +8,8 @@ import torch
 
 from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
+from hybrid_rl.models.lora.peft_config import peft_config_of
 from hybrid_rl.models.lora.plain import plain, wrappers
-from hybrid_rl.models.lora.settings import peft_config_of
 from hybrid_rl.resharding.layout import named_weights
 from tests.unit.models.families import build
 

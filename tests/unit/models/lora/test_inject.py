@@ -13,11 +13,11 @@ from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.lora.adapter_size import adapter_size
 from hybrid_rl.models.lora.factors import adapter_ranks, low_rank_changes
 from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name, leave
+from hybrid_rl.models.lora.peft_config import peft_config_of
 from hybrid_rl.models.lora.plain import is_adapted, plain, running
-from hybrid_rl.models.lora.settings import peft_config_of
-from hybrid_rl.models.lora.sizes import adapter_size
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.sharding.build import build_model
 from hybrid_rl.weights.boxes import local_box

@@ -11,11 +11,11 @@ from peft import LoraConfig, PrefixTuningConfig, VeraConfig
 
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.lora.adapter_size import adapter_size, copy_on_meta
 from hybrid_rl.models.lora.folder import read_settings, settings_of
 from hybrid_rl.models.lora.form import difference, form_of
 from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.settings import keys_of, peft_config_of
-from hybrid_rl.models.lora.sizes import adapter_size, copy_on_meta
+from hybrid_rl.models.lora.peft_config import keys_of, peft_config_of
 from tests.support.tiny import build_model
 from tests.unit.models.families import build
 

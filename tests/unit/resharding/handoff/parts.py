@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.extras.plan.traffic import fsdp_layout
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Copies
 from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
-from hybrid_rl.resharding.plan import Plan, make_plan
-from hybrid_rl.resharding.tables import MAX_DIMS, Copies
+from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
 from tests.unit.resharding.cells import cell_of
 

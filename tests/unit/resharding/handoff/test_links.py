@@ -15,7 +15,7 @@ from hybrid_rl.resharding.handoff.base import PeerError, copy_shares, local_part
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import connect
-from hybrid_rl.resharding.plan import make_plan
+from hybrid_rl.resharding.rank_plan import make_plan
 from tests.support.libraries.torch_names import releases_exported_memory
 from tests.unit.resharding.handoff.gpus import Node, on_gpu, plain
 from tests.unit.resharding.handoff.parts import (

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import Pieces
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.handoff.base import by_device
 from hybrid_rl.resharding.handoff.message import DTYPES, Message, dtype_code
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.resharding.tables import Pieces
 from tests.unit.resharding.handoff.parts import empty_engine, engine_trace, globals_of, is_equal, plan_of
 
 

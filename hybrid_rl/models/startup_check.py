@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.batch import lengths_to_offsets
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.interface import attention_functions, installed_views
+from hybrid_rl.models.attention.attention_function import attention_functions, installed_views
 from hybrid_rl.models.attention.survey import FARTHEST, LayerCall, surveyed
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.held_blocks import HeldBlocks
-from hybrid_rl.models.load import first_line, vocabulary_size
+from hybrid_rl.models.model_loading import first_line, vocabulary_size
 from hybrid_rl.models.packed_model import LengthLimit, PackedModel
 from hybrid_rl.models.row import Layout, PackedRow
 

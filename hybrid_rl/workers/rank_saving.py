@@ -25,8 +25,8 @@ from hybrid_rl.process.files import Sink
 from hybrid_rl.rollout.held_files import save_held, write_held
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.workers.generating import GeneratingWorker
+from hybrid_rl.workers.policy_versions import require_folder, require_room, write_policy
 from hybrid_rl.workers.roles import Roles
-from hybrid_rl.workers.versions import require_folder, require_room, write_policy
 
 
 class SavingWorker(GeneratingWorker):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from hybrid_rl.data.gym import ENTRY_COLUMN, reasoning_gym
+from hybrid_rl.data.gym_rows import ENTRY_COLUMN, reasoning_gym
 from hybrid_rl.data.prompts import Messages, shorten
 from hybrid_rl.errors import DataError
 from hybrid_rl.rewards.completions import completion_texts

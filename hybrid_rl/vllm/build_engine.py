@@ -25,7 +25,7 @@ from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.controller.session import temporary_folder
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, ModelError
 from hybrid_rl.vllm.arguments import kv_cache_bytes
-from hybrid_rl.vllm.environment import process_kept
+from hybrid_rl.vllm.process_state import process_kept
 from hybrid_rl.vllm.switches import COMPILER_VARIABLES, compile_alone
 from hybrid_rl.vllm.versions import has
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.extras.report.reading import Line, at, places
+from hybrid_rl.extras.report.run_files import Line, at, places
 from hybrid_rl.extras.report.series import stretches
 
 MAX_SAMPLES = 3000  # of a page

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_rl.extras.report.reading import is_number
+from hybrid_rl.extras.report.run_files import is_number
 from hybrid_rl.extras.report.series import mean, rounded, stretches
 
 MAX_BARS = 240  # steps in the stacked picture

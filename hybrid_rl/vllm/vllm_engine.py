@@ -35,12 +35,12 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
-from hybrid_rl.models.verify import LengthLimit
+from hybrid_rl.models.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout, named_weights
 from hybrid_rl.vllm.adapter_slots import make_writer
 from hybrid_rl.vllm.arguments import engine_arguments
-from hybrid_rl.vllm.build import (
+from hybrid_rl.vllm.build_engine import (
     LIVE,
     build,
     explain_step,
@@ -54,10 +54,10 @@ from hybrid_rl.vllm.build import (
 )
 from hybrid_rl.vllm.config_folder import config_folder
 from hybrid_rl.vllm.derived import log_derived
-from hybrid_rl.vllm.environment import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on, clean_allocator, freed_asleep
-from hybrid_rl.vllm.requests import check_sampling, sampled_logprobs, vllm_params
+from hybrid_rl.vllm.process_state import Guest, classes_kept, on_stream, process_kept, stream_of_thread
+from hybrid_rl.vllm.translated_requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.weights.views import checkpoint_views
 
 

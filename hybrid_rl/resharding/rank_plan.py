@@ -14,9 +14,9 @@ from itertools import groupby
 import numpy as np
 
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.resharding.copy_tables import Column, Pieces
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.pieces import divided, overlaps, simplified
-from hybrid_rl.resharding.tables import Column, Pieces
 from hybrid_rl.resharding.tiling import check_tiling
 from hybrid_rl.resharding.trace import Trace
 

@@ -14,7 +14,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import WEIGHTS
-from hybrid_rl.engines.client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.errors import ConfigError, HandoffError, counted
-from hybrid_rl.memory.sizes import size_text
+from hybrid_rl.memory.byte_sizes import size_text
 from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.lora.plain import is_adapted, plain, wrappers

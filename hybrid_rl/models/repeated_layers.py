@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from hybrid_rl.compat.torch import compiled_form, is_compiled, use_compiled
 from hybrid_rl.compat.transformers import block_class_names
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.attention.interface import NAME, attention_forward
+from hybrid_rl.models.attention.attention_function import NAME, attention_forward
 
 # A compiled block excludes its attention, which depends on the row: each row would be compiled again.
 APART = f"{NAME}_apart"

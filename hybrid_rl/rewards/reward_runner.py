@@ -21,10 +21,10 @@ from hybrid_rl.process.threads import JOIN_SECONDS, LoopThread
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.entries import RewardList
 from hybrid_rl.rewards.functions import ENVIRONMENTS, RewardInput
+from hybrid_rl.rewards.in_process import ThreadCaller, on_device
 from hybrid_rl.rewards.narrowing import call_narrowed
 from hybrid_rl.rewards.pool import ProcessCaller
 from hybrid_rl.rewards.results import ALL_FUNCTIONS, THE_AGENT, Part, RewardFailure, RewardResult, assemble
-from hybrid_rl.rewards.threads import ThreadCaller, on_device
 
 ScoreBy = Literal["sample", "group"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_rl.memory.sizes import Unit, size_text, unit_of
+from hybrid_rl.memory.byte_sizes import Unit, size_text, unit_of
 
 __all__ = ["Unit", "count_text", "seconds_text", "size_text", "unit_of"]
 

@@ -26,8 +26,8 @@ from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
 from hybrid_rl.planning.phases import NOTES, StepMemory
-from hybrid_rl.planning.sizes import size_text
-from hybrid_rl.training.cycle import memory_phases
+from hybrid_rl.planning.size_text import size_text
+from hybrid_rl.training.run_cycle import memory_phases
 
 # What leaves first: what is needed least often, and costs no more than its way through the bus.
 ORDER = (OPTIMIZER, REFERENCE, TEACHER, REWARD_MODELS, CRITIC_OPTIMIZER, CRITIC, ACTOR)

@@ -13,15 +13,15 @@ from hybrid_rl.config.algorithm import rollout_ranks
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.planning.choices import plan_memory, with_choices
+from hybrid_rl.planning.auto import plan_memory, with_choices
 from hybrid_rl.planning.ledger import Budget, MemoryPlan
 from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.remedies import check_fits
-from hybrid_rl.planning.sizes import size_text
+from hybrid_rl.planning.size_text import size_text
 from hybrid_rl.rewards import RewardList
 from hybrid_rl.run.prepare import Run
-from hybrid_rl.training.cycle import memory_phases
+from hybrid_rl.training.run_cycle import memory_phases
 
 USABLE_SHARE = 0.95  # of a GPU; gaps between tensors take the rest
 MOST_GPUS_OF_HOST = 8

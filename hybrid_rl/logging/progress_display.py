@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from hybrid_rl.compat.noise import hush
-from hybrid_rl.logging.completions import completion_block
+from hybrid_rl.logging.console_samples import completion_block
 from hybrid_rl.logging.lines import (
     History,
     bar_line,

@@ -14,8 +14,8 @@ NUM_VERSIONS = 2  # while one is written, the one before it is there
 
 
 def versions_share(policy: nn.Module, config: TrainerConfig, sharding: ShardOptions | None) -> Share:
-    """Return the part of a rank that trains in the files that it and others write (`workers/versions.py`), when there
-    are most of them. They are in the dtype in which that rank keeps the weights."""
+    """Return the part of a rank that trains in the files that it and others write (`workers/policy_versions.py`), when
+    there are most of them. They are in the dtype in which that rank keeps the weights."""
     whole = weights_share(VERSIONS, [policy], sharding)
     is_embedded = not isinstance(config.rollout, ColocatedRolloutConfig)
     lora = config.lora
