@@ -19,14 +19,15 @@ from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.placement import RayOptions
 from tests.distributed.forks import Forks
 from tests.support.groups import OpenGroup
+from tests.support.libraries.ray_names import start_ranks_with
 
 ROOT = Path(__file__).parents[2]
 SETUP_WORKER = Path(__file__).with_name("setup_worker.py")
 DEADLINE_SECONDS = 240.0
 # Of a driver that is a fork, whose ranks are forks too.
 FORKED_START = f"""
-import ray._private.ray_constants
-ray._private.ray_constants.SETUP_WORKER_FILENAME = {str(SETUP_WORKER)!r}
+from tests.support.libraries.ray_names import start_ranks_with
+start_ranks_with({str(SETUP_WORKER)!r})
 """
 SCRIPT_START = """
 import json, os, signal, sys, time
@@ -64,12 +65,10 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="session")
 def cluster(forks: Forks) -> Iterator[Any]:
-    import ray._private.ray_constants
-
     from hybrid_rl.controller.ray_backend import RayCluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray._private.ray_constants, "SETUP_WORKER_FILENAME", str(SETUP_WORKER))
+        start_ranks_with(SETUP_WORKER, patch)
         for name, value in forks.environment().items():
             patch.setenv(name, value)
         cluster = RayCluster(object_store_memory_bytes=150 * 2**20)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from tests.distributed.ranks import FROZEN, PRELOADED
+from tests.support.libraries.ray_names import own_start_script
 
 # What Ray imports, and what runs a rank. Not Ray itself: imported, it takes its settings from the environment, and each
 # fork has one of its own.
@@ -50,9 +51,7 @@ class Forks:
 
     def environment(self) -> dict[str, str]:
         """What `setup_worker.py` reads; Ray must have it from its start."""
-        import ray._private.workers
-
-        own = Path(ray._private.workers.__path__[0]) / "setup_worker.py"
+        own = own_start_script()
         return {"HYBRID_RL_TEST_FORKS": str(self._open), "HYBRID_RL_TEST_SETUP_WORKER": str(own)}
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from hybrid_rl.compat import torch_fsdp as fsdp2
 from hybrid_rl.compat.torch_fsdp import DIFFERENCES
 from hybrid_rl.training.sharding.fsdp import ShardOptions, device_mesh
 from tests.distributed.ranks import run_ranks
+from tests.support.libraries.torch_names import fsdp_state, gathered
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +78,7 @@ def rows_on_a_rank(rank: int, num_ranks: int) -> dict[str, Any]:
     return {
         "rows": {name: fsdp2.has(name, model) for name in DIFFERENCES},
         "names": {
-            name: any(hasattr(thing, name) for thing in (model, model._get_fsdp_state()))
+            name: any(hasattr(thing, name) for thing in (model, fsdp_state(model)))
             for row in DIFFERENCES.values()
             for name in row.names
         },
@@ -143,7 +144,7 @@ def broken_off_on_ranks(rank: int, num_ranks: int, replicas: int) -> dict[str, A
     fsdp2.reset(model)
     held = [p for p in fsdp2.parameters(model) if p.sharded_state.name != "SHARDED"]
     for parameter in fsdp2.parameters(model):
-        parameter._unsharded_param.grad = None
+        gathered(parameter).grad = None
     for parameter in model.parameters():
         parameter.grad = None
     return {"plain": plain, "again": train(model, rank), "unsharded": len(held)}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybrid_rl.compat import torch_fsdp as fsdp2
 from hybrid_rl.config import FSDPConfig, TrainerConfig, resolve
@@ -17,6 +16,7 @@ from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accu
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fsdp import THREE, UNEVEN, grpo_backward, plain_gradients
 from tests.reference import grpo_case
+from tests.support.libraries.torch_names import FakeStore
 
 pytestmark = pytest.mark.slow
 

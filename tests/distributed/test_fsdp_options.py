@@ -11,6 +11,7 @@ from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accu
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import StateSource, named_state
 from tests.distributed.ranks import run_ranks
+from tests.support.libraries.torch_names import no_recompiles
 from tests.unit.models.families import VOCABULARY, build
 
 pytestmark = pytest.mark.slow
@@ -102,7 +103,7 @@ def compiled_on_ranks(rank: int, num_ranks: int) -> list[dict[bool, dict[str, to
     """Gradients without and with compiled blocks, without and with gradient checkpointing."""
     results = []
     for checkpointing in (False, True):
-        torch._dynamo.reset()  # another model is another compilation
+        torch.compiler.reset()  # another model is another compilation
         models = {compiled: sharded(build("qwen2"), num_ranks, compile=compiled) for compiled in (False, True)}
         if checkpointing:
             for model in models.values():
@@ -110,7 +111,7 @@ def compiled_on_ranks(rank: int, num_ranks: int) -> list[dict[bool, dict[str, to
         # Once with, and with checkpointing once without, an input that is a leaf; then for every length of a row.
         backward(models[True], rank, [[7, 11]] * 3)
         models[True].discard_gradients()
-        with torch._dynamo.config.patch(error_on_recompile=True):
+        with no_recompiles():
             results.append({compiled: backward(model, rank) for compiled, model in models.items()})
     return results
 

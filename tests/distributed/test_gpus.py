@@ -16,11 +16,12 @@ import torch
 from hybrid_rl.run.prepare import find_hardware
 from hybrid_rl.config import load_config
 from hybrid_rl.controller.ray_backend import RayActors, RayCluster
+from tests.support.inside.ranks import place_ranks, places_of
 
 def places(cluster, num_ranks):
     ranks = RayActors(cluster)
-    ranks._place("policy", num_ranks, RayOptions(gpus_per_rank=1))
-    return ranks, [[place.gpu, place.visible] for place in ranks._places]
+    place_ranks(ranks, "policy", num_ranks, RayOptions(gpus_per_rank=1))
+    return ranks, [[place.gpu, place.visible] for place in places_of(ranks)]
 
 """
 

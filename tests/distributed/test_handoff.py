@@ -27,6 +27,7 @@ from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.verify import Verifier
 from tests.distributed.ranks import RankError, forking, run_ranks
+from tests.support.libraries.torch_names import set_local
 from tests.unit.resharding.handoff.parts import (
     empty_engine,
     engine_trace,
@@ -56,7 +57,7 @@ def sharded(num_ranks: int, replicas: int = 1):
             local = made[name].to_local()
             if local.numel():
                 moved = region.allocate(tuple(local.shape), local.dtype)
-                made[name]._local_tensor = moved.copy_(local)
+                set_local(made[name], moved.copy_(local))
         else:
             made[name] = tensor.clone()
     return made, region

@@ -1,6 +1,5 @@
 """The harness itself: results by rank, and no test that hangs or hides what went wrong."""
 
-import os
 import time
 from multiprocessing.forkserver import ensure_running
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import RankError, run_ranks
+from tests.support.libraries.python_names import end_at_once
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def misbehave(rank: int, num_ranks: int, how: str) -> list[float]:
     if rank == 1 and how == "raises":
         raise ValueError("the second rank is unwell")
     if rank == 1 and how == "dies":
-        os._exit(3)
+        end_at_once(3)
     if how == "hangs":
         time.sleep(600)
     dist.all_reduce(total)  # which no other rank joins

@@ -21,6 +21,7 @@ from tests.distributed import workers
 from tests.distributed.conftest import wait_until
 from tests.distributed.workers import Probe, sample_batch, split_whole_groups
 from tests.support.groups import OpenGroup
+from tests.support.inside.ranks import places_of
 
 pytestmark = pytest.mark.slow
 
@@ -200,7 +201,7 @@ def test_ranks_keep_their_order_over_restarts(make_group: Callable[..., OpenGrou
     orders = []
     for _ in range(2):
         group = make_group(3)
-        orders.append([place.bundle for place in group._backend._ranks._places])
+        orders.append([place.bundle for place in places_of(group)])
         assert [about["rank"] for about in group.about()] == [0, 1, 2]
         group.close()
     assert orders == [[0, 1, 2]] * 2

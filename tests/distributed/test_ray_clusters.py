@@ -59,7 +59,7 @@ def agents() -> Iterator[list[int]]:
     wait_until(lambda: not any(is_running(pid) for pid in pids), "agents are left")
 
 
-WHERE = "folder = str(Path(ray._private.worker.global_worker.node.get_session_dir_path()).parent)\n"
+WHERE = "from tests.support.libraries import ray_names; folder = str(ray_names.session_folder().parent)\n"
 TELL = "tell(pids=descendants(), folder=folder)\n"
 
 
@@ -204,7 +204,14 @@ def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
 # -------------------------------------------------------------------------------------------- a cluster of two nodes
 
 HAS_TOKEN = 'os.environ["RAY_AUTH_TOKEN"] = "0123456789abcdef" * 4\n'
-USES_TOKEN = HAS_TOKEN + 'os.environ["RAY_AUTH_MODE"] = "token"\nray._raylet.Config.initialize("")\n'
+USES_TOKEN = (
+    HAS_TOKEN
+    + """
+from tests.support.libraries.ray_names import read_settings_again
+os.environ["RAY_AUTH_MODE"] = "token"
+read_settings_again()
+"""
+)
 HEAD = (
     USES_TOKEN
     + """
@@ -230,7 +237,8 @@ except Exception as error:
 {HAS_TOKEN}
 cluster = RayCluster(%r)
 group = make(cluster, 3, placement="pack")
-nodes = [place.node for place in group._backend._ranks._places]
+from tests.support.inside.ranks import places_of
+nodes = [place.node for place in places_of(group)]
 tell(sum=group.all_reduce(), nodes=nodes, threads=[about["env"]["OMP_NUM_THREADS"] for about in group.about()])
 group.close()
 cluster.close()
@@ -316,9 +324,12 @@ def test_a_cluster_of_the_user_stays(joined: dict[str, list[dict[str, Any]]]) ->
 
 DRIVER = """
 import gc, threading
-import ray._private.services as services
 from hybrid_rl.errors import HybridRLError
 from tests.distributed.conftest import is_running, wait_until
+from tests.support.libraries import ray_names
+from tests.support.libraries.python_names import end_at_once
+
+services = ray_names.services()
 
 def refusal(address):
     try:
@@ -345,7 +356,7 @@ tell(thread=group.gather("x"))
 pid = os.fork()
 if pid == 0:
     group.close(); made[0].close()
-    os._exit(3)
+    end_at_once(3)
 tell(child=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), gathered=group.gather("x"))
 pids = [about["pid"] for about in group.about()]
 del group

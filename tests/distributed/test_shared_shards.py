@@ -9,6 +9,7 @@ from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, devi
 from hybrid_rl.weights.sources import StateSource, named_state
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_fsdp_options import backward, sharded
+from tests.support.inside.memory import mapping_of
 from tests.unit.models.families import build
 
 pytestmark = pytest.mark.slow
@@ -20,7 +21,7 @@ def train_in_a_region(rank: int, num_ranks: int) -> dict[str, Any]:
     shards = shard(build("qwen2"), device_mesh(options, "cpu"), options)
     region = move_to_region(shards, "actor")
     model = ShardedCausalLM(shards)
-    start = torch.frombuffer(region._mapping, dtype=torch.uint8).data_ptr()
+    start = torch.frombuffer(mapping_of(region), dtype=torch.uint8).data_ptr()
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-2)
     for when in ("before", "after"):
         seen[when] = backward(model, rank)

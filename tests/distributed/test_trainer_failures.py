@@ -13,6 +13,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.errors import DivergedError, RewardError, WorkerError
 from hybrid_rl.logging.run_folder import read_jsonl
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
+from tests.support.inside.training import after_gradients
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
@@ -104,16 +105,11 @@ def test_gradients_that_are_no_numbers_on_one_rank_end_the_run_with_their_name(m
     def reward(completion_ids, **columns):
         import torch.distributed as dist
 
-        from hybrid_rl.training.optimizer import Optimizer
-
-        collect = Optimizer._collect
-
-        def poisoned(self):
-            collect(self)
-            self._targets["model.norm.weight"].grad.fill_(float("nan"))
+        def poison(targets):
+            targets["model.norm.weight"].grad.fill_(float("nan"))
 
         if dist.get_rank() == 1:
-            Optimizer._collect = poisoned
+            after_gradients(poison)
         return spread(completion_ids)
 
     trainer = make(reward, max_steps=9, save_steps=9)

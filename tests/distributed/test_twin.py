@@ -18,6 +18,8 @@ from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
 from tests.distributed.ranks import run_ranks
 from tests.support.engines.engine_settings import inplace_settings
+from tests.support.inside.engines import graphs_of
+from tests.support.libraries.torch_names import gathered
 from tests.unit.engines.inplace.graph_stand_in import force_device_path
 from tests.unit.models.families import VOCABULARY, build
 
@@ -63,8 +65,8 @@ def optimizer_of(module: torch.nn.Module) -> Optimizer:
 
 def storage_bytes(module: torch.nn.Module) -> int:
     """Bytes of the tensors that FSDP gathers, by their addresses in the units' own books."""
-    gathered = [p._unsharded_param for p in parameters(module) if hasattr(p, "_unsharded_param")]
-    return sum(tensor.untyped_storage().nbytes() for tensor in gathered)
+    whole = [gathered(parameter) for parameter in parameters(module)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in whole if tensor is not None)
 
 
 def generate_on_ranks(rank: int, num_ranks: int, family: str) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def phases_on_ranks(rank: int, num_ranks: int, keeps: bool, dtype: torch.dtype) 
             seen["samples"].append(rollout(engine, twin.module, version, 3))
             seen["addresses"].append([p.data_ptr() for p in mine])
             seen["objects"].append([id(p) for p in mine])
-            seen["captures"].append(engine._runner._graphs.num_captures)  # type: ignore[union-attr]
+            seen["captures"].append(graphs_of(engine).num_captures)
             seen["occupied"] += [region.occupied_bytes for region in regions]
             twin.release()
             seen["occupied"] += [region.occupied_bytes for region in regions]

@@ -135,8 +135,8 @@ class WatchedSource(FolderSource):
 
     peak = 0
 
-    def _read(self, name: str, box: Box) -> torch.Tensor:
-        found = super()._read(name, box)
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        found = super().read(name, box)
         self.peak = max(self.peak, anonymous_bytes())
         return found
 

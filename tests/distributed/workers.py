@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 
@@ -23,6 +22,8 @@ from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.process.interrupts import interrupt_requested
+from tests.support.libraries.python_names import end_at_once
+from tests.support.libraries.ray_names import num_known_objects
 
 logger = logging.getLogger("hybrid_rl.worker")
 
@@ -130,7 +131,7 @@ class Probe:
     @dispatch(collect="all")
     def references(self) -> int:
         """Objects of the object store that this process knows of: its own blocks, as long as somebody needs them."""
-        return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+        return num_known_objects()
 
     @dispatch(split="groups", collect="concat")
     def not_a_batch(self, batch: Batch) -> int:
@@ -222,7 +223,7 @@ def _stop(worker: Probe) -> None:
 
 def _warn_and_exit(worker: Probe) -> None:
     warnings.warn("the last words", stacklevel=1)
-    os._exit(3)
+    end_at_once(3)
 
 
 def _hang(worker: Probe) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from hybrid_rl.logging.run_folder import read_jsonl
 from tests.distributed.conftest import wait_until
 from tests.e2e.whole_engine import CASES, DRIVER_DIES_AFTER, KEYS, PHASES, RANK_DIES_IN, drive
+from tests.support.libraries.torch_names import inductor_folder
 from tests.support.memory.shared_memory import entries, used
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -53,7 +53,7 @@ class Traces:
     def files(self) -> list[str]:
         """Temporary files, and pieces of shared memory that nobody uses and that were not there before. PyTorch keeps
         precompiled headers in the temporary folder, whatever TORCHINDUCTOR_CACHE_DIR says: they are a cache."""
-        cache = self.folder / Path(default_cache_dir()).name
+        cache = self.folder / Path(inductor_folder()).name
         kept = {cache, *cache.glob("precompiled_headers"), *cache.glob("precompiled_headers/**/*")}
         left = [str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path not in kept]
         return left + sorted(shared_memory() - self._before - used())
@@ -73,7 +73,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
     with tempfile.TemporaryDirectory(prefix="whole", dir="/tmp") as folder:
         token = uuid.uuid4().hex
         # A cache that is meant to stay, as it is without a folder of our own.
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", inductor_folder())
         monkeypatch.setenv(TOKEN, token)
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -21,6 +21,7 @@ from tests.distributed.test_fsdp import EXACT, grpo_backward
 from tests.gpu.device import DEVICE, cuda_only
 from tests.reference import grpo_case
 from tests.support.engines.engine_settings import inplace_settings
+from tests.support.inside.engines import graphs_of
 from tests.unit.engines.engines import Rig, same_samples
 from tests.unit.training.grpo_step import case_batch
 
@@ -112,7 +113,7 @@ def generated(new_region: Callable[[int], CudaRegion] | None) -> Phases:
         with model.twin.bound():
             seen.samples += rig.ready(version).run(REQUESTS, version)
             seen.addresses.append([p.data_ptr() for p in model.twin.module.parameters()])
-            seen.captures.append(engine._runner._graphs.num_captures)
+            seen.captures.append(graphs_of(engine).num_captures)
             engine.sleep(TAGS)
         seen.occupied += [region.occupied_bytes for region in regions]
         grpo_backward(model, ROWS)

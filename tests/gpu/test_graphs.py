@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.device import cuda_only, rig_of
+from tests.support.inside.engines import graphs_of
 from tests.unit.engines.engines import Rig, mixed_requests, request, same_samples
 from tests.unit.engines.inplace.test_conversations import FORKED, samples_of
 
@@ -44,7 +45,7 @@ def test_a_graph_decodes_with_the_newest_weights_and_after_a_night() -> None:
 def test_graphs_outlive_the_nights_of_the_cache() -> None:
     eager, graphed = rig_of("qwen2", cuda_graphs=False), rig_of("qwen2")
     graphed.run(mixed_requests())
-    graphs = graphed.engine._runner._graphs
+    graphs = graphs_of(graphed.engine)
     assert graphs.num_captures == 5
     for version in (2, 3):
         for rig in (eager, graphed):
@@ -79,7 +80,7 @@ def test_weights_that_moved_are_captured_again() -> None:
         rig.perturb()
         rig.publish(2)
     same_samples(graphed.run(mixed_requests(), 2), eager.run(mixed_requests(), 2))
-    assert len(old) and graphed.engine._runner._graphs.num_captures == 10
+    assert len(old) and graphs_of(graphed.engine).num_captures == 10
 
 
 def test_a_capture_leaves_other_threads_their_device() -> None:

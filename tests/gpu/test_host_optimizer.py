@@ -14,6 +14,7 @@ from hybrid_rl.training import host_optimizer
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.optimizer import Optimizer
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.inside.workers import optimizer_of
 from tests.support.tiny import build_model
 
 
@@ -60,7 +61,7 @@ def test_a_run_learns_the_same(dtype: torch.dtype, make_trainer: Any, records: A
         model = build_model(dtype=dtype).to(DEVICE)
         trainer = make_trainer(model, max_steps=3, **{"memory.optimizer_on_host": on_host})
         trainer.fit()
-        optimizer = trainer.policy._backend._worker._actor.optimizer
+        optimizer = optimizer_of(trainer)
         assert {tensor.device.type for tensor in optimizer.tensors()} == {"cpu" if on_host else "cuda"}
         found.append([line for line in records(trainer) if line["step"] > 0])
     first, second = found

@@ -20,6 +20,7 @@ from hybrid_rl.resharding.rank_plan import make_plan
 from hybrid_rl.resharding.verify import Verifier
 from tests.distributed.ranks import run_ranks
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.libraries.torch_names import let_segments_grow
 from tests.unit.resharding.handoff.parts import (
     Row,
     empty_engine,
@@ -155,7 +156,7 @@ def reads_much(rank, num_ranks, one_gpu):
 def shares_expandable_segments(rank, num_ranks):
     """What PyTorch's own account of its memory says of segments that grow."""
     device = device_of(rank, True)
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    let_segments_grow()
     gather = object_gather(num_ranks, SECONDS)
     tensors = globals_of()
     layout = layout_of(tensors, num_ranks)

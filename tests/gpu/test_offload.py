@@ -14,6 +14,7 @@ from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.leases import Leases
 from hybrid_rl.memory.offload import OffloadedTensors
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.inside.memory import slots_of
 
 NUM_ELEMENTS = 8 << 20  # 32 MiB in float32: memory of its own in the caching allocator
 NUM_CYCLES = 20
@@ -71,7 +72,7 @@ def test_the_device_gets_its_memory_back_to_the_byte(arena: HostArena) -> None:
 def test_slots_are_pinned_exactly_as_large_as_needed(arena: HostArena) -> None:
     tensor = torch.ones(3 * NUM_ELEMENTS, device=DEVICE)
     arena.store("actor", [tensor.view(torch.uint8)])
-    slot = arena._slots["actor"]
+    slot = slots_of(arena)["actor"]
     assert slot.bytes.is_pinned() and arena.num_bytes == tensor.nbytes
     kept = slot.bytes
     arena.close()

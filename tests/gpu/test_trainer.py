@@ -9,6 +9,7 @@ import torch
 
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from tests.gpu.device import DEVICE, cuda_only
+from tests.support.inside.workers import module_of
 from tests.support.tiny import build_model
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,7 +84,7 @@ def test_a_model_by_name_goes_to_the_device(make_trainer, records, model_folder)
     """Without a key that says so: in bfloat16, its optimizer in fp32."""
     trainer = make_trainer(str(model_folder), max_steps=2)
     trainer.fit()
-    module = trainer.policy._backend._worker._actor.model.module
+    module = module_of(trainer)
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("cuda", torch.bfloat16)}
     lines = [line for line in records(trainer) if line["step"]]
     assert [line["skipped_updates"] for line in lines] == [0, 0]

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 import hybrid_rl.vllm.library  # noqa: F401  # before the tests import from vLLM
+from tests.support.inside.trainers import position_of
+from tests.support.inside.workers import worker_of
+from tests.support.libraries.vllm_names import inspect_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,10 +24,8 @@ ROOT = Path(__file__).parents[2]
 def inspected_here() -> Iterator[None]:
     """To see what a model can do vLLM imports its class in a process of its own, which takes ten seconds for every
     architecture, and again once another version of vLLM has run. Here the class is imported anyway."""
-    from vllm.model_executor.models import registry
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_run_in_subprocess", lambda function: function())
+        inspect_here(patch)
         yield
 
 
@@ -43,7 +44,7 @@ def fresh_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def worker(trainer):
     """The only rank of the module's trainer."""
-    return trainer.policy._backend._worker
+    return worker_of(trainer)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def publish(trainer):
     """Publish the next version. What a test broke is whole again afterwards."""
 
     def publish():
-        trainer._position.policy_version += 1
+        position_of(trainer).policy_version += 1
         return trainer.generating.update_weights(trainer.policy_version)[0]
 
     yield publish

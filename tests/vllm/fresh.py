@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from hybrid_rl.engines.detached_import import import_apart
+from tests.support.libraries.vllm_names import inspect_here
 
 ENGINE = "hybrid_rl.vllm.library"
 OF_THE_ENGINE = ("hybrid_rl.vllm.vllm_engine", "vllm.config", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine")
@@ -70,9 +71,7 @@ def main() -> None:
     kept = importer() is not None
     changed = sorted({name for name, _ in set(os.environ.items()) ^ set(before.items())})
     handlers = len(logging.getLogger("vllm").handlers)
-    from vllm.model_executor.models import registry
-
-    registry._run_in_subprocess = lambda function: function()  # see `inspected_here`
+    inspect_here()  # see `inspected_here`
     seen = {"changed": changed, "handlers": handlers, "kept": kept, "with_attention": with_attention}
     print(json.dumps({**seen, "compiled": compiled("one", 2**24)}))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.engines.base import TAGS, Counters
 from hybrid_rl.vllm.vllm_engine import VLLMEngine
 from tests.support.engines.engine_settings import vllm_settings
+from tests.support.inside.vllm import count_anew, forget_requests
 from tests.unit.engines.engines import Rig, decode
 from tests.unit.models.families import build
 
@@ -47,22 +47,18 @@ class VLLMRig(Rig):
     def start(cls) -> VLLMRig:
         module = tiny()
         rig = cls(make_engine(module), module)
-        rig._weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        rig.first_weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         return rig
 
     def renewed(self, *, max_num_seqs: int = 16, max_num_waiting: int = CONFIG.engine_args.max_num_waiting) -> VLLMRig:
         """As if it had just been made, with these settings."""
         live = self.engine
-        live._paused, live._aborted = None, set(live._ids)
-        if live._ids:
+        if forget_requests(live):
             live.wake(TAGS)
             live.policy_version = max(live.policy_version, 0)
             live.step()
         live.sleep(TAGS)
         live.policy_version = -1
-        live._config = replace(CONFIG, max_num_seqs=max_num_seqs)
-        live._max_num_waiting = max_num_waiting
-        live._counters = Counters()
-        live._restarts_noise = True
-        self.module.load_state_dict(self._weights)
+        count_anew(live, CONFIG, max_num_seqs=max_num_seqs, max_num_waiting=max_num_waiting, counters=Counters())
+        self.module.load_state_dict(self.first_weights)
         return self

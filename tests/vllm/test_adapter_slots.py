@@ -14,6 +14,8 @@ from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
 from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models.lora.plain import wrappers
 from hybrid_rl.vllm.adapter_slots import AdapterSlot
+from tests.support.inside.vllm import adapters_of, remove_adapters, writer_of
+from tests.support.inside.workers import engine_of
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.vllm.test_trainer import KEYS, SHAPE
 
@@ -44,7 +46,7 @@ def trainer(tmp_path_factory):
 
 @pytest.fixture
 def writer(worker):
-    return worker._side._engine._writer
+    return writer_of(engine_of(worker))
 
 
 def check_steps(trainer, num_steps, base_bytes, adapter_bytes):
@@ -67,7 +69,7 @@ def test_twenty_steps_and_every_logprob_is_the_trainers(trainer, worker, writer)
     base_bytes = sum(p.nbytes for n, p in trainer.module.named_parameters() if ".lora_" not in n)
     check_steps(trainer, 20, base_bytes, ADAPTER_BYTES)
     # What vLLM adds, from the numbers in its slot, is what peft adds.
-    layers = writer.slot._manager.modules
+    layers = adapters_of(writer.slot)
     deltas = {}
     for name, wrapper in layers.items():
         parts = [b[0, 0] @ a[0, 0] for a, b in zip(wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)]
@@ -96,7 +98,7 @@ def test_twenty_steps_and_every_logprob_is_the_trainers(trainer, worker, writer)
 def test_another_adapter_than_the_trainers_is_caught_before_a_token(
     trainer, publish, writer, monkeypatch, break_it, match
 ):
-    layers, whole = writer.slot._manager.modules, AdapterSlot.write
+    layers, whole = adapters_of(writer.slot), AdapterSlot.write
 
     def broken(slot, changes):
         if break_it == "old":
@@ -109,7 +111,7 @@ def test_another_adapter_than_the_trainers_is_caught_before_a_token(
         elif break_it == "no adapter":
             layers["model.layers.1.self_attn.o_proj"].lora_b_stacked[0][0, 0, 5, 2] = 1e-7
         else:
-            slot._manager.remove_all_adapters()
+            remove_adapters(slot)
 
     with torch.no_grad():
         next(p for n, p in trainer.module.named_parameters() if ".lora_B." in n).mul_(1.5)

@@ -22,6 +22,7 @@ from hybrid_rl.vllm.arguments import engine_arguments, kv_cache_bytes
 from hybrid_rl.vllm.build_engine import reason
 from hybrid_rl.vllm.process_state import process_kept
 from tests.support.engines.engine_settings import vllm_settings
+from tests.support.inside.vllm import configure, forget_failure, llm_of
 from tests.unit.engines.engines import finish, forward_logprobs, request, same_samples
 from tests.vllm.rigs import CONFIG, SETTINGS, VLLMRig, make_engine, tiny
 
@@ -84,7 +85,7 @@ def test_steps_handoffs_and_sleep_leave_no_trace(rig):
 
 def test_without_seeds_of_requests_the_noise_follows_the_first_ones(rig):
     """Two equal requests of a call draw differently; a later call repeats it, whatever was drawn in between."""
-    rig.engine._config = vllm_settings(**{**SETTINGS, "per_request_seeds": False})
+    configure(rig.engine, vllm_settings(**{**SETTINGS, "per_request_seeds": False}))
     first = rig.run([request(0, 4, 12, seed=5), request(1, 4, 12, seed=5)])
     assert first[0].completion_ids != first[1].completion_ids
     torch.rand(3)
@@ -179,13 +180,13 @@ def test_after_an_error_of_vllm_the_engine_says_so(rig, monkeypatch):
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.engine._llm, "step", fails)
+        patch.setattr(llm_of(rig.engine), "step", fails)
         with pytest.raises(RuntimeError, match="no memory"):
             rig.engine.step()
     for call in (rig.engine.step, lambda: rig.engine.submit([request(1)], 1)):
         with pytest.raises(EngineStateError, match=r"the engine failed \(RuntimeError: no memory\); make a new one"):
             call()
-    rig.engine._failure = None
+    forget_failure(rig.engine)
     finish(rig.engine)
 
 
@@ -195,7 +196,7 @@ def test_a_token_without_a_finite_logprob_stops_the_rollout(rig):
     rig.publish(2)
     with pytest.raises(Exception, match="(?i)not finite|nan"):
         EngineClient(rig.engine).generate([request(0)], 2)
-    rig.engine._failure = None
+    forget_failure(rig.engine)
 
 
 # ------------------------------------------------------------------------------------------------------- arguments
@@ -262,7 +263,7 @@ def test_a_cache_that_cannot_hold_a_sequence_is_refused(rig):
 
     def size(given):
         config = vllm_settings(**{**SETTINGS, "kv_cache_memory_bytes": given})
-        vllm_config = rig.engine._llm.vllm_config
+        vllm_config = llm_of(rig.engine).vllm_config
         return kv_cache_bytes(config, vllm_config, max_length=64, device=torch.device("cpu"), memory_share=1.0)
 
     assert size(98304) == 98304
@@ -290,7 +291,7 @@ def test_what_vllm_cannot_do_on_a_platform_is_refused_in_its_words(monkeypatch):
 
 def test_the_cache_has_room_for_all_sequences_where_memory_allows_and_for_one_in_any_case(rig):
     """Keys and values of 2 layers, 2 heads, 32 dims, fp32: 1024 bytes a token; 64 tokens are two blocks of 32."""
-    vllm_config = rig.engine._llm.vllm_config
+    vllm_config = llm_of(rig.engine).vllm_config
 
     def size(share):
         return kv_cache_bytes(CONFIG, vllm_config, max_length=64, device=torch.device("cpu"), memory_share=share)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
+from tests.support.libraries.vllm_names import inspect_here
 from tests.support.memory.measured_memory import Measured
 from tests.support.memory.memory_cases import (
     CONFIGS,
@@ -57,9 +58,7 @@ def test_the_plan_of_every_rank_is_within_five_percent(size: str, keys: dict[str
 
 
 def of_rank(rank: int, num_ranks: int, size: str, keys: dict[str, Any]) -> dict[str, Measured]:
-    from vllm.model_executor.models import registry
-
     from tests.distributed.test_measured_memory import measured
 
-    registry._run_in_subprocess = lambda function: function()  # as `inspected_here`, for this process
+    inspect_here()  # as `inspected_here`, for this process
     return measured(rank, num_ranks, size, keys)

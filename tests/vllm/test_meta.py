@@ -20,6 +20,7 @@ from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from hybrid_rl.compat.torch import storage_id
 from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.extras.plan.handoff_plan import plan_handoff
 from hybrid_rl.extras.plan.request import Machine, planned_config
@@ -79,9 +80,9 @@ def test_the_trace_writes_what_vllm_loads(name: str, rank: int, size: int, monke
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {key: torch.randn(tensor.shape) for key, tensor in module.state_dict().items()}
     views = checkpoint_views(module)
-    owners = {tensor.untyped_storage()._cdata: weights[key] for key, tensor in views.tensors.items()}
+    owners = {storage_id(tensor): weights[key] for key, tensor in views.tensors.items()}
     checkpoint = [
-        (key, owners[view.untyped_storage()._cdata].as_strided(view.shape, view.stride(), view.storage_offset()))
+        (key, owners[storage_id(view)].as_strided(view.shape, view.stride(), view.storage_offset()))
         for key, view in views.views
     ]
     with stand_in_model(config, architecture, rank, size, torch.bfloat16, "cpu") as model:

@@ -8,6 +8,9 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.logging.run_folder import read_jsonl
+from tests.support.inside.trainers import position_of
+from tests.support.inside.vllm import wrap_plan, writer_of
+from tests.support.inside.workers import engine_of, module_of, side_of
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
@@ -40,7 +43,7 @@ def trainer(tmp_path_factory):
 
 @pytest.fixture
 def writer(worker):
-    return worker._side._engine._writer
+    return writer_of(engine_of(worker))
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def publish(trainer, worker):
     """Publish the next version. What a test broke is whole again afterwards."""
 
     def publish():
-        trainer._position.policy_version += 1
+        position_of(trainer).policy_version += 1
         return trainer.generating.update_weights(trainer.policy_version)[0]
 
     yield publish
@@ -106,7 +109,7 @@ def test_a_publish_that_does_nothing_after_a_step_at_1e_6(trainer, publish, work
     edit_plan(writer, monkeypatch, lambda pieces, _: pieces.select(slice(0)))
     move(worker, 1e-6)
     with monkeypatch.context() as unproven:
-        unproven.setattr(worker._side, "verify", lambda version: {})
+        unproven.setattr(side_of(worker), "verify", lambda version: {})
         assert publish()["handoff/probe_gap"] < 1e-4  # so little moves no logprob: the probe alone may let it pass
     move(worker, 1e-6)
     refused(trainer, publish, "engines do not hold the trainer's weights")
@@ -129,7 +132,7 @@ def test_a_plan_that_is_wrong_but_fits(trainer, publish, writer, monkeypatch):
 
 
 def test_a_parameter_that_was_rebound_is_taken_from_where_it_is(trainer, publish, worker):
-    weight = worker._actor.model.module.model.norm.weight
+    weight = module_of(worker).model.norm.weight
     before = weight.data
     weight.data = before * 1.5
     assert publish()["handoff/probe_gap"] < 1e-5
@@ -139,18 +142,16 @@ def test_a_parameter_that_was_rebound_is_taken_from_where_it_is(trainer, publish
 def move(worker, size):
     """A step of the optimizer: every weight moves by this share of itself."""
     with torch.no_grad():
-        for parameter in worker._actor.model.module.parameters():
+        for parameter in module_of(worker).parameters():
             parameter.mul_(1 + size)
 
 
 def edit_plan(writer, monkeypatch, edit):
     """Change the pieces of the plan. edit: gets them and the numbers of the sources by name."""
-    made = writer._plan
 
-    def edited(source):
-        plan = made(source)
+    def edited(plan, source):
         number = {tensor.spec.name: i for i, tensor in enumerate(source.layout().tensors)}
         buckets = tuple(replace(bucket, pieces=edit(bucket.pieces, number)) for bucket in plan.buckets)
         return replace(plan, buckets=buckets)
 
-    monkeypatch.setattr(writer, "_plan", edited)
+    wrap_plan(monkeypatch, writer, edited)

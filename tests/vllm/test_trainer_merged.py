@@ -13,6 +13,7 @@ from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.resharding.merged import merge
+from tests.support.inside.workers import engine_of, module_of, opened_source, side_of
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.vllm.rigs import tiny
 from tests.vllm.test_trainer import KEYS, SHAPE, refused
@@ -38,7 +39,7 @@ def trainer(tmp_path_factory):
 
 
 def test_in_every_step_every_logprob_is_the_trainers(trainer, worker):
-    module = worker._actor.model.module
+    module = module_of(worker)
     with plain(module):
         before = {name: tensor.clone() for name, tensor in named_weights(module).items()}
     trainer.fit()
@@ -48,7 +49,7 @@ def test_in_every_step_every_logprob_is_the_trainers(trainer, worker):
         assert line["sampling/sampling_logp_difference/max"] < 1e-5
         assert line["handoff/probe_gap"] < 1e-5 and line["timing/verify"] > 0
         assert 0 < line["handoff/merged_bytes"] == line["handoff/bytes"] - line["handoff/minimum_bytes"]
-    loaded = worker._side._engine.weights
+    loaded = engine_of(worker).weights
     engine = dict(zip((spec.name for spec in loaded.trace.destinations), loaded.destinations, strict=True))
     with plain(module):  # the base has not moved, and the engine's weights have
         assert all(torch.equal(tensor, before[name]) for name, tensor in named_weights(module).items())
@@ -61,19 +62,19 @@ def test_adapters_that_were_not_merged(trainer, publish, worker, monkeypatch):
     message = refused(trainer, publish, "engines do not hold the trainer's weights")
     assert "mlp.experts.down_proj" in message and "q_proj" in message
     with monkeypatch.context() as unproven:
-        unproven.setattr(worker._side, "verify", lambda version: {})
+        unproven.setattr(side_of(worker), "verify", lambda version: {})
         refused(trainer, publish, "differ by .* in the logprobs of the probe prompt")
     monkeypatch.undo()
 
 
 def test_adapters_of_the_step_before(trainer, publish, worker, monkeypatch):
     """A step at 1e-6: no probe would see it."""
-    with worker._side._source(trainer.policy_version) as source:
+    with opened_source(worker, trainer.policy_version) as source:
         stale = copy.deepcopy(source.changes)
     place = "hybrid_rl.vllm.weights.merge"
     monkeypatch.setattr(place, lambda trace, destinations, changes: merge(trace, destinations, stale))
     with torch.no_grad():
-        for name, parameter in worker._actor.model.module.named_parameters():
+        for name, parameter in module_of(worker).named_parameters():
             if ".lora_A." in name and ".v_proj." in name:
                 parameter.mul_(1 + 1e-6)
     message = refused(trainer, publish, "engines do not hold the trainer's weights")

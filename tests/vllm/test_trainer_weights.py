@@ -8,6 +8,9 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError, HybridRLError
 from hybrid_rl.logging.run_folder import read_jsonl
+from tests.support.inside.models import set_head_options
+from tests.support.inside.vllm import load_with, writer_of
+from tests.support.inside.workers import actor_of, engine_of, module_of, worker_of
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.unit.frames import recording
 from tests.vllm.rigs import tiny
@@ -41,13 +44,13 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
     trainer = train(model, engine_args={"plain_weights": False})
     trainer.fit()
     assert len(gaps(trainer)) == 3 and max(gaps(trainer)) < 1e-5
-    worker = trainer.policy._backend._worker
-    loaded = worker._side._engine.weights
+    worker = worker_of(trainer)
+    loaded = engine_of(worker).weights
     assert loaded.derived.copies == ("lm_head",)
     blind = replace(loaded, derived=replace(loaded.derived, copies=()))
-    monkeypatch.setattr(worker._side._engine._writer._loading, "weights", blind)
+    load_with(monkeypatch, writer_of(engine_of(worker)), blind)
     with torch.no_grad():
-        worker._actor.model.module.get_input_embeddings().weight.mul_(1.5)
+        module_of(worker).get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(HandoffError, match=r"probe prompt .* bytes that it derives from them, which may be stale"):
         trainer.generating.update_weights(4)
     with pytest.raises(EngineStateError, match="never given any"):
@@ -60,8 +63,8 @@ def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
     with recording(frames, "vllm"):
         trainer.fit()
     assert len(frames["the handoff's write"]) == 12, frames
-    worker = trainer.policy._backend._worker
-    worker._actor.model._options = replace(worker._actor.model._options, scale=3.0)
+    worker = worker_of(trainer)
+    set_head_options(actor_of(worker).model, scale=3.0)
     why = "the engine computes this architecture differently .*; its weights were compared .* byte by byte"
     with pytest.raises(HandoffError, match=f"policy version 5: .*: {why}"):
         trainer.generating.update_weights(5)
@@ -73,8 +76,8 @@ def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
     model = build_model(**SHAPE)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     trainer = train(model, adopt_weights=True)
-    worker = trainer.policy._backend._worker
-    loaded = worker._side._engine.weights
+    worker = worker_of(trainer)
+    loaded = engine_of(worker).weights
     engine = dict(zip((spec.name for spec in loaded.trace.destinations), loaded.destinations, strict=True))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
     keys = model.model.layers[1].self_attn.k_proj.weight

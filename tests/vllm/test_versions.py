@@ -13,6 +13,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.vllm import memory as memory_module
 from hybrid_rl.vllm.memory import EngineMemory
 from hybrid_rl.vllm.versions import DIFFERENCES, has, installed_version, numbers, require_vllm
+from tests.support.libraries.vllm_names import without_finalizer
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.25.1+cu130", "0.26.0", "0.31.2rc1", "0.32.0", "0.32.7+cpu"])
@@ -47,7 +48,7 @@ def looked_at(name):
         return TopKTopPSampler
     client = InprocClient.__new__(InprocClient)
     if "_finalizer" in InprocClient.__init__.__code__.co_names:
-        client._finalizer = None
+        without_finalizer(client)
     llm = LLMEngine.__new__(LLMEngine)
     llm.engine_core = client
     return llm

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from vllm.distributed.device_communicators import custom_all_reduce
 from vllm.platforms import current_platform
 from vllm.platforms.interface import Platform
@@ -15,6 +14,8 @@ from hybrid_rl.controller.placement import RayOptions, rank_environment
 from hybrid_rl.controller.ranks import VISIBLE, gpu_place
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.vllm.build_engine import check_platform
+from tests.support.libraries.ray_names import show_gpus
+from tests.support.libraries.vllm_names import can_reach
 
 NUM_GPUS = 8
 SEVEN = "GPU-7"
@@ -39,7 +40,7 @@ def enter_rank(monkeypatch: pytest.MonkeyPatch, gpu_id: str, visible: str | None
     for name, value in rank_environment(RayOptions(gpus_per_rank=1), 8, 1).items():
         monkeypatch.setenv(name, value)
     # What Ray does at the start of an actor.
-    NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids([gpu_id])
+    show_gpus([gpu_id])
     place = gpu_place([gpu_id], os.environ)
     assert place is not None
     return place
@@ -58,7 +59,7 @@ def test_ranks_of_a_replica_are_gpus(monkeypatch: pytest.MonkeyPatch, visible: s
         device = enter_rank(monkeypatch, gpu_id, visible)
         assert Cuda.logical_device_id_to_visible_device_id(device) == device == number
         assert Cuda.visible_device_id_to_physical_device_id(device) == (7 if gpu_id == SEVEN else int(gpu_id))
-        assert custom_all_reduce._can_p2p(number % size, size)
+        assert can_reach(number % size, size)
     assert len(asked) == len(ids) and all(one != other for one, other in asked)
     assert all(0 <= number < len(ids) for pair in asked for number in pair)
 
@@ -68,7 +69,7 @@ def test_a_rank_that_sees_its_own_gpu_only_cannot_share_an_engine(monkeypatch: p
     monkeypatch.setattr(custom_all_reduce, "current_platform", Cuda)
     monkeypatch.setenv(VISIBLE, "3")
     with pytest.raises(IndexError):
-        custom_all_reduce._can_p2p(1, 2)
+        can_reach(1, 2)
 
 
 def test_a_vllm_for_another_kind_of_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.support.inside.wrapping import wrap
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 def set_head_options(model: Any, **changes: Any) -> None:
     """Have a model compute its logits in another way."""
-    from dataclasses import replace
-
     model._options = replace(model._options, **changes)
 
 

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rl.controller import WorkerGroup
+
 if TYPE_CHECKING:
     import pytest
 
 
 def places_of(owner: Any) -> Sequence[Any]:
     """Host, bundle and GPUs of each rank of a group on Ray, or of its actors."""
-    ranks = owner._backend._ranks if hasattr(owner, "_backend") else owner
+    backend: Any = owner._backend if isinstance(owner, WorkerGroup) else None
+    ranks = owner if backend is None else backend._ranks
     places: Sequence[Any] = ranks._places
     return places
 
