@@ -34,6 +34,13 @@ ABOVE_EXTRAS = frozenset({EXTRAS, ROOT, "cli", "__main__"})
 # Of the core, which is what the extras stand on: its rooms, and the most of them that import one another in a row.
 CORE_ROOMS, CORE_CHAIN = 28, 8
 
+# File names of the package that may occur more than once: of rooms' doors, of what others are derived from, and of
+# rewards and environments that are named after the library they are for.
+SHARED_FILE_NAMES = frozenset({"__init__", "base", "verifiers"})
+
+# How many files under tests/ may read attributes of others that begin with an underscore.
+PRIVATE_TEST_FILES = 36
+
 # A room listed here imports nothing else of the package, whatever the layers say.
 ONLY_IMPORTS: dict[str, frozenset[str]] = {"algos": frozenset({"algos", "errors", "options"})}
 
