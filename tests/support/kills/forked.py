@@ -25,7 +25,10 @@ from tests.support.libraries.python_names import end_at_once
 from tests.support.plugins.no_pictures import DRAWING, nothing
 
 ROOT = Path(__file__).parents[3]
-PRELOADED = ("tests.support.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine")
+PRELOADED = (
+    *("tests.support.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine"),
+    *(name.rpartition(".")[0] for name in DRAWING),  # in which each fork puts something else in their place
+)
 
 
 class Forked:

@@ -344,7 +344,9 @@ def test_no_more_environments_than_a_server_has(tmp_path: Path, functions: Any, 
     keys = {"environment_factory": Session, "prompts_per_step": 3, "num_generations": 4, "max_environments": 4}
     if "eval_steps" in settings:
         keys |= {"eval_dataset": data[:2]}
-    trainer = trainer_of(tmp_path, functions, data, **(keys | {"max_steps": 2} | settings))
+    # 12 trajectories in 4 places: too many in the first step. Places go from step to step without rewards, and if held.
+    num_steps = 2 if not functions or settings.keys() & {"rollout.partial", "async_level"} else 1
+    trainer = trainer_of(tmp_path, functions, data, **(keys | {"max_steps": num_steps} | settings))
     for _, metrics in trainer.steps():
         assert metrics["rewards/num_failed"] == 0 and metrics["agents/ended_error"] == 0
     trainer.close()
