@@ -106,7 +106,9 @@ def test_the_calculator_was_recorded_from_below_20_to_above_90_percent(seed: int
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", AGENTS)
 def test_a_few_steps_improve_the_warm_start(name: str, tmp_path: Path) -> None:
-    outcome = run_agents(name, SEEDS[0], tmp_path, max_steps=20, eval_steps=None)
+    """As many steps as the recorded curves need, some more for processors that round otherwise."""
+    max_steps = {"agent_tools": 20, "agent_game": 35}[name]
+    outcome = run_agents(name, SEEDS[0], tmp_path, max_steps=max_steps, eval_steps=None)
     assert outcome.accuracy >= outcome.curve[0] + 0.2
 
 
