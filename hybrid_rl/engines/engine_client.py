@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -107,7 +107,8 @@ class EngineClient:
         except BaseException:
             # An engine that is not shared holds only this client's requests; the others of a shared one must be told.
             if self._handles or self._num_open:
-                self.abort_all()
+                with suppress(EngineStateError):  # of an engine that has failed, which is told by what it failed with
+                    self.abort_all()
             raise
         finally:
             self._is_open = self._begins = False

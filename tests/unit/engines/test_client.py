@@ -67,6 +67,22 @@ def test_events_come_as_they_finish_and_nothing_is_aborted(engine):
     assert EngineClient(engine).stats().num_finished == 3
 
 
+def test_the_error_that_an_engine_failed_with_is_told_though_it_refuses_to_abort(engine):
+    def fails(number):
+        if number == 2:
+            raise ValueError("mat1 and mat2 shapes cannot be multiplied")
+        if number > 2:
+            raise EngineStateError("the engine failed; make a new one")
+
+    engine.before_step = fails
+    client = EngineClient(engine)
+    with pytest.raises(ValueError, match="mat1 and mat2"):
+        flat(client.stream(REQUESTS, 1))
+    with pytest.raises(EngineStateError, match="make a new one"):
+        flat(client.stream([request(3)], 1))
+    assert engine.num_steps >= 3
+
+
 def test_more_requests_than_may_wait_are_fed_as_there_is_room():
     engine = Engine(max_num_seqs=1, max_num_waiting=1)
     events = flat(EngineClient(engine).stream(REQUESTS, 1))
