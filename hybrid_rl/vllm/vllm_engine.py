@@ -60,6 +60,8 @@ from hybrid_rl.vllm.process_state import Guest, classes_kept, on_stream, process
 from hybrid_rl.vllm.translated_requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.weights.views import checkpoint_views
 
+NEW_ENGINE = "make a new one (of a Trainer: save(), and make a new Trainer with resume=)"
+
 
 class VLLMEngine(ColocatedEngine):
     """A RolloutEngine over one vLLM replica of this process.
@@ -177,10 +179,8 @@ class VLLMEngine(ColocatedEngine):
         if self._is_closed:
             raise EngineStateError("the engine is closed; make a new one")
         if self._failure is not None:
-            raise EngineStateError(
-                f"the engine failed ({type(self._failure).__name__}: {self._failure}); make a new one (of a Trainer: "
-                f"save(), and make a new Trainer with resume=)"
-            ) from self._failure
+            cause = f"{type(self._failure).__name__}: {self._failure}"
+            raise EngineStateError(f"the engine failed ({cause}); {NEW_ENGINE}") from self._failure
 
     def check(self, requests: Sequence[RolloutRequest], version: int) -> None:
         """Raise what every engine raises, and DataError for what vLLM would sample otherwise."""
@@ -234,6 +234,7 @@ class VLLMEngine(ColocatedEngine):
         except BaseException as error:
             self._failure = error
             explain_step(error, is_first=self._counters.num_steps == 0)
+            error.add_note(f"the engine failed; {NEW_ENGINE}")
             raise
         self._counters.num_steps += 1
         return finished
