@@ -158,12 +158,12 @@ class Counted:
 
         return self._count(model, run, is_first=True)
 
-    def generate(self, num_tokens: int, num_sequences: int, *, num_beside: int) -> PassMemory:
-        """Count a pass of an engine over so many tokens, with logits of so many sequences. num_beside: how many numbers
-        it holds beside each of them while it samples; kernels that draw from logits need none."""
-        return self._by_layers(lambda it: it._generate(num_tokens, num_sequences, num_beside))
+    def generate(self, num_tokens: int, num_sequences: int, *, bytes_beside: int) -> PassMemory:
+        """Count a pass of an engine over so many tokens, with logits of so many sequences. bytes_beside: what it holds
+        beside each of them while it samples; kernels that draw from logits need none."""
+        return self._by_layers(lambda it: it._generate(num_tokens, num_sequences, bytes_beside))
 
-    def _generate(self, num_tokens: int, num_sequences: int, num_beside: int) -> PassMemory:
+    def _generate(self, num_tokens: int, num_sequences: int, bytes_beside: int) -> PassMemory:
         model = self.model()
 
         def run() -> None:
@@ -174,7 +174,7 @@ class Counted:
                 else:
                     hidden = model.own_forward(tokens[None], use_cache=False).last_hidden_state[0]
                 logits = model.logits(hidden[:num_sequences])
-                held = [torch.log_softmax(logits, 1) for _ in range(num_beside)]
+                held = torch.empty(*logits.shape, bytes_beside, dtype=torch.uint8, device=logits.device)
                 del held
 
         return self._count(model, run, is_first=True)

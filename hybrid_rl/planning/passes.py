@@ -67,14 +67,14 @@ class Passes:
         samples = self.samples(config)
         return self._once(role, config, samples, "score", lambda it: it.score(samples))
 
-    def generate(self, config: TrainerConfig, num_tokens: int, num_sequences: int, *, num_beside: int) -> PassMemory:
+    def generate(self, config: TrainerConfig, num_tokens: int, num_sequences: int, *, bytes_beside: int) -> PassMemory:
         """Count a pass of an engine over so many tokens with logits of so many sequences; as in Counted."""
         return self._once(
             "engine",
             config,
             num_tokens,
-            (num_sequences, num_beside),
-            lambda it: it.generate(num_tokens, num_sequences, num_beside=num_beside),
+            (num_sequences, bytes_beside),
+            lambda it: it.generate(num_tokens, num_sequences, bytes_beside=bytes_beside),
         )
 
     def probe(self, config: TrainerConfig) -> PassMemory:

@@ -302,8 +302,8 @@ class StepMemory:
     def _engine_pass(self, num_tokens: int, num_sequences: int) -> list[Share]:
         """Return what a pass over so many tokens takes."""
         config = self.config
-        num_beside = engines.num_beside(config)
-        held = self.passes.generate(config, num_tokens, num_sequences, num_beside=num_beside).fullest.others
+        bytes_beside = engines.bytes_beside(config)
+        held = self.passes.generate(config, num_tokens, num_sequences, bytes_beside=bytes_beside).fullest.others
         text = f"counted: a pass of {num_tokens:,} tokens, logits of {num_sequences}"
         if adapter_memory.has_slot(config) and config.model.device == "cpu":
             # There vLLM copies the factors for every token.
@@ -329,7 +329,7 @@ class StepMemory:
         if not getattr(rollout.engine_args, "cuda_graphs", False):
             return []
         count = rollout.max_num_seqs
-        held = self.passes.generate(config, count, count, num_beside=0).fullest.others
+        held = self.passes.generate(config, count, count, bytes_beside=0).fullest.others
         return [Share(ENGINE_GRAPHS, held, f"counted: a pass of {count:,} tokens, in CUDA graphs")]
 
     def _publishing(self) -> Iterator[tuple[str, list[Share]]]:

@@ -10,25 +10,25 @@ import pytest
 
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
-from hybrid_rl.planning.engines import num_beside
+from hybrid_rl.planning.engines import bytes_beside
 
 
 @pytest.mark.parametrize(
-    ("rollout", "device", "version", "number"),
+    ("rollout", "device", "version", "dtype", "num_bytes"),
     [
-        (InPlaceRolloutConfig(), "cuda", None, 0),
-        (HFRolloutConfig(), "cpu", "0.25.1", 1),
-        (VLLMRolloutConfig(), "cpu", None, 1),
-        (VLLMRolloutConfig(), "cpu", "0.32.1+cpu", 1),
-        (VLLMRolloutConfig(), "cpu", "0.32rc1", 1),
-        (VLLMRolloutConfig(), "cpu", "0.25.1", 2),  # measured with the versions of constraints-cuda.txt: tests/vllm
-        (VLLMRolloutConfig(), "cuda", "0.32.0", 2),
+        (InPlaceRolloutConfig(), "cuda", None, "bfloat16", 0),
+        (HFRolloutConfig(), "cpu", "0.25.1", "bfloat16", 4),
+        (VLLMRolloutConfig(), "cpu", None, "float32", 5),
+        (VLLMRolloutConfig(), "cpu", "0.32.1+cpu", "bfloat16", 7),
+        (VLLMRolloutConfig(), "cpu", "0.32rc1", "float32", 5),
+        (VLLMRolloutConfig(), "cpu", "0.25.1", "float32", 16),  # measured with constraints-cuda.txt: tests/vllm
+        (VLLMRolloutConfig(), "cuda", "0.32.0", "bfloat16", 10),
     ],
 )
-def test_numbers_beside_a_logit(
-    rollout: Any, device: str, version: str | None, number: int, monkeypatch: pytest.MonkeyPatch
+def test_bytes_beside_a_logit(
+    rollout: Any, device: str, version: str | None, dtype: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = [] if version is None else [SimpleNamespace(version=version)]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: installed)
-    config: Any = SimpleNamespace(rollout=rollout, model=SimpleNamespace(device=device))
-    assert num_beside(config) == number
+    config: Any = SimpleNamespace(rollout=rollout, model=SimpleNamespace(device=device, dtype=dtype))
+    assert bytes_beside(config) == num_bytes
