@@ -148,10 +148,9 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_pictures() -> Iterator[pytest.MonkeyPatch]:
-    """Runs draw no pictures, which takes longer than most of them. Tests of files that import no run go without."""
+    """Runs draw no pictures, which takes longer than most of them."""
     with pytest.MonkeyPatch.context() as patch:
-        if "hybrid_rl.logging.run_folder" in sys.modules:
-            draw_nothing(patch)
+        draw_nothing(patch)
         yield patch
 
 

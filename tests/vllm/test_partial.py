@@ -66,4 +66,4 @@ def test_ranks_that_share_an_engine_break_off_together(tmp_path, short_folder):
         gap, _, found = gaps_by_version(build_model(**SHAPE), weights, batch, version)
         assert gap < 1e-5
         ages.update(found)
-    assert ages[1] > 50 and max(ages) == 1
+    assert ages[1] > 50 and max(ages) <= trainer.config.buffer.max_staleness
