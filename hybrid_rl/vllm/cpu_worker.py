@@ -22,7 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def check_head_size(size: int) -> None:
     """Raise ConfigError for a number of dims of an attention head that vLLM's attention on CPUs does not compute."""
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
+    if size and size not in sizes:  # 0: a model without attention, of which vLLM says what it lacks
         raise ConfigError(
             f"the model's attention heads have head_dim={size}, and vLLM's attention on CPUs only computes "
             f"{', '.join(map(str, sizes))}; take a model of such a head_dim, or set rollout.engine=inplace"
