@@ -87,12 +87,17 @@ class Recorder:
         return metrics
 
 
-def held_bytes() -> int:
-    """Memory of this process: its own pages, and those of memory files, which it need not have mapped."""
-    status = Path("/proc/self/status").read_text()
-    own = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
-    files = [path for path in Path("/proc/self/fd").iterdir() if "/memfd:hybrid_rl" in _target(path)]
-    return own + sum(path.stat().st_blocks * 512 for path in files)
+def held_bytes(*others: int) -> int:
+    """Memory of this process and of others by their ids: their own pages, and those of memory files, which they need
+    not have mapped."""
+    own, files = 0, dict[int, int]()
+    for pid in (os.getpid(), *others):
+        status = Path(f"/proc/{pid}/status").read_text()
+        own += next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            if "/memfd:hybrid_rl" in _target(path):
+                files[path.stat().st_ino] = path.stat().st_blocks * 512
+    return own + sum(files.values())
 
 
 def _target(path: Path) -> str:
