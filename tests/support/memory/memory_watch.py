@@ -87,11 +87,11 @@ class Recorder:
         return metrics
 
 
-def held_bytes(*others: int) -> int:
-    """Memory of this process and of others by their ids: their own pages, and those of memory files, which they need
+def held_bytes(*ids: int) -> int:
+    """Memory of processes, of this one if none are named: their own pages, and those of memory files, which they need
     not have mapped."""
     own, files = 0, dict[int, int]()
-    for pid in (os.getpid(), *others):
+    for pid in ids or (os.getpid(),):
         status = Path(f"/proc/{pid}/status").read_text()
         own += next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
         for path in Path(f"/proc/{pid}/fd").iterdir():
