@@ -107,7 +107,7 @@ class RolloutWorker(GeneratingWorker):
                 self._side.give(source, changes)
             else:
                 with self.lease(frozenset({ACTOR})):
-                    num_bytes = fill(self._model.module, source)
+                    num_bytes = fill(self._model, source)
             seconds = now() - start
             metrics = self.update_weights(version)
         metrics["timing/handoff"] += seconds

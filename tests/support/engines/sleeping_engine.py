@@ -33,9 +33,10 @@ from hybrid_rl.memory.region import capacity_for
 from hybrid_rl.models import CausalLM
 from hybrid_rl.options import entries, key
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.resharding.layout import WeightLayout
 from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.resharding.tracer import trace_loader
+from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import checkpoint_views
 from tests.support.engines.sleeping_region import SleepingRegion
 
