@@ -22,7 +22,7 @@ from hybrid_rl.compat.transformers import (
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.model_loading import auto_class
 from hybrid_rl.weights.plain import plain
-from hybrid_rl.weights.sources import FolderSource, WeightSource
+from hybrid_rl.weights.sources import FolderSource, WeightSource, names_of_each
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,7 @@ def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
 
 
 def _ties(module: nn.Module) -> set[frozenset[str]]:
-    names: dict[int, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return {frozenset(tied) for tied in names.values()}
+    return set(map(frozenset, names_of_each(dict(module.named_parameters(remove_duplicate=False)))))
 
 
 def _check_sizes(module: PreTrainedModel) -> None:

@@ -24,13 +24,13 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.activation_offload import NUM_AHEAD
 from hybrid_rl.models.attention.backends import AttentionNeeds, Backend, expected_backend
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
-from hybrid_rl.models.cache import CacheSize
-from hybrid_rl.models.experts.load_balance import LoadBalance
-from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.models.lora.folder import settings_of
 from hybrid_rl.models.lora.inject import inject
+from hybrid_rl.models.packed.cache import CacheSize
+from hybrid_rl.models.packed.load_balance import LoadBalance
+from hybrid_rl.models.packed.repeated_layers import transformer_blocks
+from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.models.repeated_layers import transformer_blocks
 from hybrid_rl.planning.fullest_rows import Samples, learning_batch
 from hybrid_rl.planning.models import built
 from hybrid_rl.planning.sharded import ShardedPass

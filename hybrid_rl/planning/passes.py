@@ -13,7 +13,7 @@ from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
-from hybrid_rl.models.cache import CacheSize
+from hybrid_rl.models.packed.cache import CacheSize
 from hybrid_rl.planning.activations import Counted, PassMemory
 from hybrid_rl.planning.fullest_rows import Samples
 from hybrid_rl.planning.models import RunModels, adapted

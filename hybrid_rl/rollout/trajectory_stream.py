@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.floor import RolloutFunction, check_rollout_func
-from hybrid_rl.agents.http_agent import HttpAgent
+from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.data.prompts import PromptRow

@@ -30,8 +30,8 @@ from hybrid_rl.data.source import SizedSource
 from hybrid_rl.errors import REPORT_EXTRA, ConfigError, counted
 from hybrid_rl.logging.progress_display import ProgressDisplay
 from hybrid_rl.models import load_model
-from hybrid_rl.models.likeness import fingerprint
 from hybrid_rl.models.lora.model_weights import weights_of
+from hybrid_rl.models.packed.likeness import fingerprint
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector, StepPlan

@@ -19,7 +19,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import REWARD_MODELS, Cycle
 from hybrid_rl.metrics import now
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.likeness import check_fingerprint
+from hybrid_rl.models.packed.likeness import check_fingerprint
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream

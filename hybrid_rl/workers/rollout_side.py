@@ -31,8 +31,8 @@ from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.verify import Verifier
 from hybrid_rl.training.sharding.build import gathered_bytes, generating_model
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.low_rank import LowRank

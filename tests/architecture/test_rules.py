@@ -81,6 +81,25 @@ BROKEN: list[tuple[Callable[[Path], list[str]], Tree, str]] = [
         "hybrid_rl.data, hybrid_rl.data.a",
     ),
     (rules.cycles, {"hybrid_rl/batch.py": "import hybrid_rl.batch"}, "import cycle: hybrid_rl.batch"),
+    (
+        rules.subfolders,
+        {
+            "hybrid_rl/data/a.py": "from hybrid_rl.data.x.c import f",
+            "hybrid_rl/data/b.py": "",
+            "hybrid_rl/data/x/c.py": "from hybrid_rl.data import b",
+        },
+        "circle of folders: hybrid_rl/data, hybrid_rl/data/x",
+    ),
+    (
+        rules.subfolders,
+        {
+            "hybrid_rl/data/x/a.py": "from hybrid_rl.data.y.b import f",
+            "hybrid_rl/data/x/d.py": "",
+            "hybrid_rl/data/y/b.py": "from hybrid_rl.data.z.c import f",
+            "hybrid_rl/data/z/c.py": "def f():\n    from hybrid_rl.data.x import d",
+        },
+        "circle of folders: hybrid_rl/data/x, hybrid_rl/data/y, hybrid_rl/data/z",
+    ),
     (rules.sizes, {"recipes/grpo.py": "x = 1\n" * 351}, "351 lines of code; at most 350"),
     (rules.sizes, {"recipes/grpo.py": 'x = """\n' + "\n" * 349 + '"""\n'}, "351 lines of code; at most 350"),
     (rules.sizes, {"setup.py": LONG_FUNCTION}, "f has 101 lines; at most 100"),
@@ -139,6 +158,14 @@ KEPT: list[tuple[Callable[[Path], list[str]], Tree]] = [
             "hybrid_rl/data/a.py": "from hybrid_rl.data.b import y",
             "hybrid_rl/data/b.py": "from hybrid_rl.errors import DataError",
             "hybrid_rl/errors.py": "",
+        },
+    ),
+    (
+        rules.subfolders,
+        {
+            "hybrid_rl/data/__init__.py": "from .x.a import f",
+            "hybrid_rl/data/b.py": "from hybrid_rl.errors import E",
+            "hybrid_rl/data/x/a.py": "from hybrid_rl.data.b import E",
         },
     ),
     (rules.sizes, {"hybrid_rl/batch.py": EXPLAINED, "recipes/a.py": LONG_FUNCTION.removesuffix("    x = 1\n")}),

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_folder import read_jsonl
-from hybrid_rl.resharding.merged import merge
+from hybrid_rl.resharding.handoff.merged import merge
 from hybrid_rl.weights.plain import plain
 from hybrid_rl.weights.sources import named_weights
 from tests.support.inside.workers import engine_of, module_of, opened_source, side_of

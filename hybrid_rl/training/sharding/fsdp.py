@@ -33,8 +33,8 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.attention_function import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.lora.model_weights import weights_of
-from hybrid_rl.models.repeated_layers import transformer_blocks
-from hybrid_rl.models.startup_check import VERIFY_TOLERANCE, relative_gap, verify_row
+from hybrid_rl.models.packed.repeated_layers import transformer_blocks
+from hybrid_rl.models.packed.startup_check import VERIFY_TOLERANCE, relative_gap, verify_row
 from hybrid_rl.training.sharding.twin import Twin
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"

@@ -29,7 +29,7 @@ from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.lora.model_weights import weights_of
-from hybrid_rl.models.repeated_layers import APART, CompiledBlocks, transformer_blocks
+from hybrid_rl.models.packed.repeated_layers import APART, CompiledBlocks, transformer_blocks
 from hybrid_rl.models.row import Layout, PackedRow
 from hybrid_rl.weights.plain import running
 

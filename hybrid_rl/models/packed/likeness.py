@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.startup_check import various_tokens
+from hybrid_rl.models.packed.causal_lm import CausalLM
+from hybrid_rl.models.packed.startup_check import various_tokens
 
 NUM_TOKENS = 16
 # Two orders of summation, on logprobs of a few nats.

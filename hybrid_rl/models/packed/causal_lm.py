@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
-from hybrid_rl.models.cache import check_cache
-from hybrid_rl.models.packed_model import PackedModel
-from hybrid_rl.models.startup_check import check_causal, check_outputs, check_survey, check_weights
+from hybrid_rl.models.packed.cache import check_cache
+from hybrid_rl.models.packed.packed_model import PackedModel
+from hybrid_rl.models.packed.startup_check import check_causal, check_outputs, check_survey, check_weights
 from hybrid_rl.weights.plain import plain
 
 # The advice if more than attention carries numbers from token to token: linear attention, convolutions, state spaces.
@@ -24,7 +24,7 @@ class CausalLM(PackedModel):
     """A packed model that can check itself. Same arguments as PackedModel."""
 
     def verify(self, prompt_ids: Sequence[int] = ()) -> float:
-        """Run the start-up check (`models/startup_check.py`); return the largest relative gap to the model's own
+        """Run the start-up check (`models/packed/startup_check.py`); return the largest relative gap to the model's own
         forward. prompt_ids: of the run, for the check to use tokens that the model knows.
 
         Raises ModelError if this architecture does not run under packed attention or its head is not the plain one:
