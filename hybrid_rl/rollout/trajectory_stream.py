@@ -20,7 +20,7 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.metrics import MetricSums, Timings, now
+from hybrid_rl.metrics.metric_sums import MetricSums, Timings, now
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardFailure, RewardRunner
 from hybrid_rl.rollout.agent_columns import (

@@ -18,7 +18,7 @@ from hybrid_rl.controller import dispatch
 from hybrid_rl.controller.session import shared_memory, temporary_folder
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.memory.residents import sized
-from hybrid_rl.metrics import now
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models.tokenizer import save_tokenizer
 from hybrid_rl.process.files import Sink
 from hybrid_rl.rollout.held_files import save_held, write_held

@@ -22,7 +22,7 @@ from hybrid_rl.errors import ConfigError, EngineStateError
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
-from hybrid_rl.metrics import now
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.factors import adapter_shapes
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source, agree

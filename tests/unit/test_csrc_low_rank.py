@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.resharding.handoff.merged import carry_out
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of, contents
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.merged import Merge, carry_out, check_changes, full_merged, merge

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.training.actor import Actor
