@@ -82,7 +82,7 @@ SIMULATED := tests/unit/benchmarks/test_gpu_scripts.py tests/unit/test_csrc_cuda
 VERSIONS := tests/pins tests/unit/compat
 # What is run on the pins: all that stands on the insides of torch and vLLM, and the kernels; by `make pins-part` the names,
 # one run of FSDP and one of vLLM.
-KERNEL_TESTS := tests/unit/test_native.py tests/unit/test_csrc_cuda.py tests/unit/test_triton_compile.py \
+KERNEL_TESTS := tests/unit/compat/test_native.py tests/unit/test_csrc_cuda.py tests/unit/test_triton_compile.py \
     tests/unit/resharding/test_execute.py tests/unit/engines/test_sampling.py tests/unit/engines/test_triton_decode.py \
     tests/unit/engines/test_triton_sampling.py tests/unit/models/heads/test_triton_logprobs.py
 PINNED := tests/pins tests/distributed tests/vllm $(KERNEL_TESTS)

@@ -3,7 +3,7 @@
 The operators stand on LibTorch's stable ABI and are loaded with `torch.ops.load_library`: they need torch's headers and
 a C++ compiler, not Python's; the kernels for CUDA need a CUDA build of torch and nvcc as well. Regions of GPU memory
 (csrc/cuda_region.cpp) need a C++ compiler alone. If something is missing, the installation goes on without and says so
-(see hybrid_rl/native.py). If all is there for CUDA and its kernels do not compile, the installation fails;
+(see hybrid_rl/compat/native.py). If all is there for CUDA and its kernels do not compile, the installation fails;
 HYBRID_RL_BUILD_CUDA=0 leaves them out. HYBRID_RL_BUILD_NATIVE=0 compiles nothing.
 """
 

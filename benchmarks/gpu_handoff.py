@@ -69,7 +69,7 @@ def measure(given: Namespace, module: Any) -> None:
     from hybrid_rl.config.schema import VLLMRolloutConfig
     from hybrid_rl.engines.base import TAGS
     from hybrid_rl.resharding.handoff.tensor import TensorSource
-    from hybrid_rl.resharding.verify import Verifier
+    from hybrid_rl.resharding.handoff.verify import Verifier
     from hybrid_rl.vllm.library import VLLMEngine  # imports vLLM
 
     engine = VLLMEngine(

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import device, report  # noqa: E402
 from benchmarks.strided_copy import HIDDEN, PAIRS, pieces_of, weights  # noqa: E402
-from hybrid_rl import native  # noqa: E402
+from hybrid_rl.compat import native  # noqa: E402
 from hybrid_rl.resharding.execute import copy_pieces  # noqa: E402
 
 NUM_LAYERS, VOCABULARY = 28, 152064

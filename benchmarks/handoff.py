@@ -39,9 +39,9 @@ from hybrid_rl.engines.base import TAGS  # noqa: E402
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source  # noqa: E402
 from hybrid_rl.resharding.handoff.distributed import DistributedSource  # noqa: E402
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource  # noqa: E402
-from hybrid_rl.resharding.layout import SourceLayout, named_weights  # noqa: E402
+from hybrid_rl.resharding.handoff.verify import Verifier  # noqa: E402
+from hybrid_rl.resharding.layout import SourceLayout  # noqa: E402
 from hybrid_rl.resharding.rank_plan import BUCKET_BYTES  # noqa: E402
-from hybrid_rl.resharding.verify import Verifier  # noqa: E402
 from hybrid_rl.training.sharding.fsdp import (  # noqa: E402
     ShardOptions,
     Shards,
@@ -49,6 +49,7 @@ from hybrid_rl.training.sharding.fsdp import (  # noqa: E402
     move_to_region,  # noqa: E402
     shard,
 )
+from hybrid_rl.weights.sources import named_weights  # noqa: E402
 
 NUM_RANKS = 2
 TIMEOUT = timedelta(minutes=10)

@@ -37,8 +37,8 @@ from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.models.lora.factors import low_rank_changes  # noqa: E402
 from hybrid_rl.models.lora.inject import init_adapters, inject  # noqa: E402
 from hybrid_rl.models.lora.peft_config import peft_config_of  # noqa: E402
-from hybrid_rl.models.lora.plain import plain  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
+from hybrid_rl.weights.plain import plain  # noqa: E402
 
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
 VLLM = {

@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report  # noqa: E402
-from hybrid_rl import native  # noqa: E402
+from hybrid_rl.compat import native  # noqa: E402
 from hybrid_rl.resharding.copy_tables import Pieces  # noqa: E402
 from hybrid_rl.resharding.execute import copy_pieces  # noqa: E402
 

@@ -1,7 +1,7 @@
 // From logits to tokens on the CPU. The uniform number of a token is a pure function of (seed, position):
 // Philox-4x32-10, J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A sampled token therefore
 // does not depend on which other requests share its batch. The PyTorch forms of both operators are their oracles
-// (hybrid_rl/native.py, hybrid_rl/engines/sampling.py): the noise agrees bit for bit, the tokens up to floating-point
+// (hybrid_rl/compat/native.py, hybrid_rl/engines/sampling.py): the noise agrees bit for bit, the tokens up to floating-point
 // ties.
 //
 // Built on LibTorch's stable ABI (no Python.h, no ATen headers): one binary serves several versions of both.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
     from hybrid_rl.run.step_results import StepResult
-    from hybrid_rl.trainer import Trainer
+    from hybrid_rl.run.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,7 +40,7 @@ _HOMES = {
     "Generation": "hybrid_rl.rollout.generations",
     "RunStopped": "hybrid_rl.process.stopping",
     "StepResult": "hybrid_rl.run.step_results",
-    "Trainer": "hybrid_rl.trainer",
+    "Trainer": "hybrid_rl.run.trainer",
     "TrainerConfig": "hybrid_rl.config",
     "preview": "hybrid_rl.extras.preview.run_preview",
     "evaluate_checkpoint": "hybrid_rl.extras.evaluations.checkpoints",

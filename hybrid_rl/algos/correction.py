@@ -17,7 +17,7 @@ from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.interface import Record, register
 from hybrid_rl.algos.kl import kl_estimate
 from hybrid_rl.algos.masked import row_sum
-from hybrid_rl.options import key
+from hybrid_rl.algos.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 
 from hybrid_rl.algos.columns import check_ascending, check_columns, check_rewards, masked_log_ratio
+from hybrid_rl.algos.options import field_types, key, range_error
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import field_types, key, range_error
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ import torch
 
 from hybrid_rl.algos.columns import at_least_float32, bounded, check_columns
 from hybrid_rl.algos.interface import KLTerm, register
+from hybrid_rl.algos.options import key
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from hybrid_rl.checkpoint.finding import hidden_name, sync_records
 from hybrid_rl.checkpoint.manifest import STATE_FILE
 from hybrid_rl.checkpoint.snapshot import Snapshot
 from hybrid_rl.errors import CheckpointError
-from hybrid_rl.metrics import now
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.process.files import write_text
 from hybrid_rl.resharding.folders import Content, put_in_place, replacing, sync, write_manifest
 

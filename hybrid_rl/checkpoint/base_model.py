@@ -25,13 +25,13 @@ from hybrid_rl.checkpoint.reading import read_state
 from hybrid_rl.checkpoint.writing import write_model
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.models.lora.folder import CONFIG_FILE, read_settings
-from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.resharding.copy_tables import MAX_DIMS
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.weights.boxes import Box, is_first_copy, local_box, local_tensor
 from hybrid_rl.weights.loading import lazy_weights
+from hybrid_rl.weights.plain import plain
 from hybrid_rl.weights.sources import FolderSource, names_of_each
 
 logger = logging.getLogger("hybrid_rl")

@@ -130,7 +130,7 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     import psutil
     import torch
 
-    from hybrid_rl import native
+    from hybrid_rl.compat import native
     from hybrid_rl.extras.sandbox import sandbox_strength
     from hybrid_rl.process.cores import own_cores
     from hybrid_rl.workers.host import limits

@@ -17,8 +17,8 @@ from hybrid_rl.cli.tables import show, table, wide_console
 from hybrid_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybrid_rl.evaluation.paired import PairedTest
     from hybrid_rl.extras.evaluations.evaluations import Evaluation
+    from hybrid_rl.metrics.paired import PairedTest
 
 
 def evaluate(

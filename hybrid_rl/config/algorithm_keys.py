@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid_rl.options import key
+from hybrid_rl.algos.options import key
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rl.options import key
+from hybrid_rl.algos.options import key
 
 ARGS_DOC = "what else the engine is made with, seldom changed"
 CHECK_DOC = "how often engine and trainer are compared, and what may differ"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hybrid_rl.algos.options import key
 from hybrid_rl.config.packed_engines import ENGINES
 from hybrid_rl.config.schema import RolloutConfig
-from hybrid_rl.options import key
 
 
 @dataclass(frozen=True)

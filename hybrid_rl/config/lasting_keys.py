@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_rl.algos.options import key
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
 from hybrid_rl.process.stopping import seconds_of
 
 

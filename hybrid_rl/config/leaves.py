@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_rl.algos.options import field_types
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.schema import TrainerConfig
-from hybrid_rl.options import field_types
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybrid_rl.algos.options import range_error
 from hybrid_rl.config.choices import CHOICES, Choice
 from hybrid_rl.config.leaves import Leaf, by_path, fields_of, leaf_names, members, visible_leaves
 from hybrid_rl.config.presets import PRESETS
@@ -26,7 +27,6 @@ from hybrid_rl.config.problems import Problems
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.config.unknown import unknown
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import range_error
 from hybrid_rl.process.hooks import extra
 
 logger = logging.getLogger("hybrid_rl")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hybrid_rl.algos.options import entries, key
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import entries, key
 
 RANK_DOC = "rank of low-rank adapters (LoRA, arXiv:2106.09685): only they are trained; None = no adapters"
 

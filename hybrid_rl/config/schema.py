@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from hybrid_rl.algos import GRPO, AdvantageEstimator, Clip, Correction, KLTerm, PolicyObjective
 from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
+from hybrid_rl.algos.options import entries, key
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.buffer_keys import BufferConfig
@@ -31,7 +32,6 @@ from hybrid_rl.config.memory_keys import MemoryConfig
 from hybrid_rl.config.packed_engines import ENGINES, Packing
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import entries, key
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
-from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.weights.sources import named_weights
 
 Some = TypeVar("Some", bound=Generation)
 

@@ -25,7 +25,7 @@ from hybrid_rl.engines.base import (
 )
 from hybrid_rl.engines.stop_strings import StopStrings
 from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
-from hybrid_rl.models.startup_check import LengthLimit
+from hybrid_rl.models.packed.startup_check import LengthLimit
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 

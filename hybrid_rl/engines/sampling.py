@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hybrid_rl.compat.native import keyed_uniform, operator
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import BrokenModelError
-from hybrid_rl.native import keyed_uniform, operator
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError, counted
 from hybrid_rl.logging.warned import AGAIN
-from hybrid_rl.metrics import finite
+from hybrid_rl.metrics.metric_sums import finite
 from hybrid_rl.process.hooks import extra
 
 logger = logging.getLogger("hybrid_rl")

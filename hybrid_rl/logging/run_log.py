@@ -24,7 +24,7 @@ from hybrid_rl.errors import ConfigError, StorageError, counted
 from hybrid_rl.logging.progress_display import ProgressDisplay
 from hybrid_rl.logging.provenance import environment
 from hybrid_rl.logging.run_folder import RunFolder
-from hybrid_rl.metrics import Timings
+from hybrid_rl.metrics.metric_sums import Timings
 from hybrid_rl.process.files import set_aside
 from hybrid_rl.process.hooks import extra
 

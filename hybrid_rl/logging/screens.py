@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hybrid_rl.logging.lines import fitted
-from hybrid_rl.metrics import finite
+from hybrid_rl.metrics.metric_sums import finite
 
 # A terminal echoes ^C where the cursor is: at the end of the last live line. It must not begin a new line there, of
 # which rich would know nothing and leave the live lines behind.

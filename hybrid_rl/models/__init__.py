@@ -2,8 +2,8 @@
 
 from hybrid_rl.models.attention.attention_function import AttentionContext, AttentionOptions
 from hybrid_rl.models.attention.padded import PaddedAttention, masked_attention
-from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.model_loading import load_model
+from hybrid_rl.models.packed.causal_lm import CausalLM
 from hybrid_rl.models.row import Layout, PackedRow, prompt_groups
 from hybrid_rl.models.tokenizer import check_tokenizer, load_tokenizer, stop_token_ids
 

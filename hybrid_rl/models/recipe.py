@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hybrid_rl.compat.transformers import (
@@ -20,7 +21,8 @@ from hybrid_rl.compat.transformers import (
 )
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.model_loading import auto_class
-from hybrid_rl.weights.sources import FolderSource, WeightSource
+from hybrid_rl.weights.plain import plain
+from hybrid_rl.weights.sources import FolderSource, WeightSource, names_of_each
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,16 @@ class ModelRecipe:
 
     @classmethod
     def of_module(cls, module: PreTrainedModel, source: WeightSource) -> ModelRecipe:
-        """Describe a live module whose weights are in `source` (StateSource, ObjectSource)."""
+        """Describe a live module, without its adapters, whose weights are in `source` (StateSource, ObjectSource)."""
         conversions = loaded_conversions(module)
+        with plain(module, trained=False):
+            frozen = frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
         return cls(
             source,
             model_class=type(module),
             config=copy.deepcopy(module.config),
             generation_config=copy.deepcopy(getattr(module, "generation_config", None)),
-            frozen=frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
+            frozen=frozen,
             conversions=None if conversions is None else tuple(conversions),
         )
 
@@ -85,6 +89,29 @@ def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
     if recipe.conversions is not None:
         remember_conversions(module, recipe.conversions)
     return module.eval()
+
+
+def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
+    """Raise ModelError if the copy has other parameters than the live module, or ties others."""
+    mine, theirs = _ties(module), _ties(built)
+    names = {name for tied in mine for name in tied} ^ {name for tied in theirs for name in tied}
+    what = type(module).__name__
+    if names:
+        raise ModelError(
+            f"{what}: parameters such as {min(names)!r} are not those that its class and config make; a module "
+            f"that was changed after it was built cannot be copied to other processes: use num_ranks=1, or give it a "
+            f"class of its own"
+        )
+    if mine != theirs:
+        shown = sorted(max(mine ^ theirs, key=lambda tied: len(list(tied))))
+        raise ModelError(
+            f"{what}: {' and '.join(shown)} are tied in the module or by its config, but not in both; set "
+            f"config.tie_word_embeddings to what the module does"
+        )
+
+
+def _ties(module: nn.Module) -> set[frozenset[str]]:
+    return set(map(frozenset, names_of_each(dict(module.named_parameters(remove_duplicate=False)))))
 
 
 def _check_sizes(module: PreTrainedModel) -> None:

@@ -24,14 +24,13 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.activation_offload import NUM_AHEAD
 from hybrid_rl.models.attention.backends import AttentionNeeds, Backend, expected_backend
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
-from hybrid_rl.models.cache import CacheSize
-from hybrid_rl.models.experts.load_balance import LoadBalance
-from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.models.lora.folder import settings_of
 from hybrid_rl.models.lora.inject import inject
-from hybrid_rl.models.lora.plain import is_adapted, plain
+from hybrid_rl.models.packed.cache import CacheSize
+from hybrid_rl.models.packed.load_balance import LoadBalance
+from hybrid_rl.models.packed.repeated_layers import transformer_blocks
+from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.models.repeated_layers import transformer_blocks
 from hybrid_rl.planning.fullest_rows import Samples, learning_batch
 from hybrid_rl.planning.models import built
 from hybrid_rl.planning.sharded import ShardedPass
@@ -98,14 +97,14 @@ class Counted:
         """Wrap the module. Its parameters are shared with all others that were made of it."""
         return CountedModel(self)
 
-    def update(self, samples: Samples, reference: CountedModel | None = None, *, is_first: bool) -> PassMemory:
+    def update(self, samples: Samples, reference: CausalLM | None = None, *, is_first: bool) -> PassMemory:
         """Count the policy's forward and backward pass. reference: for a loss that reads its distribution. is_first:
         whether gradients of the mini-batch do not exist yet."""
         if reference is not None:
             return self._update(samples, reference, is_first=is_first)
         return self._by_layers(lambda it: it._update(samples, None, is_first=is_first))
 
-    def _update(self, samples: Samples, reference: CountedModel | None, *, is_first: bool) -> PassMemory:
+    def _update(self, samples: Samples, reference: CausalLM | None, *, is_first: bool) -> PassMemory:
         model, spec = self.model(), LossSpec.of(self.config)
         batch = learning_batch(samples, self.config, spec)
         prepared = prepared_column(batch, [[list(range(batch.num_samples))]], spec, RankContext(), seed=0)
@@ -143,18 +142,18 @@ class Counted:
 
     def _score(self, samples: Samples) -> PassMemory:
         model, spec = self.model(), LossSpec.of(self.config)
-        columns = samples.columns
+        scorer, columns = model.without_adapters() if self.is_base else model, samples.columns
         wants_all = bool(spec.num_top) or Needs.SUM_PI_SQUARED in self.config.advantage.needs
 
         def run() -> None:
             row = PackedRow.of(columns["prompt_ids"], columns["completion_ids"], model.device)
-            with torch.no_grad(), plain(self.module, trained=False) if self.is_base else nullcontext():
+            with torch.no_grad():
                 if not model.is_language_model:
                     model.row_values(row)
                 elif wants_all:
-                    model.row_distribution(row, self.config.rollout.temperature)
+                    scorer.row_distribution(row, self.config.rollout.temperature)
                 else:
-                    model.row_logprobs(row, self.config.rollout.temperature)
+                    scorer.row_logprobs(row, self.config.rollout.temperature)
 
         return self._count(model, run, is_first=True)
 
@@ -284,8 +283,7 @@ def _equal_blocks(module: PreTrainedModel) -> list[nn.Module]:
 
 def _shortened(module: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Return the model with fewer layers."""
-    with plain(module, trained=False):
-        recipe = ModelRecipe.of_module(module, StateSource({}))
+    recipe = ModelRecipe.of_module(module, StateSource({}))
     config = copy.deepcopy(module.config)
     settings = config.get_text_config()
     settings.num_hidden_layers = num_layers
@@ -293,9 +291,9 @@ def _shortened(module: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         settings.layer_types = settings.layer_types[:num_layers]
     dtype = next(module.parameters()).dtype
     found = built(replace(recipe, config=config), dtype)
-    if is_adapted(module):
+    if (adapters := settings_of(module)) is not None:
         with warnings.catch_warnings(action="ignore"):
-            inject(found, settings_of(module))
+            inject(found, adapters)
         nn.Module.to(found, "meta")
     return found
 

@@ -16,8 +16,8 @@ from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
-from hybrid_rl.models.cache import CacheSize
 from hybrid_rl.models.model_loading import DTYPES
+from hybrid_rl.models.packed.cache import CacheSize
 from hybrid_rl.planning.ledger import Share
 
 VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this

@@ -11,13 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.models.heads.classifier import classifier_recipe
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.lora.adapter_size import adapter_size, copy_on_meta
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.peft_config import critic_peft_config, peft_config_of
-from hybrid_rl.models.lora.plain import plain
 from hybrid_rl.models.model_loading import DTYPES
+from hybrid_rl.models.packed.classifier import classifier_recipe
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.sources import StateSource
 
@@ -61,8 +60,7 @@ class RunModels:
 
 def _on_meta(model: Given, config: TrainerConfig, *, scores: bool = False) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
-        with plain(model, trained=False):
-            return built(ModelRecipe.of_module(model, StateSource({})), model.dtype)
+        return built(ModelRecipe.of_module(model, StateSource({})), model.dtype)
     if isinstance(model, str):
         trusts = config.model.trust_remote_code
         make = classifier_recipe if scores else ModelRecipe.of_folder

@@ -9,13 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import reference_is_policy
 from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
-from hybrid_rl.models.cache import CacheSize
-from hybrid_rl.models.lora.without import WithoutAdapters
+from hybrid_rl.models.packed.cache import CacheSize
 from hybrid_rl.planning.activations import Counted, PassMemory
 from hybrid_rl.planning.fullest_rows import Samples
 from hybrid_rl.planning.models import RunModels, adapted
@@ -47,7 +45,8 @@ class Passes:
     def update(self, config: TrainerConfig) -> PassMemory:
         """Count the policy's forward and backward pass: of a micro-batch after the first, if there are several."""
         samples, is_first = self.samples(config), self._is_first("update", config)
-        reference = self._reference(config)
+        is_exact = LossSpec.of(config).is_exact_kl
+        reference = self._counted("policy", config).model().without_adapters() if is_exact else None
         return self._once(
             "update", config, samples, is_first, lambda it: it.update(samples, reference, is_first=is_first)
         )
@@ -133,12 +132,6 @@ class Passes:
         """Whether the fullest micro-batch finds no gradients of earlier ones where autograd puts its own: it is the
         only one, or the optimizer of one rank has taken them over into its masters' accumulators."""
         return self.is_single(config) or (sharding_of(config) is None and has_masters(self.module(role, config)))
-
-    def _reference(self, config: TrainerConfig) -> Any:
-        if not LossSpec.of(config).is_exact_kl:
-            return None
-        model = self._counted("policy", config).model()
-        return WithoutAdapters(model) if reference_is_policy(config) else model
 
     def _counted(self, role: str, config: TrainerConfig) -> Counted:
         trains = role in ("update", "critic")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.models.lora.model_weights import weights_of
 from hybrid_rl.planning.ledger import Share
 from hybrid_rl.planning.sharded import padded_numel
 from hybrid_rl.planning.size_text import size_text
@@ -18,7 +18,7 @@ from hybrid_rl.training.optimizer import slices
 from hybrid_rl.training.sharding.fsdp import ShardOptions
 
 
-def weights_share(tag: str, modules: Iterable[nn.Module], sharding: ShardOptions | None) -> Share:
+def weights_share(tag: str, modules: Iterable[PreTrainedModel], sharding: ShardOptions | None) -> Share:
     """Return the weights of models on a rank. sharding: None if each rank has all of them."""
     found = list(modules)
     parameters = [p for module in found for p in module.parameters()]
@@ -28,13 +28,8 @@ def weights_share(tag: str, modules: Iterable[nn.Module], sharding: ShardOptions
             counts[p.dtype] += p.numel()
         words = " + ".join(f"{count:,} parameters x {dtype.itemsize} B" for dtype, count in counts.items())
         return Share(tag, sum(count * dtype.itemsize for dtype, count in counts.items()), words or "nothing")
-    # Weights below adapters keep the dtype that they are computed with; all others are the optimizer's masters.
-    kept = [
-        (p, p.itemsize if has_adapters and not p.requires_grad else sharding.master_dtype.itemsize)
-        for module in found
-        for has_adapters in [is_adapted(module)]
-        for p in module.parameters()
-    ]
+    masters = {id(p) for module in found for p in weights_of(module).masters()}
+    kept = [(p, sharding.master_dtype.itemsize if id(p) in masters else p.itemsize) for p in parameters]
     sizes = Counter[int]()
     for p, size in kept:
         sizes[size] += p.numel()

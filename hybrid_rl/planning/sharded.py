@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hybrid_rl.models.repeated_layers import transformer_blocks
+from hybrid_rl.models.packed.repeated_layers import transformer_blocks
 from hybrid_rl.planning.storages import LiveStorages
 from hybrid_rl.training.sharding.fsdp import ShardOptions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig, TrainerConfig
@@ -13,7 +13,7 @@ from hybrid_rl.training.sharding.fsdp import ShardOptions
 NUM_VERSIONS = 2  # while one is written, the one before it is there
 
 
-def versions_share(policy: nn.Module, config: TrainerConfig, sharding: ShardOptions | None) -> Share:
+def versions_share(policy: PreTrainedModel, config: TrainerConfig, sharding: ShardOptions | None) -> Share:
     """Return the part of a rank that trains in the files that it and others write (`workers/policy_versions.py`), when
     there are most of them. They are in the dtype in which that rank keeps the weights."""
     whole = weights_share(VERSIONS, [policy], sharding)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.copy_tables import Column, Pieces, Table
 

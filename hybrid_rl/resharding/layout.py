@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hybrid_rl.compat.torch import StridedShard, split_over_axis
@@ -49,11 +49,6 @@ class WeightLayout:
         return cls(
             tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in sorted(named, key=lambda pair: pair[0]))
         )
-
-
-def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, a tied tensor once. Buffers are handed over like parameters."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @dataclass(frozen=True)

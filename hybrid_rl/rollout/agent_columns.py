@@ -13,7 +13,7 @@ from hybrid_rl.agents.trajectory import Sample, Trajectory
 from hybrid_rl.batch import Jagged, SampleKey
 from hybrid_rl.data.prompts import Messages, Prompt
 from hybrid_rl.engines.base import EngineStats
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardInput
 from hybrid_rl.rewards.calling import CallOutcome, as_json
 from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams, SlotUse
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rewards import RewardFailure, TrainerState
 from hybrid_rl.rollout.hold_rule import HoldRule
 

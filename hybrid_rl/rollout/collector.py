@@ -20,7 +20,7 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import DataError, counted
-from hybrid_rl.metrics import Timings
+from hybrid_rl.metrics.metric_sums import Timings
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask

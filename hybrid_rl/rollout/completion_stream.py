@@ -13,7 +13,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams, SlotUse, derive_seed
 from hybrid_rl.engines.engine_client import Handle
-from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.metrics.metric_sums import MetricSums, Timings
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState
 from hybrid_rl.rewards.results import Part

@@ -19,7 +19,7 @@ from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.data.text import text_ids
 from hybrid_rl.engines.base import FinishedSample, SamplingParams
 from hybrid_rl.errors import DataError, ModelError, shorten
-from hybrid_rl.metrics import Timings
+from hybrid_rl.metrics.metric_sums import Timings
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.sample_columns import sample_columns
 

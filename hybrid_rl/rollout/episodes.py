@@ -17,7 +17,7 @@ from hybrid_rl.agents.floor import RolloutClient, RolloutFunction, checked_traje
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.errors import AgentError, DataError
-from hybrid_rl.metrics import now
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.process import progress
 from hybrid_rl.process.threads import CANCEL_SECONDS
 from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState

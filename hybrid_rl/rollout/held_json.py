@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from hybrid_rl.algos.options import field_types
 from hybrid_rl.data.prompts import shorten
 from hybrid_rl.errors import CheckpointError, ConfigError
-from hybrid_rl.options import field_types
 
 T = TypeVar("T")
 

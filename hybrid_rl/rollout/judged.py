@@ -10,7 +10,7 @@ from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.data.prompts import Messages, PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
 from hybrid_rl.engines.engine_client import EngineClient
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
 from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardRunner
 from hybrid_rl.rewards.results import THE_AGENT, total_rewards
 

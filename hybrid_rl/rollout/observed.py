@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_rl.batch import AnyBatch, Trajectories
 from hybrid_rl.data.mixture import DATASET_COLUMN
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.metrics import mean_and_std
+from hybrid_rl.metrics.metric_sums import mean_and_std
 from hybrid_rl.rollout.refill import GroupRewards
 from hybrid_rl.rollout.successes import SuccessRule
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybrid_rl.batch import AnyBatch, Trajectories
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.errors import NoSignalError
-from hybrid_rl.metrics import mean_and_std
+from hybrid_rl.metrics.metric_sums import mean_and_std
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from hybrid_rl.batch import Jagged, SampleKey
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import FinishedSample
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult
 from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask

@@ -32,7 +32,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, PeerFailedError
-from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.metrics.metric_sums import MetricSums, Timings
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask

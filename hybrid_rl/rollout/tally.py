@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hybrid_rl.batch import AnyBatch, SampleKey, Trajectories
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.errors import AgentError
-from hybrid_rl.metrics import MetricSums, Timings
+from hybrid_rl.metrics.metric_sums import MetricSums, Timings
 from hybrid_rl.rewards import RewardFailure, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport
 from hybrid_rl.rollout.lengths import length_metrics

@@ -13,14 +13,14 @@ from typing import Any
 from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.floor import RolloutFunction, check_rollout_func
-from hybrid_rl.agents.http_agent import HttpAgent
+from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.batch import Batch
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.metrics import MetricSums, Timings, now
+from hybrid_rl.metrics.metric_sums import MetricSums, Timings, now
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardFailure, RewardRunner
 from hybrid_rl.rollout.agent_columns import (

@@ -25,11 +25,11 @@ from hybrid_rl.models.lora.folder import (
     settings_of,
 )
 from hybrid_rl.models.lora.form import difference, form_of, form_of_settings
-from hybrid_rl.models.lora.inject import inject, is_untouched
+from hybrid_rl.models.lora.inject import check_in_use, inject, is_untouched
 from hybrid_rl.models.lora.peft_config import keys_of, peft_config_of
-from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out_empty, wrappers
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.models.tokenizer import has_tokenizer
+from hybrid_rl.weights.plain import ADAPTER, take_out_empty
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -59,9 +59,7 @@ def with_adapters(model: Any, peft_config: Any, overrides: Mapping[str, Any]) ->
 def checked_adapters(module: PreTrainedModel, config: TrainerConfig) -> AdapterSize | None:
     """Return the size of the adapters that a run trains, None if it trains all weights. Raises ConfigError if they
     cannot be had."""
-    if config.lora.is_on:
-        return adapter_size(module, peft_config_of(vars(config.lora)))
-    return None
+    return adapter_size(module, peft_config_of(vars(config.lora))) if config.lora.is_on else None
 
 
 def _of_peft_model(model: Any) -> tuple[Any, bool]:
@@ -82,7 +80,7 @@ def _of_peft_model(model: Any) -> tuple[Any, bool]:
 def own_settings(model: Any) -> Any:
     """Return the peft config of the adapters that a model brings, a module or a folder; None if it brings none."""
     if isinstance(model, PreTrainedModel):
-        return settings_of(model) if is_adapted(model) else None
+        return settings_of(model)
     is_path = isinstance(model, str | os.PathLike)
     return read_settings(model) if is_path and is_adapter_folder(model) else None
 
@@ -118,7 +116,7 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
     """Raise ConfigError if keys describe other adapters than those that a model brings, or if those are merged into its
     weights or switched off. brings: their peft config."""
     if isinstance(model, PreTrainedModel):
-        _check_in_use(model)
+        check_in_use(model)
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
     there = form_of(model) if isinstance(model, PreTrainedModel) else form_of_settings(model, brings)
     if isinstance(model, PreTrainedModel):
@@ -145,22 +143,6 @@ def _check_user_put_in(module: PreTrainedModel) -> None:
             "the module has adapters of a Trainer that is still open, which have learned nothing. close() that "
             "Trainer, which takes them out, or give the same keys of lora to train them on"
         )
-
-
-def _check_in_use(module: PreTrainedModel) -> None:
-    names = {id(child): name for name, child in module.named_modules()}
-    for _, _, wrapper in wrappers(module):
-        name = names[id(wrapper)]
-        if getattr(wrapper, "merged", False):
-            raise ConfigError(
-                f"the adapter of {name} is merged into its weight, which would count it twice; call unmerge_adapter() "
-                "of the PeftModel"
-            )
-        if wrapper.disable_adapters:
-            raise ConfigError(
-                f"the adapter of {name} is switched off; call enable_adapters() of the module, or "
-                "base_model.enable_adapter_layers() of the PeftModel"
-            )
 
 
 def check_resumed_adapters(model: PreTrainedModel | ModelRecipe, folder: Path, config: TrainerConfig) -> None:

@@ -15,8 +15,8 @@ from hybrid_rl.agents.agent_setup import AgentSetup, setup_tools
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
 from hybrid_rl.agents.floor import check_rollout_func
-from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.schemas import check_tools_shown
+from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
 from hybrid_rl.data.source import SizedSource, StreamSource

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_rl.config import EvalConfig
 from hybrid_rl.errors import CheckpointError, ConfigError, counted
-from hybrid_rl.evaluation.solved_shares import sizes
+from hybrid_rl.metrics.solved_shares import sizes
 from hybrid_rl.process.files import write_text
 
 logger = logging.getLogger("hybrid_rl")

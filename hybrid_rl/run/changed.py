@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hybrid_rl.algos.options import field_types
 from hybrid_rl.config import EvalConfig, TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.config.choices import number
 from hybrid_rl.config.eval_keys import SampledEvalConfig
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import field_types
 from hybrid_rl.run.prepare import Run, device_of
 
 SAMPLED = frozenset(field_types(SampledEvalConfig)) - frozenset(field_types(EvalConfig))  # of sampled evaluation

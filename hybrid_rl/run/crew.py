@@ -13,7 +13,7 @@ from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import DataError
 from hybrid_rl.logging.run_log import RunLog
-from hybrid_rl.metrics import largest
+from hybrid_rl.metrics.metric_sums import largest
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector

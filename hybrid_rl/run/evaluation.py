@@ -14,7 +14,7 @@ from hybrid_rl.data.prompts import PROMPT_COLUMN, PromptEncoder, PromptRow
 from hybrid_rl.data.source import SizedSource, load_source
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.evaluation.eval_samples import ACCURACY, EvalSamples
+from hybrid_rl.metrics.eval_samples import ACCURACY, EvalSamples
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import ConfigError, do_all
-from hybrid_rl.evaluation.eval_samples import EvalSamples, Evaluations
-from hybrid_rl.metrics import finite, now
+from hybrid_rl.metrics.eval_samples import EvalSamples, Evaluations
+from hybrid_rl.metrics.metric_sums import finite, now
 from hybrid_rl.process.interrupts import undisturbed
 from hybrid_rl.run.checks import check_modes
 from hybrid_rl.run.crew import Crew

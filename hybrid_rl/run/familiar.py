@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybrid_rl.checkpoint.reading import STATE_FILE
-from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_folder import read_jsonl
-from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.models.lora.inject import show
 from hybrid_rl.process.files import write_text
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.saver import Saver
@@ -59,8 +58,7 @@ class Familiar:
         module = self._crew.run.module
         if module is None:
             raise AttributeError("model")
-        if is_adapted(module):
-            mark_adapted(module)  # or it would write peft's wrappers
+        show(module)
         return module
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:

@@ -17,7 +17,7 @@ from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.checkpoint.writing import failure
 from hybrid_rl.config import to_dict
 from hybrid_rl.errors import CheckpointError, ConfigError, do_all
-from hybrid_rl.metrics import now
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.process.stopping import Stop, note_checkpoint
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.settings import Settings

@@ -30,17 +30,15 @@ from hybrid_rl.data.source import SizedSource
 from hybrid_rl.errors import REPORT_EXTRA, ConfigError, counted
 from hybrid_rl.logging.progress_display import ProgressDisplay
 from hybrid_rl.models import load_model
-from hybrid_rl.models.likeness import check_parameters, fingerprint
-from hybrid_rl.models.lora.folder import stored_parameters
-from hybrid_rl.models.lora.plain import is_adapted, plain
-from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.lora.model_weights import weights_of
+from hybrid_rl.models.packed.likeness import fingerprint
+from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
-from hybrid_rl.weights.sources import ObjectSource
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup, training_setup
 from hybrid_rl.workers.groups import GeneratingGroup, HybridGroup, PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
@@ -136,11 +134,7 @@ def _start_on_ray(
     if not isinstance(setup.model, ModelRecipe):
         # A live module goes once into the object store, from which each rank reads its part.
         module = setup.model
-        adapter = ObjectSource.of_tensors(stored_parameters(module), ray.cluster.put) if is_adapted(module) else None
-        with plain(module, trained=False):
-            recipe = ModelRecipe.of_module(module, ObjectSource.of(module, ray.cluster.put))
-            check_parameters(module, build_on_meta(recipe, module.dtype))
-        recipe = replace(recipe, adapter=adapter)
+        recipe = weights_of(module).shared(ray.cluster.put)
         setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
     splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
     generates_apart = bool(controller.rollout_ranks) and setup.is_trained

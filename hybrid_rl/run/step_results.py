@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from hybrid_rl.algos import Needs
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.logging.meanings import meaning_of
-from hybrid_rl.metrics import number
+from hybrid_rl.metrics.metric_sums import number
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.demonstrations import DEMONSTRATION
 from hybrid_rl.run.prepare import Run

@@ -13,10 +13,10 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.memory.transfer import start_download
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.load_balance import LoadBalance
-from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.packed.load_balance import LoadBalance
+from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.process import progress
 from hybrid_rl.training.batch_plan import Plan, sample_rows
 from hybrid_rl.training.entropy import EntropyWeight

@@ -15,7 +15,7 @@ from hybrid_rl.config import OptimizerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.memory.transfer import upload
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress

@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_rl.algos.masked import next_entropy_coef
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, EntropyConfig
 from hybrid_rl.controller import RankContext
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 
 
 class EntropyWeight:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.compat.torch import foreach_copy
 from hybrid_rl.config import OptimizerConfig
 from hybrid_rl.memory.region import capacity_for

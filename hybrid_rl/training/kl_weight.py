@@ -9,7 +9,7 @@ from hybrid_rl.algos import KLInLoss, KLInReward, KLTerm, kl_estimate
 from hybrid_rl.algos.kl import next_beta
 from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.controller import RankContext
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 
 
 class KLWeight:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid_rl.algos import PolicyObjective
 from hybrid_rl.controller import RankContext
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 
 
 class LearnedNumbers:

@@ -11,7 +11,7 @@ from hybrid_rl.algos.masked import entropy_quantile, off_policy_mask
 from hybrid_rl.batch import Batch
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.errors import DataError
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import chosen_and_entropy
 from hybrid_rl.training.loss_inputs import Masks, correction_inputs, loss_inputs

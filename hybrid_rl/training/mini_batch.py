@@ -14,7 +14,7 @@ from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.experts.load_balance import ExpertLoad, LoadBalance
+from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
 from hybrid_rl.training.batch_plan import Plan, sample_rows
 from hybrid_rl.training.loss import model_outputs
 from hybrid_rl.training.router_scores import reading_balance

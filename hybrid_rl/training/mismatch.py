@@ -9,7 +9,7 @@ from hybrid_rl.algos import Correction, CorrectionInputs, kl_estimate
 from hybrid_rl.algos.diagnostics import correction_diagnostics, gap_diagnostics
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.training.spec import loss_mask
 
 

@@ -10,8 +10,8 @@ from hybrid_rl.batch import TRUNCATIONS, Batch, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.experts.load_balance import BalanceReading, LoadBalance
-from hybrid_rl.models.experts.router import RouterReading, Routers
+from hybrid_rl.models.packed.load_balance import BalanceReading, LoadBalance
+from hybrid_rl.models.packed.router import RouterReading, Routers
 from hybrid_rl.models.row import place_weights
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.training.spec import LossSpec

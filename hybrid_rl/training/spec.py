@@ -14,8 +14,8 @@ from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.batch import TRUNCATIONS, Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.load_balance import ExpertLoad, LoadBalance
-from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
+from hybrid_rl.models.packed.router import Routers
 
 
 def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:

@@ -15,12 +15,8 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.memory.transfer import finish_downloads, start_download
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.lora.factors import low_rank_changes
-from hybrid_rl.models.lora.folder import AdapterSource, is_adapter_folder, load_adapter, save_adapter, stored_parameters
-from hybrid_rl.models.lora.plain import is_adapted, plain
-from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process import progress
 from hybrid_rl.process.files import Sink
 from hybrid_rl.process.heartbeat import mark_progress
@@ -29,8 +25,6 @@ from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.skipped import SkippedUpdate, columns_not_finite
 from hybrid_rl.training.spec import loss_mask
-from hybrid_rl.weights.loading import load_weights
-from hybrid_rl.weights.sources import FolderSource
 
 
 class TrainedModel:
@@ -113,25 +107,16 @@ class TrainedModel:
         """Write the weights and config as `from_pretrained` reads them; of a model with adapters only those, as peft
         reads them. base: where the rest is (`keep_base`). sink: takes the tensors of each file instead of having them
         written. Collective."""
-        module, dtype, is_writer = self.model.module, self.model.dtype, self._context.rank == 0
-        if is_adapted(module):
-            path = None if base is None else base["path"]
-            save_adapter(module, folder, dtype, base=path, is_writer=is_writer, sink=sink)
-        else:
-            save_weights(module, folder, dtype, is_writer=is_writer, sink=sink)
+        path = None if base is None else base["path"]
+        self.model.weights.save(folder, self.model.dtype, path, self._context.rank == 0, sink)
 
     def saved_bytes(self) -> int:
         """Return the bytes of the files that `save_model` writes."""
-        module = self.model.module
-        saved = stored_parameters(module).values() if is_adapted(module) else module.parameters()
-        return sum(parameter.numel() for parameter in saved) * self.model.dtype.itemsize
+        return sum(parameter.numel() for parameter in self.model.weights.stored()) * self.model.dtype.itemsize
 
     def save_merged(self, folder: Path) -> None:
         """Write a model with adapters as one without, which computes the same. Collective."""
-        module, dtype = self.model.module, self.model.dtype
-        changes = low_rank_changes(module, dtype)
-        with plain(module):
-            save_weights(module, folder, dtype, is_writer=self._context.rank == 0, changes=changes)
+        self.model.weights.save_merged(folder, self.model.dtype, is_writer=self._context.rank == 0)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return what a resumed run needs besides the weights, masters included; tensors are the memory itself."""
@@ -148,7 +133,7 @@ class TrainedModel:
         Raises CheckpointError if they are damaged or of another model.
         """
         try:
-            self._load_model(folder)
+            self.model.weights.load(folder, self.model.device)
         except ModelError as error:
             raise CheckpointError(f"cannot resume from {folder}: {error}") from error
         state = read_optimizer_into(folder, self.optimizer_state())
@@ -159,19 +144,6 @@ class TrainedModel:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             path = folder / OPTIMIZER_FOLDER / SCALARS_FILE
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-    def _load_model(self, folder: Path) -> None:
-        module = self.model.module
-        if is_adapted(module) != is_adapter_folder(folder):
-            what = "trains adapters (lora.r)" if is_adapted(module) else "trains all weights"
-            raise CheckpointError(
-                f"this run {what}, and the run of {folder} did not; give the same keys of lora to resume that run, or "
-                "begin a new one from its weights (model.path)"
-            )
-        if is_adapted(module):
-            load_adapter(module, AdapterSource(str(folder)))
-        else:
-            load_weights(module, FolderSource(str(folder)), self.model.device)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Continue from an optimizer state that was read."""

@@ -35,9 +35,9 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
-from hybrid_rl.models.startup_check import LengthLimit
+from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.resharding.layout import WeightLayout
 from hybrid_rl.vllm.adapter_slots import make_writer
 from hybrid_rl.vllm.arguments import engine_arguments
 from hybrid_rl.vllm.build_engine import (
@@ -58,6 +58,7 @@ from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on, clean_allocator, freed_asleep
 from hybrid_rl.vllm.process_state import Guest, classes_kept, on_stream, process_kept, stream_of_thread
 from hybrid_rl.vllm.translated_requests import check_sampling, sampled_logprobs, vllm_params
+from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import checkpoint_views
 
 NEW_ENGINE = "make a new one (of a Trainer: save(), and make a new Trainer with resume=)"

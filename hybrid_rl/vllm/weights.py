@@ -15,12 +15,12 @@ from vllm.lora.request import LoRARequest
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import adopted_views, check_adopted
 from hybrid_rl.resharding.handoff.base import Delivered, Source
-from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.resharding.merged import check_changes, full_merged, merge
+from hybrid_rl.resharding.handoff.merged import check_changes, full_merged, merge
 from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.vllm.derived import reload_derived
 from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
 from hybrid_rl.vllm.quantization import quantization_of_platform
+from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import CheckpointViews
 
 

@@ -190,6 +190,11 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
     return {names[0]: state[names[0]] for names in names_of_each(state)}
 
 
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, a tied tensor once. Buffers are handed over like parameters."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def names_of_each(state: Mapping[str, Tensor]) -> list[list[str]]:
     """Return the names of each tensor, in order; a tied one has several."""
     names: dict[int, list[str]] = {}

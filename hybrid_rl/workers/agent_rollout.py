@@ -7,8 +7,8 @@ from typing import Any
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
-from hybrid_rl.agents.http_agent import HttpAgent
 from hybrid_rl.agents.plain_text import PlainText
+from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream

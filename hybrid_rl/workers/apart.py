@@ -24,7 +24,7 @@ from hybrid_rl.config.rollout_ranks import rollout_config
 from hybrid_rl.controller import Backend, RankContext, dispatch, result_of
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.memory.cycle import ACTOR
-from hybrid_rl.metrics import MetricSums, joined, largest, now
+from hybrid_rl.metrics.metric_sums import MetricSums, joined, largest, now
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import request_interrupt
@@ -107,7 +107,7 @@ class RolloutWorker(GeneratingWorker):
                 self._side.give(source, changes)
             else:
                 with self.lease(frozenset({ACTOR})):
-                    num_bytes = fill(self._model.module, source)
+                    num_bytes = fill(self._model, source)
             seconds = now() - start
             metrics = self.update_weights(version)
         metrics["timing/handoff"] += seconds

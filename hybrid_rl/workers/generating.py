@@ -17,9 +17,9 @@ from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import REWARD_MODELS, Cycle
-from hybrid_rl.metrics import now
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.likeness import check_fingerprint
+from hybrid_rl.models.packed.likeness import check_fingerprint
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream

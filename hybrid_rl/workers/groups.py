@@ -14,7 +14,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import EngineStateError, StorageError, WorkerError, counted
 from hybrid_rl.memory.history import Span, StepMemory
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.training.skipped import SkippedUpdate

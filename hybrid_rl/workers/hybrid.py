@@ -19,7 +19,7 @@ from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.errors import StorageError
 from hybrid_rl.logging.run_folder import JsonLines
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.inject import leave
 from hybrid_rl.models.recipe import ModelRecipe

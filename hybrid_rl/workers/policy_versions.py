@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid_rl.errors import ConfigError, HandoffError, counted
 from hybrid_rl.memory.byte_sizes import size_text
-from hybrid_rl.models.lora.factors import low_rank_changes
-from hybrid_rl.models.lora.inject import is_adapter_name
-from hybrid_rl.models.lora.plain import is_adapted, plain, wrappers
+from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import Gather
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
-from hybrid_rl.resharding.layout import named_weights
 from hybrid_rl.weights.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 
@@ -41,14 +38,14 @@ def require_folder(root: Path) -> None:
         )
 
 
-def require_room(root: Path, module: nn.Module, *, writes_base: bool) -> None:
-    """Raise ConfigError if the folder of versions has too little room for two of this module, as many as there are for
+def require_room(root: Path, model: CausalLM, *, writes_base: bool) -> None:
+    """Raise ConfigError if the folder of versions has too little room for two of this model, as many as there are for
     a moment. writes_base: whether the frozen weights below adapters are written too. Not if anything is there already:
     another rank has begun to write, or versions are replaced."""
     if any(root.iterdir()):
         return
-    versions = 2 * sum(tensor.nbytes for tensor in moving_weights(module).values())
-    base = sum(p.nbytes for p in module.parameters() if not p.requires_grad) if writes_base else 0
+    versions = 2 * sum(tensor.nbytes for tensor in model.weights.moving().values())
+    base = sum(p.nbytes for p in model.module.parameters() if not p.requires_grad) if writes_base else 0
     free = shutil.disk_usage(root).free
     if versions + base > free:
         raise ConfigError(
@@ -61,8 +58,7 @@ def require_room(root: Path, module: nn.Module, *, writes_base: bool) -> None:
 def write_policy(
     root: Path,
     version: int,
-    module: nn.Module,
-    dtype: torch.dtype,
+    model: CausalLM,
     *,
     is_embedded: bool,
     probe: Tensor | None,
@@ -72,46 +68,29 @@ def write_policy(
 ) -> None:
     """Write a version of the policy. Collective.
 
-    root: the folder of all versions. dtype: in which the module computes. is_embedded: whether engines decode from
-    modules like this one, with its adapters; others get the weights without adapters, and what adapters add to them.
+    root: the folder of all versions. is_embedded: whether engines decode from modules like the model's, with its
+    adapters; others get the weights without adapters, and what adapters add to them.
     probe: the trainer's half of it, None if it is not due. writes_base: whether the frozen weights are written too.
     """
-    tensors, notes = dict[str, Tensor](), dict[str, Any]()
     share: Any = {"rank": rank, "gather": gather}
-    if is_embedded or not is_adapted(module):
-        tensors = {WEIGHTS + name: tensor for name, tensor in moving_weights(module).items()}
-    else:
-        with plain(module):
-            weights = named_weights(module)
-        if any(hasattr(wrapper, "modules_to_save") for _, _, wrapper in wrappers(module)):
-            tensors = {WEIGHTS + name: tensor for name, tensor in weights.items()}
-        elif writes_base:
-            write_version(root / BASE, BASE_VERSION, weights, **share)
-        changes = low_rank_changes(module, dtype)
-        for name, change in changes.items():
-            factors = {factor: getattr(change, factor) for factor in FACTORS}
-            tensors |= {f"{factor}/{name}": value for factor, value in factors.items() if value is not None}
-        notes[CHANGES] = {name: [change.scale, change.is_transposed] for name, change in changes.items()}
+    moving, fixed, changes = (model.weights.moving(), {}, {}) if is_embedded else model.weights.version(model.dtype)
+    if fixed and writes_base:
+        write_version(root / BASE, BASE_VERSION, fixed, **share)
+    tensors = {WEIGHTS + name: tensor for name, tensor in moving.items()}
+    for name, change in changes.items():
+        factors = {factor: getattr(change, factor) for factor in FACTORS}
+        tensors |= {f"{factor}/{name}": value for factor, value in factors.items() if value is not None}
+    notes = {CHANGES: {name: [change.scale, change.is_transposed] for name, change in changes.items()}}
     if probe is not None:
         tensors[PROBE] = probe
     write_version(root, version, tensors, notes=notes, **share)
 
 
-def moving_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a module that may differ from version to version, by name: all of them, or, of one with
-    adapters, those and buffers."""
-    weights = named_weights(module)
-    if not is_adapted(module):
-        return weights
-    buffers = dict(module.named_buffers())
-    return {name: tensor for name, tensor in weights.items() if is_adapter_name(name) or name in buffers}
-
-
 @torch.no_grad()
-def fill(module: nn.Module, source: DiskSource) -> int:
-    """Copy the moving weights of a version into a module with the same names, plain or sharded. Returns the bytes
+def fill(model: CausalLM, source: DiskSource) -> int:
+    """Copy the moving weights of a version into a model with the same names, plain or sharded. Returns the bytes
     written. Raises HandoffError for other names."""
-    weights = moving_weights(module)
+    weights = model.weights.moving()
     there = {sharded.spec.name for sharded in source.layout().tensors}
     if other := sorted(there ^ set(weights)):
         raise HandoffError(

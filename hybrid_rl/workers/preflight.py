@@ -26,9 +26,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from hybrid_rl.compat.native import is_available
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import HybridRLError
-from hybrid_rl.native import is_available
 from hybrid_rl.workers.host import host_doubts
 
 logger = logging.getLogger("hybrid_rl")

@@ -18,8 +18,7 @@ from hybrid_rl.controller import dispatch
 from hybrid_rl.controller.session import shared_memory, temporary_folder
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.memory.residents import sized
-from hybrid_rl.metrics import now
-from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models.tokenizer import save_tokenizer
 from hybrid_rl.process.files import Sink
 from hybrid_rl.rollout.held_files import save_held, write_held
@@ -123,10 +122,10 @@ class SavingWorker(GeneratingWorker):
         is_embedded = self._config.rollout.placement == "embedded"
         with self.lease(frozenset({ACTOR})):
             if not self._has_written_base:  # nothing was written yet
-                require_room(root, model.module, writes_base=not is_embedded)
+                require_room(root, model, writes_base=not is_embedded)
             probe = self._expected(version)
             writes: Any = {"writes_base": not self._has_written_base, "rank": context.rank, "gather": context.gather}
-            write_policy(root, version, model.module, model.dtype, probe=probe, is_embedded=is_embedded, **writes)
+            write_policy(root, version, model, probe=probe, is_embedded=is_embedded, **writes)
         self._has_written_base = True
         self._num_unproved -= probe is not None
         return now() - start
@@ -186,7 +185,6 @@ class SavingWorker(GeneratingWorker):
         """Continue from a checkpoint. Raises CheckpointError if it is damaged, or of another model."""
         self._version = None
         with self.phase(self._cycle.save):
-            if is_adapted(self._actor.model.module):
-                self._compare_base(read_state(folder).get(BASE), f"the adapter of {folder}")
+            self._compare_base(read_state(folder).get(BASE), f"the adapter of {folder}")
             self._actor.load(folder)
             self._roles.load_models(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -15,8 +14,6 @@ from hybrid_rl.config import MemoryConfig, TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory.cycle import REFERENCE
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.lora.plain import plain
-from hybrid_rl.models.lora.without import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.batch_plan import Plan, PlanSpec
 from hybrid_rl.training.scoring import batch_logprobs
@@ -32,15 +29,14 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> None:
         if isinstance(model, PreTrainedModel):
-            with plain(model, trained=False):
-                model = copy.deepcopy(model).requires_grad_(False)
+            model = copy.deepcopy(model).requires_grad_(False)
         self.model: CausalLM = build_model(model, config, context, is_trained=False)
 
     @classmethod
     def of_policy(cls, policy: CausalLM) -> Reference:
         """Make the reference that is the policy without its adapters."""
         found = cls.__new__(cls)
-        found.model = cast(CausalLM, WithoutAdapters(policy))
+        found.model = policy.without_adapters()
         return found
 
     def logprobs(self, batch: Batch, plan: Plan) -> Jagged:

@@ -18,7 +18,8 @@ from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.data.rendering import MessageRenderer
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, check_tokenizer, load_tokenizer
-from hybrid_rl.models.heads.classifier import (
+from hybrid_rl.models.model_loading import DTYPES
+from hybrid_rl.models.packed.classifier import (
     VERIFY_SEQUENCES,
     check_classifier,
     classifier_recipe,
@@ -26,9 +27,8 @@ from hybrid_rl.models.heads.classifier import (
     sequence_scores,
     verify_scores,
 )
-from hybrid_rl.models.model_loading import DTYPES
+from hybrid_rl.models.packed.startup_check import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
-from hybrid_rl.models.startup_check import VERIFY_TOLERANCE, relative_gap
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry

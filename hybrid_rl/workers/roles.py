@@ -14,7 +14,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.memory.cycle import CRITIC, CRITIC_OPTIMIZER, REFERENCE, TEACHER, Cycle, Phase
 from hybrid_rl.memory.leases import Resident
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.saving import save_weights
 from hybrid_rl.process.files import Sink

@@ -22,21 +22,21 @@ from hybrid_rl.errors import ConfigError, EngineStateError
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
-from hybrid_rl.metrics import now
+from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.lora.factors import adapter_ranks, low_rank_changes
-from hybrid_rl.models.lora.plain import plain
+from hybrid_rl.models.lora.factors import adapter_shapes
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source, agree
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import connect
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.resharding.layout import SourceLayout, named_weights
-from hybrid_rl.resharding.verify import Verifier
+from hybrid_rl.resharding.handoff.verify import Verifier
+from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.training.sharding.build import gathered_bytes, generating_model
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.low_rank import LowRank
+from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.workers.setup import WorkerSetup
 from hybrid_rl.workers.trainer_memory import engine_weights_resident, kv_cache_resident
 
@@ -167,8 +167,8 @@ class ColocatedSide(RolloutSide):
         gather = BlockGather(size)
         # The engine adds adapters by itself; otherwise they are merged into its weights.
         self._sends_adapters = isinstance(config, VLLMRolloutConfig) and config.lora_handoff == "adapter"
-        ranks = adapter_ranks(model.module) if self._sends_adapters else {}
-        with plain(model.module):  # the engine's model has no adapters
+        ranks = {name: each.rank for name, each in adapter_shapes(model.module).items() if self._sends_adapters}
+        with model.weights.merged():  # the engine's model has no adapters
             engine = make_engine(replace(engine_setup(setup, model, context), adapter_ranks=ranks))
         assert isinstance(engine, ColocatedEngine)
         self._engine = engine
@@ -276,9 +276,9 @@ class ColocatedSide(RolloutSide):
     @contextmanager
     def _source(self, version: int) -> Iterator[Source]:
         """Yield the source of the weights, with what the adapters add to them now, whole on every rank. Collective."""
-        with plain(self._model.module):
+        with self._model.weights.merged():
             source = self._plain_source(version)
-        changes = low_rank_changes(self._model.module, self._model.dtype)
+        changes = self._model.weights.changes(self._model.dtype)
         if self._sends_adapters:
             source.adapters = changes
         else:

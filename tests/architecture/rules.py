@@ -104,6 +104,23 @@ def cycles(root: Path) -> list[str]:
     return sorted(f"import cycle: {', '.join(sorted(group))}" for group in groups if group)
 
 
+def subfolders(root: Path) -> list[str]:
+    """Folders of a room have an order, too: none reaches itself through others. Only the room's door may import all."""
+    modules = read_modules(root)
+    names = frozenset(module.name for module in modules)
+    folders = {module.name: module.path.rpartition("/")[0] for module in modules}
+    reached: dict[str, set[str]] = {}
+    for module in modules:
+        if module.room == ROOT or module.path == f"{PACKAGE}/{module.room}/__init__.py":
+            continue
+        folder, targets = folders[module.name], (imported_module(item, names) for item in module.imports)
+        inside = {folders[name] for name in targets if name is not None and room_of(name) == module.room}
+        reached.setdefault(folder, set()).update(inside - {folder})
+    closure = {folder: _reachable(folder, reached) for folder in reached}
+    groups = {frozenset({other for other in closure[folder] if folder in closure[other]}) for folder in closure}
+    return sorted(f"circle of folders: {', '.join(sorted(group))}" for group in groups if group)
+
+
 def sizes(root: Path) -> list[str]:
     """Files and functions stay small enough to be read at once."""
     found = []
@@ -233,6 +250,7 @@ RULES: tuple[Callable[[Path], list[str]], ...] = (
     layers,
     only_imports,
     cycles,
+    subfolders,
     sizes,
     libraries,
     private_names,
@@ -279,7 +297,7 @@ def _reachable(start: str, reached: dict[str, set[str]]) -> set[str]:
         name = waiting.pop()
         if name not in seen:
             seen.add(name)
-            waiting.extend(reached[name])
+            waiting.extend(reached.get(name, ()))
     return seen
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext, RankMesh
-from hybrid_rl.metrics import MetricSums, joined
+from hybrid_rl.metrics.metric_sums import MetricSums, joined
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe

@@ -24,8 +24,8 @@ from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import connect
+from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.verify import Verifier
 from tests.distributed.ranks import RankError, forking, run_ranks
 from tests.support.libraries.torch_names import set_local
 from tests.unit.resharding.handoff.parts import (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.load_balance import LoadBalance
+from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import look_ahead

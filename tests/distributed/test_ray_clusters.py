@@ -452,7 +452,7 @@ def test_a_batch_is_not_loaded_after_the_end(story: dict[str, Any]) -> None:
 def test_ray_is_loaded_when_it_is_needed(forks: Forks, tmp_path: Path) -> None:
     """In a fork of a server that has imported half of the library."""
     script = tmp_path / "script.py"
-    script.write_text("import sys, hybrid_rl, hybrid_rl.controller, hybrid_rl.trainer; print('ray' in sys.modules)")
+    script.write_text("import sys, hybrid_rl, hybrid_rl.controller, hybrid_rl.run.trainer; print('ray' in sys.modules)")
     with forks.used():
         answer = subprocess.run(
             [sys.executable, str(SETUP_WORKER), str(script)],

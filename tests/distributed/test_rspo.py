@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.router_scores import router_columns

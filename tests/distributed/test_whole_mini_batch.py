@@ -13,7 +13,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.load_balance import LoadBalance
+from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.mini_batch import look_ahead

@@ -16,8 +16,8 @@ from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.links import connect
+from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.resharding.rank_plan import make_plan
-from hybrid_rl.resharding.verify import Verifier
 from tests.distributed.ranks import run_ranks
 from tests.gpu.device import DEVICE, cuda_only
 from tests.support.libraries.torch_names import let_segments_grow

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_rl import native
-from hybrid_rl.resharding.merged import Merge, carry_out
+from hybrid_rl.compat import native
+from hybrid_rl.resharding.handoff.merged import Merge, carry_out
 from tests.gpu.device import DEVICE, cuda_only
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of
 

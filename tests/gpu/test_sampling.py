@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybrid_rl.compat.native import keyed_uniform
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.sampling import SamplingTensors, sample
-from hybrid_rl.native import keyed_uniform
 from tests.gpu import sampling_cases
 from tests.gpu.device import DEVICE, cuda_only
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.resharding.copy_tables import MAX_DIMS, Pieces
 from hybrid_rl.resharding.execute import copy_pieces
 from tests.gpu.device import DEVICE, cuda_only

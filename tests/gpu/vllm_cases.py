@@ -28,7 +28,7 @@ from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import EngineStateError, MemoryStateError
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.resharding.verify import Verifier
+from hybrid_rl.resharding.handoff.verify import Verifier
 from tests.gpu.device import DEVICE, cuda_only
 from tests.support.engines.engine_settings import vllm_settings
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.extras.plan.trace_files import load_trace
 from hybrid_rl.extras.plan.traffic import fsdp_layout
 from hybrid_rl.resharding.copy_tables import MAX_DIMS, Pieces

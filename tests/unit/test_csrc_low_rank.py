@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl import native
-from hybrid_rl.resharding.merged import carry_out
+from hybrid_rl.compat import native
+from hybrid_rl.resharding.handoff.merged import carry_out
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of, contents
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ def test_the_equation_of_the_loss_is_eight_frames_deep_and_decode_attention_thir
     found = frames_of_a_run(make_trainer)
     assert found.keys() == WORK["inplace"].keys()
     assert found["the loss"] == [
-        "trainer.py:fit",
-        "trainer.py:step",
+        "run/trainer.py:fit",
+        "run/trainer.py:step",
         "workers/groups.py:update",
         "controller/local.py:call",
         "workers/hybrid.py:update",

@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 RUN = """
 import sys, pytest, torch
 from pathlib import Path
-from hybrid_rl import native
+from hybrid_rl.compat import native
 level, library, *arguments = sys.argv[1:]
 assert torch.backends.cpu.get_cpu_capability() == level, torch.backends.cpu.get_cpu_capability()
 if library:

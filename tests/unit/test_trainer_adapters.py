@@ -16,8 +16,8 @@ from hybrid_rl.errors import CheckpointError, ConfigError, ModelError
 from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
 from hybrid_rl.extras.plan.request import Machine
 from hybrid_rl.extras.plan.run_planning import plan_words
-from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.run.adapters import tokenizer_place
+from hybrid_rl.weights.plain import is_adapted
 from tests.support.inside.trainers import best_of
 from tests.support.scores import exact
 from tests.support.tiny import build_model, build_tokenizer, ids_of, sums

@@ -12,8 +12,8 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
 from hybrid_rl.logging.run_folder import read_jsonl
-from hybrid_rl.models.lora.plain import wrappers
 from hybrid_rl.vllm.adapter_slots import AdapterSlot
+from hybrid_rl.weights.plain import wrappers
 from tests.support.inside.vllm import adapters_of, remove_adapters, writer_of
 from tests.support.inside.workers import engine_of
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums

@@ -10,9 +10,9 @@ from peft import LoraConfig
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.logging.run_folder import read_jsonl
-from hybrid_rl.models.lora.plain import plain
-from hybrid_rl.resharding.layout import named_weights
-from hybrid_rl.resharding.merged import merge
+from hybrid_rl.resharding.handoff.merged import merge
+from hybrid_rl.weights.plain import plain
+from hybrid_rl.weights.sources import named_weights
 from tests.support.inside.workers import engine_of, module_of, opened_source, side_of
 from tests.support.tiny import VOCABULARY, build_model, build_tokenizer, spread, sums
 from tests.vllm.rigs import tiny

@@ -12,8 +12,8 @@ from hybrid_rl.algos.advantages.group_rewards import whitened
 from hybrid_rl.algos.advantages.steps import Steps, step_rewards
 from hybrid_rl.algos.columns import check_ascending, check_columns, ratio_of
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
+from hybrid_rl.algos.options import key
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

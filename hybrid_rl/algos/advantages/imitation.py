@@ -10,8 +10,8 @@ import torch
 from hybrid_rl.algos.advantages.group_rewards import GroupEstimator, Groups
 from hybrid_rl.algos.advantages.grpo import group_relative_advantages
 from hybrid_rl.algos.interface import AdvantageEstimator, AdvantageInputs, Advantages, Needs, register
+from hybrid_rl.algos.options import key
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

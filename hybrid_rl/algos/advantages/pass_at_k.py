@@ -9,7 +9,7 @@ import torch
 
 from hybrid_rl.algos.advantages.group_rewards import GroupEstimator, Groups
 from hybrid_rl.algos.interface import register
-from hybrid_rl.options import key
+from hybrid_rl.algos.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ import torch
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, register
 from hybrid_rl.algos.masked import row_mean
+from hybrid_rl.algos.options import key
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,9 @@ import torch
 from hybrid_rl.algos.columns import check_columns, ratio_of
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ import torch
 
 from hybrid_rl.algos.columns import check_columns, masked_log_ratio, ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, register
+from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
-from hybrid_rl.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

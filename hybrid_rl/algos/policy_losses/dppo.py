@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rl.algos.columns import bounded, check_columns, masked_log_ratio
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, register
-from hybrid_rl.options import key
+from hybrid_rl.algos.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

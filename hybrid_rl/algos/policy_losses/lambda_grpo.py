@@ -12,8 +12,8 @@ from hybrid_rl.algos.advantages.group_rewards import Groups
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, WholeMiniBatch, register
 from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
-from hybrid_rl.options import key
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ import torch
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, register
 from hybrid_rl.algos.masked import row_sum
+from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import log_ratio_at
-from hybrid_rl.options import key
 
 
 @register

@@ -21,7 +21,7 @@ from hybrid_rl.engines.sampling import (
     uniform_numbers,
 )
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.cache import ModelCache, next_states
+from hybrid_rl.models.packed.cache import ModelCache, next_states
 
 
 class Prompts:

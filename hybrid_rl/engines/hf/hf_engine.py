@@ -26,7 +26,7 @@ from hybrid_rl.engines.inplace.runner import Sampled
 from hybrid_rl.engines.inplace.scheduler import Sequence
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.cache import CacheSize, check_cache
+from hybrid_rl.models.packed.cache import CacheSize, check_cache
 
 
 class HFEngine(EmbeddedEngine):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.engines.inplace.host_to_device import Tables
 from hybrid_rl.engines.inplace.kv_cache import LANES, PagedCache
 from hybrid_rl.engines.inplace.paged_kernel import PagedKernel, Pages

@@ -14,7 +14,7 @@ from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.evaluations.evaluations import EVAL_FILE, Evaluation
 from hybrid_rl.logging.run_folder import RunFolder
-from hybrid_rl.metrics import finite
+from hybrid_rl.metrics.metric_sums import finite
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.run.changed import leaves_of
 from hybrid_rl.run.evaluation import are_sets

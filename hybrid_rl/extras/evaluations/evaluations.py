@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.errors import DataError
-from hybrid_rl.evaluation.eval_samples import EvalSamples
-from hybrid_rl.evaluation.intervals import Estimate
-from hybrid_rl.evaluation.paired import PairedTest
+from hybrid_rl.metrics.eval_samples import EvalSamples
+from hybrid_rl.metrics.intervals import Estimate
+from hybrid_rl.metrics.paired import PairedTest
 
 EVAL_FILE = "eval.json"
 FORMAT = 1

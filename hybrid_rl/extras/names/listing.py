@@ -10,11 +10,11 @@ import typing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hybrid_rl.algos.options import field_types
 from hybrid_rl.config.choices import CHOICES, Choice
 from hybrid_rl.config.load import Leaf, visible_leaves
 from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.extras.names import records
-from hybrid_rl.options import field_types
 
 # When keys of a section without a tag exist.
 CONDITIONS = {

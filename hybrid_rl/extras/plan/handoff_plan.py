@@ -18,9 +18,10 @@ from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.extras.plan.trace_files import load_trace, read_sources
 from hybrid_rl.extras.plan.traffic import LINKS, Traffic, fsdp_layout, gathered, report_of
 from hybrid_rl.models.model_loading import DTYPES
-from hybrid_rl.resharding.layout import SourceLayout, TensorSpec, named_weights
+from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
 from hybrid_rl.resharding.rank_plan import make_plan
 from hybrid_rl.resharding.trace import Trace
+from hybrid_rl.weights.sources import named_weights
 
 TRACE_NAME = re.compile(r"(?P<model>.+)-tp(?P<size>\d+)-rank(?P<rank>\d+)\.npz")
 

@@ -11,7 +11,7 @@ from hybrid_rl.config import TrainerConfig, ValueHeadConfig, optimizer_steps_per
 from hybrid_rl.config.algorithm import learns_from_demonstrations, needs_reference, reference_ranks
 from hybrid_rl.extras.plan.step_time import Generation, Lengths, ModelWork, StepWork
 from hybrid_rl.memory.cycle import CRITIC, KV_CACHE, REFERENCE, TEACHER, Cycle
-from hybrid_rl.models.lora.plain import is_adapted
+from hybrid_rl.models.lora.model_weights import weights_of
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.planning.ledger import MemoryPlan
 
@@ -77,7 +77,7 @@ def step_work(
         generation=_generation(config, memory, kv_bytes_per_token),
         scored=scored,
         trained={} if config.mode == "rollout" else learners,
-        frozen=frozenset(name for name, module in modules.items() if is_adapted(module)),
+        frozen=frozenset(name for name, module in modules.items() if weights_of(module).is_frozen),
         passes=config.algorithm.num_iterations,
         forward_passes=2 if config.model.gradient_checkpointing else 1,
         optimizer_steps=optimizer_steps_per_training_step(config),

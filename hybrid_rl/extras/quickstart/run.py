@@ -21,7 +21,7 @@ from hybrid_rl.run.agent_checks import AgentArguments
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.memory_plan import planned
 from hybrid_rl.run.prepare import find_hardware, prepare
-from hybrid_rl.trainer import Trainer
+from hybrid_rl.run.trainer import Trainer
 
 ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset")  # of the Trainer; all others say what makes trajectories
 TEACHER_STEPS = 50  # on right answers, after which the teacher has nearly all held-out sums right

@@ -23,7 +23,7 @@ from hybrid_rl.extras.views.html import (
     table,
     tokens_html,
 )
-from hybrid_rl.metrics import number
+from hybrid_rl.metrics.metric_sums import number
 
 MAX_CELL = 400  # characters of a text in a terminal
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hybrid_rl.extras.views.html import cell, code, escaped, folded, page_part, table
 from hybrid_rl.logging.meanings import meaning_of
-from hybrid_rl.metrics import number
+from hybrid_rl.metrics.metric_sums import number
 from hybrid_rl.run.step_results import MAIN, Metrics, StepResult
 
 

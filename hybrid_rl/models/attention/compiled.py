@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybrid_rl import native
 from hybrid_rl.batch import lengths_to_offsets
+from hybrid_rl.compat import native
 from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.row import Layout
 

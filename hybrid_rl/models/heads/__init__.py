@@ -1,1 +1,1 @@
-"""Heads of a backbone: logits and logprobs, values, classes."""
+"""Heads of a backbone: logits and logprobs, values."""

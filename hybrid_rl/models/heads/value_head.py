@@ -31,6 +31,7 @@ from hybrid_rl.weights.boxes import Box
 from hybrid_rl.weights.lazy import LazyTensor
 from hybrid_rl.weights.loading import lazy_weights
 from hybrid_rl.weights.names import match
+from hybrid_rl.weights.plain import is_adapted, plain
 from hybrid_rl.weights.sources import StateSource, WeightSource
 
 
@@ -59,12 +60,15 @@ def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTra
 
 @torch.no_grad()
 def value_model_of(module: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a live module's backbone, with all that was changed on it, and a head of zeros; of a critic or a
-    reward model with its head."""
+    """Return a copy of a live module's backbone, with all that was changed on it but adapters, and a head of zeros; of
+    a critic or a reward model with its head. What is frozen stays so, but for what is only to train adapters."""
     recipe = ModelRecipe.of_module(module, StateSource({}))
-    found = _headed(module, recipe, module.dtype)
-    setattr(found, found.base_model_prefix, copy.deepcopy(module.base_model))
-    own = dict(module.named_parameters())
+    with plain(module, trained=False):
+        found = _headed(module, recipe, module.dtype)
+        setattr(found, found.base_model_prefix, copy.deepcopy(module.base_model))
+        own = dict(module.named_parameters())
+    if is_adapted(module):
+        found.requires_grad_(True)
     for name, parameter in list(found.named_parameters()):
         if not parameter.is_meta:
             continue

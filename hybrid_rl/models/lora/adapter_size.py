@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
-from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.models.lora.target_layers import check_names, check_patterns
+from hybrid_rl.weights.plain import is_adapted
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_rl.compat.peft import is_swapped
-from hybrid_rl.models.lora.plain import ADAPTER, wrappers
 from hybrid_rl.weights.boxes import local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
+from hybrid_rl.weights.plain import ADAPTER, wrappers
 
 
 @torch.no_grad()
@@ -80,16 +80,27 @@ def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return (found.full_tensor() if isinstance(found, DTensor) else found).float()
 
 
-def adapter_ranks(module: nn.Module) -> dict[str, int]:
-    """Return the rank of the adapter of each adapted tensor, by its name inside `plain`; nothing is communicated."""
+@dataclass(frozen=True)
+class AdapterShape:
+    """The adapter of a tensor. layer: that has the tensor; inputs, outputs: of the layer, all experts together; rank: r
+    of one expert; width: r times the experts."""
+
+    layer: str
+    inputs: int
+    outputs: int
+    rank: int
+    width: int
+
+
+def adapter_shapes(module: nn.Module) -> dict[str, AdapterShape]:
+    """Return the shape of the adapter of each adapted tensor, by its name inside `plain`; nothing is communicated."""
     paths = {id(child): path for path, child in module.named_modules()}
-    found: dict[str, int] = {}
+    shapes: dict[str, AdapterShape] = {}
     for _, _, outermost in wrappers(module):
-        wrapper: Any = outermost
+        wrapper, path = cast(Any, outermost), paths[id(outermost)]
         while hasattr(wrapper, "lora_A"):
-            name = getattr(wrapper, "parameter_name", None)
-            found[f"{paths[id(outermost)]}.{name or 'weight'}"] = int(wrapper.r[ADAPTER])
-            if name is None:
-                break
+            a, b = (side[ADAPTER].weight.shape for side in (wrapper.lora_A, wrapper.lora_B))
+            shape = AdapterShape(path.rpartition(".")[2], a[1], b[0], int(wrapper.r[ADAPTER]), a[0])
+            shapes[f"{path}.{getattr(wrapper, 'parameter_name', 'weight')}"] = shape
             wrapper = wrapper.base_layer
-    return found
+    return shapes

@@ -14,10 +14,10 @@ from torch import nn
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.lora.peft_config import require_peft
-from hybrid_rl.models.lora.plain import ADAPTER
 from hybrid_rl.models.saving import whole
 from hybrid_rl.process.files import Sink, save_tensors
 from hybrid_rl.weights.boxes import local_box, local_tensor
+from hybrid_rl.weights.plain import ADAPTER, is_adapted
 from hybrid_rl.weights.sources import FolderSource, WeightSource
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLED_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -46,7 +46,7 @@ def read_settings(folder: str | Path) -> Any:
 def settings_of(module: nn.Module) -> Any:
     """Return the peft config of the adapters that are in a module; None if it has none."""
     found = getattr(module, "peft_config", None)
-    return found.get(ADAPTER) if isinstance(found, dict) else None
+    return found.get(ADAPTER) if isinstance(found, dict) and is_adapted(module) else None
 
 
 def stored_name(name: str) -> str:

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
-from hybrid_rl.models.lora.plain import ADAPTER, plain
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.weights.plain import ADAPTER
 from hybrid_rl.weights.sources import StateSource
 
 
@@ -33,8 +33,7 @@ def form_of_settings(model: PreTrainedModel | ModelRecipe, settings: Any) -> dic
     """Return the form of the adapters that a peft LoraConfig makes in a model, of which no weight is read; adapters
     that a module has already do not count."""
     if isinstance(model, PreTrainedModel):
-        with plain(model, trained=False):
-            module = build_on_meta(ModelRecipe.of_module(model, StateSource({})), model.dtype)
+        module = build_on_meta(ModelRecipe.of_module(model, StateSource({})), model.dtype)
     else:
         module = build_on_meta(model, torch.float32)
     inject(module, settings)

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.experts.routing import find_routers
-from hybrid_rl.models.lora.plain import ADAPTER, is_adapted, take_out, wrappers
 from hybrid_rl.models.lora.target_layers import not_excluded, why_refused
 from hybrid_rl.weights.boxes import local_box, local_tensor
+from hybrid_rl.weights.plain import ADAPTER, is_adapted, take_out, wrappers
 
 # Warnings of what peft does by itself: nobody else can act on them.
 PEFT_ALONE = (
@@ -92,18 +92,22 @@ def _exclude(settings: Any, given: set[str], parameters: Iterable[str]) -> bool:
 
 def leave(module: PreTrainedModel) -> None:
     """Leave a module with adapters to whoever passed it. Adapters that learned nothing are taken out again if they were
-    put in here, with what required a gradient before; others stay, and transformers is told: so the module's
-    `save_pretrained` writes them, and `disable_adapters` switches them off."""
-    if not is_adapted(module):
-        return
+    put in here, with what required a gradient before; others stay, and transformers is told."""
+    show(module)
     if not is_untouched(module):
-        mark_adapted(module)
         return
     take_out(module)
     mark_adapted(module, False)
     before = _trainable.pop(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in before)
+
+
+def show(module: PreTrainedModel) -> None:
+    """Tell transformers of the adapters in a module, if it has any: so its `save_pretrained` writes them, without
+    peft's wrappers, and `disable_adapters` switches them off."""
+    if is_adapted(module):
+        mark_adapted(module)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -123,14 +127,18 @@ def _has_learned(module: nn.Module) -> bool:
     )
 
 
-def train_adapters(module: PreTrainedModel) -> None:
-    """Prepare the adapters that a module came with: they are trained, in the module's dtype, and nothing else is.
+def train_adapters(module: PreTrainedModel, settings: Any) -> bool:
+    """Prepare the adapters of a module: those that it came with, or new ones of a peft LoraConfig (`inject`). They are
+    trained, in the module's dtype, and nothing else is. Returns whether they are new.
 
     peft keeps adapters of a bfloat16 model in float32; here the optimizer does that. Raises ModelError if other
     parameters are to be trained too, ConfigError for layers that cannot be trained so.
     """
     from hybrid_rl.models.lora.layer import use_adapted_linears
 
+    if not is_adapted(module):
+        inject(module, settings)
+        return True
     _refuse_layers(module)
     _trainable.pop(module, None)  # whoever put them in must leave them in
     dtype, others = module.dtype, []
@@ -147,6 +155,24 @@ def train_adapters(module: PreTrainedModel) -> None:
             "requires_grad_(False), or name their modules in modules_to_save"
         )
     use_adapted_linears(module)
+    return False
+
+
+def check_in_use(module: PreTrainedModel) -> None:
+    """Raise ConfigError if adapters of a module are merged into its weights, or switched off."""
+    names = {id(child): name for name, child in module.named_modules()}
+    for _, _, wrapper in wrappers(module):
+        name = names[id(wrapper)]
+        if getattr(wrapper, "merged", False):
+            raise ConfigError(
+                f"the adapter of {name} is merged into its weight, which would count it twice; call unmerge_adapter() "
+                "of the PeftModel"
+            )
+        if wrapper.disable_adapters:
+            raise ConfigError(
+                f"the adapter of {name} is switched off; call enable_adapters() of the module, or "
+                "base_model.enable_adapter_layers() of the PeftModel"
+            )
 
 
 def is_adapter_name(name: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from hybrid_rl.models.lora.plain import ADAPTER, wrappers
+from hybrid_rl.weights.plain import ADAPTER
 
 
 class AdaptedLinear(Linear):
@@ -43,6 +43,6 @@ class AdaptedLinear(Linear):
 
 def use_adapted_linears(module: nn.Module) -> None:
     """Let the adapted linear layers of a module run so; what they hold stays."""
-    for _, _, wrapper in wrappers(module):
-        if type(wrapper) is Linear:
-            wrapper.__class__ = AdaptedLinear
+    for child in module.modules():
+        if type(child) is Linear:
+            child.__class__ = AdaptedLinear

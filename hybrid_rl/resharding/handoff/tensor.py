@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.adopt import place_of
 from hybrid_rl.resharding.handoff.base import LOCAL, Delivered, Parts, Source, copy_shares, number_of
-from hybrid_rl.resharding.layout import SourceLayout, named_weights
+from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.rank_plan import Plan
+from hybrid_rl.weights.sources import named_weights
 
 
 @dataclass(eq=False)

@@ -18,14 +18,13 @@ from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
-from hybrid_rl.models.lora.folder import load_adapter
 from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
+from hybrid_rl.models.lora.model_weights import weights_of
 from hybrid_rl.models.lora.peft_config import critic_peft_config, peft_config_of
-from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
-from hybrid_rl.weights.loading import load_weights, materialise
+from hybrid_rl.weights.plain import running
 from hybrid_rl.weights.sources import ObjectSource, WeightSource
 
 
@@ -44,11 +43,9 @@ def build_model(
         module = build_on_meta(model, DTYPES[config.model.dtype])
         if not is_trained:
             module.requires_grad_(False)
-    if is_trained and config.lora.is_on and is_adapted(module):
-        train_adapters(module)
-    elif is_trained and config.lora.is_on:
-        inject(module, peft_config_of(vars(config.lora)))
-        if isinstance(model, PreTrainedModel):
+    if is_trained and config.lora.is_on:
+        are_new = train_adapters(module, peft_config_of(vars(config.lora)))
+        if are_new and isinstance(model, PreTrainedModel):
             init_adapters(module, config.seed)
     if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
@@ -79,25 +76,17 @@ def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, co
     """
     options = call_options(config, is_trained=True)
     if isinstance(model, PreTrainedModel):
-        had_adapters = is_adapted(model)
-        with plain(model, trained=False):
-            module = value_model_of(model)
-        if had_adapters:  # below which the policy is frozen
-            module.requires_grad_(True)
-        if _adapts_critic(config):
-            inject(module, critic_peft_config(module, vars(config.lora)))
-            init_adapters(module, config.seed)
-        return CausalLM(module, **options)
-    module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
-    if _adapts_critic(config):
+        module, source = value_model_of(model), None
+    else:
+        module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
+        if isinstance(model.source, ObjectSource):
+            model.source.get = context.get
+    if isinstance(config.lora, LoraKeys) and config.lora.lora_critic:
         inject(module, critic_peft_config(module, vars(config.lora)))
-    if isinstance(model.source, ObjectSource):
-        model.source.get = context.get
-    return filled(module, source, config, context, options)
-
-
-def _adapts_critic(config: TrainerConfig) -> bool:
-    return isinstance(config.lora, LoraKeys) and config.lora.lora_critic
+    if source is not None:
+        return filled(module, source, config, context, options)
+    init_adapters(module, config.seed)
+    return CausalLM(module, **options)
 
 
 def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
@@ -126,29 +115,14 @@ def filled(
         if isinstance(each, ObjectSource):
             each.get = context.get
     if context.num_ranks == 1:
-        _fill(module, source, context.device, config.seed, adapter)
+        weights_of(module).fill(source, context.device, config.seed, adapter)
         return CausalLM(module, **options)
     sharding = shard_options(config, context.mesh, context.device.type)
     shards = shard(module, device_mesh(sharding, context.device.type), sharding)
-    _fill(module, source, shards.device, config.seed, adapter)
+    weights_of(module).fill(source, shards.device, config.seed, adapter)
     if region is not None and context.device.type == "cpu":
         shards = replace(shards, region=move_to_region(shards, region))
     return ShardedCausalLM(shards, **options)
-
-
-def _fill(
-    module: PreTrainedModel, source: WeightSource, device: torch.device, seed: int, adapter: WeightSource | None
-) -> None:
-    """Load the weights of a module on meta, and draw its adapters or load them."""
-    if not is_adapted(module):
-        load_weights(module, source, device)
-        return
-    with plain(module, trained=False):
-        load_weights(module, source, device)
-    materialise(module, device)
-    init_adapters(module, seed)
-    if adapter is not None:
-        load_adapter(module, adapter)
 
 
 def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> ShardOptions:

@@ -32,9 +32,9 @@ from hybrid_rl.memory.transfer import move_buffers
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.attention_function import AttentionContext
 from hybrid_rl.models.attention.unpacked import UnpackedRow
-from hybrid_rl.models.lora.plain import is_adapted
-from hybrid_rl.models.repeated_layers import transformer_blocks
-from hybrid_rl.models.startup_check import VERIFY_TOLERANCE, relative_gap, verify_row
+from hybrid_rl.models.lora.model_weights import weights_of
+from hybrid_rl.models.packed.repeated_layers import transformer_blocks
+from hybrid_rl.models.packed.startup_check import VERIFY_TOLERANCE, relative_gap, verify_row
 from hybrid_rl.training.sharding.twin import Twin
 
 DP_REPLICATE, DP_SHARD = "dp_replicate", "dp_shard"
@@ -117,11 +117,9 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     if options.cpu_offload and mesh.device_type == "cpu":
         raise ConfigError("cpu_offload=true does nothing on CPU ranks: parameters are in host memory anyway; unset it")
     twin = Twin(module, reshard_after_forward=options.reshard_after_forward)
-    has_adapters = is_adapted(module)
     with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.requires_grad or not has_adapters:
-                parameter.data = parameter.data.to(options.master_dtype)
+        for parameter in weights_of(module).masters():
+            parameter.data = parameter.data.to(options.master_dtype)
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
     settings: dict[str, Any] = {"mesh": mesh, "mp_policy": options.precision, "offload_policy": offload}
     for block in transformer_blocks(module):

@@ -4,7 +4,7 @@
 // It is stricter than it must be: whatever the real driver refuses or leaves undefined is refused here. The nth call of
 // any function can be made to fail, memory is limited by a budget, and a ledger counts what is alive.
 
-#include "../csrc/cuda_driver.h"
+#include "../../../csrc/cuda_driver.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -30,9 +30,10 @@ from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.sampling import SamplingTensors, check_finite, penalise, sample
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.models.startup_check import LengthLimit
+from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.resharding.layout import WeightLayout
+from hybrid_rl.weights.sources import named_weights
 from tests.support.engines.engine_faults import Effect, Fault, Faults
 from tests.support.engines.sleeping_region import SleepingRegion
 

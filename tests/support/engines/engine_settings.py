@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybrid_rl.algos.options import field_types
 from hybrid_rl.config.engine_keys import EngineArgs, InPlaceArgs, VLLMArgs
 from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
-from hybrid_rl.options import field_types
 
 
 def inplace_settings(**settings: Any) -> InPlaceRolloutConfig:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hybrid_rl.algos.options import entries, key
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.engine_keys import InPlaceArgs
 from hybrid_rl.config.schema import ColocatedRolloutConfig
@@ -31,11 +32,11 @@ from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory.region import capacity_for
 from hybrid_rl.models import CausalLM
-from hybrid_rl.options import entries, key
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout, named_weights
+from hybrid_rl.resharding.layout import WeightLayout
 from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.resharding.tracer import trace_loader
+from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import checkpoint_views
 from tests.support.engines.sleeping_region import SleepingRegion
 

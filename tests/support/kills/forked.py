@@ -26,7 +26,7 @@ from tests.support.plugins.no_pictures import DRAWING, nothing
 
 ROOT = Path(__file__).parents[3]
 PRELOADED = (
-    *("tests.support.tiny", "hybrid_rl.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine"),
+    *("tests.support.tiny", "hybrid_rl.run.trainer", "hybrid_rl.workers.hybrid", "hybrid_rl.engines.inplace.engine"),
     *(name.rpartition(".")[0] for name in DRAWING),  # in which each fork puts something else in their place
 )
 

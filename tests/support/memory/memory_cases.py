@@ -29,7 +29,7 @@ from hybrid_rl.memory.cycle import (
     RESIDENTS,
     Phase,
 )
-from hybrid_rl.models.lora.without import WithoutAdapters
+from hybrid_rl.models.packed.causal_lm import WithoutAdapters
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.auto import plan_memory
 from hybrid_rl.planning.ledger import GRADIENTS, Budget, MemoryPlan, PhaseMemory

@@ -24,7 +24,7 @@ from hybrid_rl.algos import (
     interface,
     register,
 )
-from hybrid_rl.options import key
+from hybrid_rl.algos.options import key
 from tests.support.inside.algorithms import registrations_forgotten
 
 HEAVY = ("transformers", "omegaconf", "datasets", "rich", "matplotlib")

@@ -22,9 +22,9 @@ from hybrid_rl.algos import (
 )
 from hybrid_rl.algos.advantages import GAE, Distillation, OptimalTokenBaseline, ReMax, VTrace
 from hybrid_rl.algos.correction import MaskedImportanceSampling
+from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses import DPPO, Clip
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import key
 
 RECORDS = {
     name: record

@@ -9,8 +9,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from hybrid_rl.algos.options import range_error
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.options import range_error
 
 
 def records(home: Mapping[str, type]) -> dict[str, type]:

@@ -112,7 +112,7 @@ sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers
 model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=1))
 before, functions = classes(), dict(AttentionInterface._global_mapping)
 assert {PreTrainedConfig, PreTrainedModel, Qwen2Config, AttentionInterface} < before.keys()
-import hybrid_rl.trainer, hybrid_rl.workers.hybrid
+import hybrid_rl.run.trainer, hybrid_rl.workers.hybrid
 from hybrid_rl.models import CausalLM
 CausalLM(model).packed_logprobs(torch.arange(5), [2, 3], torch.tensor([1, 4]), 1.0)[0].sum().backward()
 for kind, members in classes().items():

@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from hybrid_rl.algos import GRPO, AdvantageEstimator
+from hybrid_rl.algos.options import key
 from hybrid_rl.config import (
     Leaf,
     TrainerConfig,
@@ -33,7 +34,6 @@ from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.choices import CHOICES, Choice
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.names import by_end
-from hybrid_rl.options import key
 
 
 def loaded(*arguments: str, **keys: Any) -> TrainerConfig:

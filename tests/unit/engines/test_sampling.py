@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from hybrid_rl.compat.native import keyed_uniform, operator
 from hybrid_rl.config import load_config
 from hybrid_rl.config.validate import resolve
 from hybrid_rl.engines.base import SamplingParams, derive_seed
 from hybrid_rl.engines.sampling import SamplingTensors, check_finite, penalise, sample, sample_torch, truncate
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.native import keyed_uniform, operator
 from hybrid_rl.run.prepare import sampling_params
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.logging.run_log import RunLog, cost_metrics
-from hybrid_rl.metrics import Timings
+from hybrid_rl.metrics.metric_sums import Timings
 
 HERE = Owner.here()
 GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # its number is used again

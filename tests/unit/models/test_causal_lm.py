@@ -10,8 +10,8 @@ from torch import nn
 from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PaddedAttention
+from hybrid_rl.models.packed.startup_check import verify_row
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.startup_check import verify_row
 from tests.support.libraries.torch_names import no_recompiles
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
 

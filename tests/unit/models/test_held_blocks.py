@@ -14,9 +14,15 @@ from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
-from hybrid_rl.models.held_blocks import HeldBlocks, as_hidden, by_token
+from hybrid_rl.models.packed.held_blocks import HeldBlocks, as_hidden, by_token
+from hybrid_rl.models.packed.startup_check import (
+    BLOCK_TOLERANCE,
+    VERIFY_LAYOUT,
+    VERIFY_TOLERANCE,
+    _output_gaps,
+    verify_row,
+)
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.startup_check import BLOCK_TOLERANCE, VERIFY_LAYOUT, VERIFY_TOLERANCE, _output_gaps, verify_row
 from tests.unit.models.families import REFUSED, build
 from tests.unit.models.test_verify import EXPERTS, made
 

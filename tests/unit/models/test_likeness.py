@@ -4,8 +4,8 @@ from torch import nn
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.likeness import check_fingerprint, check_parameters, fingerprint
-from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
+from hybrid_rl.models.packed.likeness import check_fingerprint, fingerprint
+from hybrid_rl.models.recipe import ModelRecipe, build_on_meta, check_parameters
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.sources import StateSource, named_state
 from tests.support.tiny import build_model

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.models import linear
-from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.linear import SMALLEST_ROWS, Linears, is_available, product, weight_gradient
+from hybrid_rl.models.packed.causal_lm import CausalLM
 from tests.support.inside.models import count_linear_calls, num_fast_rows
 from tests.unit.models.families import build
 

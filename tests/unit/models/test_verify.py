@@ -15,9 +15,9 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.attention_function import AttentionOptions, options_of
 from hybrid_rl.models.attention.survey import LayerCall
 from hybrid_rl.models.experts.routing import HeldRouting, find_routers
-from hybrid_rl.models.heads.classifier import verify_scores
+from hybrid_rl.models.packed.classifier import verify_scores
+from hybrid_rl.models.packed.startup_check import VERIFY_TOLERANCE, verify_row
 from hybrid_rl.models.row import Layout
-from hybrid_rl.models.startup_check import VERIFY_TOLERANCE, verify_row
 from tests.support.libraries.torch_names import forward_hooks
 from tests.unit.models.checkpoints import build_stored
 from tests.unit.models.families import BASE, REFUSED, VOCABULARY, build
@@ -250,7 +250,7 @@ def test_routers_that_sort_the_tokens_of_a_pass_are_left_to_themselves() -> None
 
 
 def test_a_gap_tells_of_routers_that_cannot_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_rl.models.startup_check.VERIFY_TOLERANCE", {torch.bfloat16: 0.0})
+    monkeypatch.setattr("hybrid_rl.models.packed.startup_check.VERIFY_TOLERANCE", {torch.bfloat16: 0.0})
     with pytest.raises(ModelError, match="routers decide again in every pass.*dtype=float32"):
         CausalLM(made("JetMoe", **EXPERTS, kv_channels=8).bfloat16()).verify()
 

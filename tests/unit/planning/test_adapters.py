@@ -11,7 +11,6 @@ from hybrid_rl.extras.plan.rates import GPUS
 from hybrid_rl.extras.plan.step_time import step_time
 from hybrid_rl.extras.plan.step_work import step_work
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER, REFERENCE
-from hybrid_rl.models.lora.plain import is_adapted
 from hybrid_rl.planning import remedies
 from hybrid_rl.planning.activations import CannotCount
 from hybrid_rl.planning.adapter_memory import slot_numel, slot_rank
@@ -19,6 +18,7 @@ from hybrid_rl.planning.ledger import GRADIENTS, HANDOFF, VERSIONS, Budget
 from hybrid_rl.planning.passes import Passes
 from hybrid_rl.planning.remedies import find_remedies
 from hybrid_rl.training.run_cycle import memory_phases
+from hybrid_rl.weights.plain import is_adapted
 from tests.unit.planning.made import memory
 from tests.unit.planning.tiny_run import settings, shape_of
 

@@ -32,6 +32,6 @@ def test_what_never_was_there_is_not_found() -> None:
 
 
 def test_the_core_starts_without_its_extras() -> None:
-    code = "import sys, hybrid_rl.trainer; print([name for name in sys.modules if name.startswith('hybrid_rl.extras')])"
+    code = "import sys, hybrid_rl.run.trainer; print([n for n in sys.modules if n.startswith('hybrid_rl.extras')])"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert run.stdout.strip() == "[]"

@@ -50,7 +50,7 @@ def make(folder: Path, files: frozenset[str], *, name: str = NAME, version: str 
 def test_a_wheel_with_all_files_can_be_published(program: ModuleType, tmp_path: Path) -> None:
     files = program.expected_files()
     for name in (
-        *("_native.so", "_cuda_region.so", "py.typed", "trainer.py", "cli/doctor.py"),
+        *("_native.so", "_cuda_region.so", "py.typed", "run/trainer.py", "cli/doctor.py"),
         *("extras/quickstart/grpo.yaml", "extras/report/page/page.html", "extras/report/page/main.js"),
     ):
         assert f"hybrid_rl/{name}" in files

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid_rl.resharding.merged import Merge
+from hybrid_rl.resharding.handoff.merged import Merge
 from hybrid_rl.weights.low_rank import LowRank
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.copy_tables import MAX_DIMS, Pieces
 from hybrid_rl.resharding.execute import HashedBoxes, copy_pieces, hash_pieces, name_seed

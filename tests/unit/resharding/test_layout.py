@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.extras.plan.traffic import fsdp_layout
-from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec, named_weights
+from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.weights.boxes import local_box
+from hybrid_rl.weights.sources import named_weights
 from tests.support.libraries.torch_names import FakeStore, compute_shape_and_offset
 from tests.unit.resharding.cells import cell_of
 

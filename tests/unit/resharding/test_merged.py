@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
+from hybrid_rl.resharding.handoff.merged import Merge, carry_out, check_changes, full_merged, merge
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.resharding.merged import Merge, carry_out, check_changes, full_merged, merge
-from hybrid_rl.resharding.verify import Verifier
+from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.weights.low_rank import LowRank
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of, contents
 from tests.unit.resharding.handoff.parts import (

@@ -12,8 +12,8 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.tensor import TensorSource
+from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.resharding.trace import Fills
-from hybrid_rl.resharding.verify import Verifier
 from tests.support.inside.workers import reading_of
 from tests.unit.resharding.handoff.parts import (
     Row,

@@ -20,9 +20,8 @@ HOOKS = {name: hook for name, hook in vars(Callback).items() if name.startswith(
 
 def notified() -> dict[str, int]:
     """Hook to number of arguments, as `_notify("on_...", ...)` calls in the trainer have them; + the trainer."""
-    root = Path(hybrid_rl.__file__).parent
-    files = (root / "trainer.py", *sorted((root / "run").glob("*.py")))
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    files = (Path(hybrid_rl.__file__).parent / "run").glob("*.py")
+    nodes = [node for file in sorted(files) for node in ast.walk(ast.parse(file.read_text()))]
     return {
         node.args[0].value: len(node.args)
         for node in nodes

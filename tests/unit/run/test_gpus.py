@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run import gpus

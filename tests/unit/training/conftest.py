@@ -12,7 +12,7 @@ from hybrid_rl.config.validate import optimizer_steps_per_training_step
 from hybrid_rl.controller import LocalBackend, RankContext
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
-from hybrid_rl.metrics import joined, largest
+from hybrid_rl.metrics.metric_sums import joined, largest
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches

@@ -8,7 +8,7 @@ import torch
 from hybrid_rl.algos import group_relative_advantages
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config, resolve
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training.batch_plan import Plan, make_plan, micro_batch
 from hybrid_rl.training.loss import micro_batch_loss

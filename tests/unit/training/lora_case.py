@@ -15,7 +15,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
 from hybrid_rl.models.lora.peft_config import ENTRIES, peft_config_of
-from hybrid_rl.models.lora.without import WithoutAdapters
+from hybrid_rl.models.packed.causal_lm import WithoutAdapters
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.sharding.fsdp import accumulating

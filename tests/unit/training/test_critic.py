@@ -17,7 +17,7 @@ from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import CheckpointError, ModelError
-from hybrid_rl.metrics import joined
+from hybrid_rl.metrics.metric_sums import joined
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training import critic as critic_module

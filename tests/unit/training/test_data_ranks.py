@@ -12,7 +12,7 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext, RankMesh
-from hybrid_rl.metrics import MetricSums, joined
+from hybrid_rl.metrics.metric_sums import MetricSums, joined
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages

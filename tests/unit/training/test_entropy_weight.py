@@ -12,7 +12,7 @@ from hybrid_rl.algos.masked import next_entropy_coef
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.training.entropy import EntropyWeight
 from tests.unit.training.combination_case import resolved, train
 from tests.unit.training.written_losses import entropy_of, least_entropy

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hybrid_rl.algos import AdvantageEstimator, AdvantageInputs, Advantages
+from hybrid_rl.algos.options import key
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import DataError
-from hybrid_rl.options import key
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 
 COMPLETIONS = Jagged.from_rows([[5, 6], [7], [8, 9, 4], [3]], torch.int64)

@@ -14,10 +14,10 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.attention.backends import Backend
 from hybrid_rl.models.attention.varlen import TorchKernel
-from hybrid_rl.models.heads.classifier import sequence_scores
 from hybrid_rl.models.heads.distribution import token_distribution
 from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import token_logprobs
+from hybrid_rl.models.packed.classifier import sequence_scores
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.critic import Critic

@@ -16,9 +16,9 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.experts.router import Routers
+from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss

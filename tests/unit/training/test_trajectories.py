@@ -14,7 +14,7 @@ from hybrid_rl.batch import Batch, Jagged, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import DataError
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.training.balance import assign_mini_batches, split_over_ranks
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
 from hybrid_rl.training.kl_weight import KLWeight

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.lora.peft_config import keys_of, peft_config_of
-from hybrid_rl.models.lora.without import WithoutAdapters
+from hybrid_rl.models.packed.causal_lm import WithoutAdapters
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.scoring import batch_logprobs

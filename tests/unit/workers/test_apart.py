@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.metrics import MetricSums
+from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.workers import apart
 
 

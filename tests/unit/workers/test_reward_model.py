@@ -13,7 +13,7 @@ from hybrid_rl.config import load_config, resolve
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.heads.classifier import last_token_row, sequence_scores, verify_scores
+from hybrid_rl.models.packed.classifier import last_token_row, sequence_scores, verify_scores
 from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.workers.reward_model import RewardModel, RewardModels
 from tests.support.tiny import EOS_ID, VOCABULARY, build_tokenizer, ids_of

@@ -6,6 +6,7 @@ import copy
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,16 @@ import torch
 from peft import LoraConfig
 
 from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.models.lora.inject import init_adapters, inject
-from hybrid_rl.models.lora.plain import plain
+from hybrid_rl.models.lora.model_weights import weights_of
 from hybrid_rl.resharding.handoff.base import alone
-from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.weights.plain import plain
+from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.workers.policy_versions import (
     PolicyReader,
     fill,
-    moving_weights,
     require_folder,
     require_room,
     write_policy,
@@ -47,7 +49,12 @@ def adapted(seed: int = 0, **form: Any) -> Any:
 
 def write(root: Path, version: int, module: Any, **changes: Any) -> None:
     given: dict[str, Any] = {"is_embedded": False, "probe": None, "writes_base": True, "rank": 0, "gather": alone}
-    write_policy(root, version, module, DTYPE, **{**given, **changes})
+    write_policy(root, version, CausalLM(module), **{**given, **changes})
+
+
+def modelled(module: Any) -> Any:
+    """What a model is to versions, of any module."""
+    return SimpleNamespace(module=module, weights=weights_of(module))
 
 
 def reader(root: Path) -> PolicyReader:
@@ -62,7 +69,7 @@ def test_all_weights_and_the_probe(tmp_path: Path, is_embedded: bool) -> None:
     other = build_model(1, **SHAPE)
     with found.read(3) as (source, changes), source.opened(3):
         assert found.probe is not None and torch.equal(found.probe, probe) and not changes
-        num_bytes = fill(other, source)
+        num_bytes = fill(CausalLM(other), source)
     weights = named_weights(module)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in named_weights(other).items())
     assert num_bytes == sum(tensor.nbytes for tensor in weights.values())
@@ -79,13 +86,13 @@ def test_adapters_of_an_embedded_engine_travel_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["version-00000001"]
     with reader(tmp_path).read(1) as (source, changes):
         assert not changes
-        fill(other, source)
+        fill(CausalLM(other), source)
         names = {sharded.spec.name for sharded in source.layout().tensors}
-    assert names == {*moving_weights(module)} and not any("base_layer" in name for name in names)
+    assert names == {*weights_of(module).moving()} and not any("base_layer" in name for name in names)
     weights = named_weights(module)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in named_weights(other).items())
     with reader(tmp_path).read(1) as (source, _), pytest.raises(HandoffError, match="differ in .* weights"):
-        fill(build_model(**SHAPE), source)
+        fill(CausalLM(build_model(**SHAPE)), source)
 
 
 def test_other_engines_read_the_base_once_and_the_factors_of_each_version(tmp_path: Path) -> None:
@@ -148,10 +155,10 @@ def test_shared_memory_must_hold_two_versions(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: with_free(64 + spare))
     for writes_base in (False, True):  # nothing is frozen
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"two versions .*--ipc=host, or --shm-size="):
-            require_room(tmp_path, module, writes_base=writes_base)
+            require_room(tmp_path, modelled(module), writes_base=writes_base)
     frozen = torch.nn.Sequential(module, torch.nn.Linear(2, 2, bias=False).requires_grad_(False))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: with_free(2 * 48 + 16 + spare))
     with nullcontext() if fits else pytest.raises(ConfigError, match="hands weights over through"):
-        require_room(tmp_path, frozen, writes_base=True)
+        require_room(tmp_path, modelled(frozen), writes_base=True)
     (tmp_path / "version-00000001").mkdir()
-    require_room(tmp_path, frozen, writes_base=True)  # what is replaced makes room
+    require_room(tmp_path, modelled(frozen), writes_base=True)  # what is replaced makes room

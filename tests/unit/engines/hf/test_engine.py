@@ -6,7 +6,7 @@ import torch
 from hybrid_rl.engines.hf.hf_engine import HFEngine
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.cache import CacheSize, check_cache
+from hybrid_rl.models.packed.cache import CacheSize, check_cache
 from tests.support.engines.engine_settings import hf_settings
 from tests.unit.engines.engines import (
     Rig,

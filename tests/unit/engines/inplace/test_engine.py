@@ -8,12 +8,12 @@ import psutil
 import pytest
 import torch
 
+from hybrid_rl.compat.native import keyed_uniform_torch
 from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.engines.base import KV_CACHE, TAGS
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.native import keyed_uniform_torch
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.support.engines.engine_settings import inplace_settings
 from tests.support.inside.engines import cache_of

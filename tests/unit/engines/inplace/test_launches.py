@@ -122,7 +122,7 @@ def test_a_mixed_pass_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_counter_sees_what_noise_on_the_device_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Philox in operations of PyTorch: what made a step of a small model longer than its layers."""
-    monkeypatch.setattr(hybrid_rl.native, "operator", lambda name: None)
+    monkeypatch.setattr(hybrid_rl.compat.native, "operator", lambda name: None)
     params = sampling.SamplingTensors.of([request(0).params], torch.device("cpu"))
     with Counter() as counter:
         positions = params.seed * 0

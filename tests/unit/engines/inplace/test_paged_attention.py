@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.engines.inplace.host_to_device import Tables
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, PagedCache
 from hybrid_rl.engines.inplace.paged_attention import PagedBatch, _TorchForm, paged_attention

@@ -167,7 +167,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "exit": ("import sys\nprint('before')\nsys.exit(3)", "^before$"),
     "exit at once": ("import os\nprint('before')\nos._exit(7)", "^before$"),
     "site packages": ("import torch\nprint(OUT)", "ModuleNotFoundError"),
-    "this package": ("import hybrid_rl.trainer\nprint(OUT)", "ModuleNotFoundError"),
+    "this package": ("import hybrid_rl.run.trainer\nprint(OUT)", "ModuleNotFoundError"),
     "broken text": ("print('\\udcff')", "udcff"),
     "no program": ("this is no Python", "SyntaxError"),
     "null bytes": ("print('a\\0b')", "a\0b"),

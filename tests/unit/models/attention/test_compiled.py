@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention import compiled
 from hybrid_rl.models.attention.attention_function import AttentionOptions

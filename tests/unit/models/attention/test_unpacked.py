@@ -7,7 +7,7 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, Layout, PackedRow
 from hybrid_rl.models.attention.unpacked import UnpackedRow
-from hybrid_rl.models.startup_check import check_causal
+from hybrid_rl.models.packed.startup_check import check_causal
 from tests.support.float64 import KeepFloat64
 from tests.unit.models.attention.test_shared_prompts import check, gradients, own, samples
 from tests.unit.models.families import build

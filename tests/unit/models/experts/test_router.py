@@ -13,8 +13,8 @@ from transformers import JambaConfig, JambaForCausalLM, PreTrainedModel
 from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, PackedRow
-from hybrid_rl.models.experts.router import Routers
 from hybrid_rl.models.experts.routing import find_routers
+from hybrid_rl.models.packed.router import Routers
 from tests.support.float64 import KeepFloat64
 from tests.support.libraries.torch_names import forward_hooks
 from tests.unit.models.checkpoints import build_stored

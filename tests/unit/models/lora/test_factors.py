@@ -9,8 +9,8 @@ import torch
 from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.models.lora.inject import inject, is_adapter_name
 from hybrid_rl.models.lora.peft_config import peft_config_of
-from hybrid_rl.models.lora.plain import plain, wrappers
-from hybrid_rl.resharding.layout import named_weights
+from hybrid_rl.weights.plain import plain, wrappers
+from hybrid_rl.weights.sources import named_weights
 from tests.unit.models.families import build
 
 ATTENTION = ["q_proj", "v_proj"]

@@ -22,8 +22,8 @@ from hybrid_rl.models.lora.folder import (
 )
 from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.peft_config import peft_config_of
-from hybrid_rl.models.lora.plain import is_adapted, plain
 from hybrid_rl.models.saving import save_weights
+from hybrid_rl.weights.plain import is_adapted, plain
 from tests.unit.models.families import build
 from tests.unit.training.lora_case import adapted
 

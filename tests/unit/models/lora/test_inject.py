@@ -14,13 +14,13 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.lora.adapter_size import adapter_size
-from hybrid_rl.models.lora.factors import adapter_ranks, low_rank_changes
+from hybrid_rl.models.lora.factors import adapter_shapes, low_rank_changes
 from hybrid_rl.models.lora.inject import init_adapters, inject, is_adapter_name, leave
 from hybrid_rl.models.lora.peft_config import peft_config_of
-from hybrid_rl.models.lora.plain import is_adapted, plain, running
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.sharding.build import build_model
 from hybrid_rl.weights.boxes import local_box
+from hybrid_rl.weights.plain import is_adapted, plain, running
 from hybrid_rl.weights.sources import ObjectSource
 from tests.unit.models.families import build
 from tests.unit.training.lora_case import config_of, give_values
@@ -144,7 +144,7 @@ def test_a_router_that_gives_more_than_its_product_is_adapted_by_its_weight(fami
     for rest in ({}, parts):
         other = build(family)
         inject(other, peft_config_of(keys | rest))
-        assert any("router" in name for name in adapter_ranks(other)) == bool(rest)
+        assert any("router" in name for name in adapter_shapes(other)) == bool(rest)
     init_adapters(other, 0)
     expected = logprobs(module)
     assert torch.equal(logprobs(other), expected)
@@ -183,14 +183,14 @@ def test_routers_and_experts_can_be_excluded(case: str) -> None:
     adapter_size(module, peft_config_of(keys))  # which checks names
     settings = peft_config_of(keys)
     inject(module, settings)
-    found = {name for name in adapter_ranks(module) if "attn" not in name}
+    found = {name for name in adapter_shapes(module) if "attn" not in name}
     assert found == {name for name, _ in again.named_parameters() if any(name.endswith(end) for end in left)}
-    assert adapter_ranks(module)["model.layers.0.self_attn.q_proj.weight"] == 2
+    assert adapter_shapes(module)["model.layers.0.self_attn.q_proj.weight"].rank == 2
     peft.inject_adapter_in_model(copy.deepcopy(settings), again)
-    assert adapter_ranks(again) == adapter_ranks(module)
+    assert adapter_shapes(again) == adapter_shapes(module)
     named = peft_config_of({**ALL, "exclude_modules": ["gate"], "target_parameters": ["gate.weight"]})
     inject(module := build("qwen3-moe"), named)
-    assert "model.layers.0.mlp.gate.weight" in adapter_ranks(module)
+    assert "model.layers.0.mlp.gate.weight" in adapter_shapes(module)
 
 
 def test_a_seed_draws_each_tensor_alone() -> None:

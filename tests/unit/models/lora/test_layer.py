@@ -12,7 +12,7 @@ from peft.tuners.lora.layer import Linear
 
 from hybrid_rl.models.lora.inject import init_adapters, inject
 from hybrid_rl.models.lora.layer import AdaptedLinear
-from hybrid_rl.models.lora.plain import wrappers
+from hybrid_rl.weights.plain import wrappers
 from tests.support.tiny import build_model
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models.repeated_layers import transformer_blocks
+from hybrid_rl.models.packed.repeated_layers import transformer_blocks
 from hybrid_rl.training.sharding.fsdp import ShardOptions, device_mesh, shard
 from hybrid_rl.training.sharding.twin import Twin
 from tests.unit.models.families import SUPPORTED, build

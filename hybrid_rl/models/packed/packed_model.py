@@ -28,9 +28,10 @@ from hybrid_rl.models.heads.distribution import token_distribution
 from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
 from hybrid_rl.models.linear import Linears
-from hybrid_rl.models.lora.plain import running
-from hybrid_rl.models.repeated_layers import APART, CompiledBlocks, transformer_blocks
+from hybrid_rl.models.lora.model_weights import weights_of
+from hybrid_rl.models.packed.repeated_layers import APART, CompiledBlocks, transformer_blocks
 from hybrid_rl.models.row import Layout, PackedRow
+from hybrid_rl.weights.plain import running
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -64,6 +65,7 @@ class PackedModel:
         float32_head: bool = False,
     ) -> None:
         self.module = module
+        self.weights = weights_of(module)
         self.backbone = _backbone(module)
         self.masked_from: LengthLimit | None = None  # found by `check_survey`
         module.eval()

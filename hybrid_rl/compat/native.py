@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import ConfigError, DataError
 
-_FOLDER = Path(os.environ.get("HYBRID_RL_NATIVE_FOLDER") or Path(__file__).parent)
+_FOLDER = Path(os.environ.get("HYBRID_RL_NATIVE_FOLDER") or Path(__file__).parents[1])
 _LIBRARY_PATH = _FOLDER / "_native.so"
 _CUDA_LIBRARY_PATH = _FOLDER / "_native_cuda.so"
 _SWITCH = "HYBRID_RL_NATIVE"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hybrid_rl.errors import DataError
-from hybrid_rl.evaluation.intervals import LEVEL
+from hybrid_rl.metrics.intervals import LEVEL
 
 MOST_STEPS = 4_000_000_000  # of the exact distribution: some seconds
 NUM_FLIPS = 100_000

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.copy_tables import Column, Copies
 from hybrid_rl.resharding.execute import CASTS, cast

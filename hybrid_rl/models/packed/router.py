@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import find_routers, hooked, tensors_of
+from hybrid_rl.models.packed.causal_lm import CausalLM
+from hybrid_rl.models.packed.startup_check import verify_row
 from hybrid_rl.models.row import PackedRow
-from hybrid_rl.models.startup_check import verify_row
 
 
 class Routers:

@@ -23,9 +23,9 @@ from hybrid_rl.models.attention.attention_function import attention_functions, i
 from hybrid_rl.models.attention.survey import FARTHEST, LayerCall, surveyed
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.experts.routing import HeldRouting
-from hybrid_rl.models.held_blocks import HeldBlocks
 from hybrid_rl.models.model_loading import first_line, vocabulary_size
-from hybrid_rl.models.packed_model import LengthLimit, PackedModel
+from hybrid_rl.models.packed.held_blocks import HeldBlocks
+from hybrid_rl.models.packed.packed_model import LengthLimit, PackedModel
 from hybrid_rl.models.row import Layout, PackedRow
 
 # What a correct packed forward may differ from the model's own by: two orders of summation, relative to the largest

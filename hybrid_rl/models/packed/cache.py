@@ -12,8 +12,8 @@ from transformers import Cache
 
 from hybrid_rl.compat.torch import tree_leaves
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.packed_model import PackedModel
-from hybrid_rl.models.startup_check import VERIFY_TOLERANCE, relative_gap, various_tokens
+from hybrid_rl.models.packed.packed_model import PackedModel
+from hybrid_rl.models.packed.startup_check import VERIFY_TOLERANCE, relative_gap, various_tokens
 
 NAMES = ("past_key_values", "cache_params")  # the argument by which models take a cache, and the output that has it
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hybrid_rl.errors import DataError
-from hybrid_rl.evaluation.intervals import share
-from hybrid_rl.evaluation.solved_shares import majority_at_k, pass_at_k, sizes
+from hybrid_rl.metrics.intervals import share
+from hybrid_rl.metrics.solved_shares import majority_at_k, pass_at_k, sizes
 
 
 def test_pass_at_k_by_hand():

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.attention.unpacked import UnpackedRow
-from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import find_routers, hooked
+from hybrid_rl.models.packed.causal_lm import CausalLM
+from hybrid_rl.models.packed.startup_check import verify_row
 from hybrid_rl.models.row import PackedRow
-from hybrid_rl.models.startup_check import verify_row
 
 
 @dataclass(frozen=True)

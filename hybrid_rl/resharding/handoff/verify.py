@@ -23,9 +23,9 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column, Table
 from hybrid_rl.resharding.execute import HashedBoxes, hash_pieces, name_seed
 from hybrid_rl.resharding.handoff.base import Gather, Parts, PeerError, Source, agree, alone, gathered
+from hybrid_rl.resharding.handoff.merged import merged_part
 from hybrid_rl.resharding.handoff.message import DTYPES, dtype_code
 from hybrid_rl.resharding.layout import SourceLayout
-from hybrid_rl.resharding.merged import merged_part
 from hybrid_rl.resharding.pieces import contiguous_strides
 from hybrid_rl.resharding.tiling import check_tiling
 from hybrid_rl.resharding.trace import Trace

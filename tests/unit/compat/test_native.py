@@ -1,4 +1,4 @@
-"""The noise of hybrid_rl.native: known answers, the two forms against each other, and its invariances."""
+"""The noise of hybrid_rl.compat.native: known answers, the two forms against each other, and its invariances."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybrid_rl import native
+from hybrid_rl.compat import native
 from hybrid_rl.errors import ConfigError, DataError
 
 # Random123 1.14, tests/kat_vectors, "philox4x32 10": counter, key, answer

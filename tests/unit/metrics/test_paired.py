@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from hybrid_rl.errors import DataError
-from hybrid_rl.evaluation import paired
-from hybrid_rl.evaluation.eval_samples import EvalSamples, Evaluations, grouped
-from hybrid_rl.evaluation.paired import paired_test
+from hybrid_rl.metrics import paired
+from hybrid_rl.metrics.eval_samples import EvalSamples, Evaluations, grouped
+from hybrid_rl.metrics.paired import paired_test
 
 
 def mcnemar(better, worse):

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hybrid_rl.errors import DataError
-from hybrid_rl.evaluation.intervals import Estimate, share
-from hybrid_rl.evaluation.paired import PairedTest, paired_test
-from hybrid_rl.evaluation.solved_shares import majority_at_k, pass_at_k, sizes
+from hybrid_rl.metrics.intervals import Estimate, share
+from hybrid_rl.metrics.paired import PairedTest, paired_test
+from hybrid_rl.metrics.solved_shares import majority_at_k, pass_at_k, sizes
 
 ACCURACY = "accuracy"
 SMALLEST_BUDGET = 16  # tokens; the sweep halves the longest completion down to here

@@ -16,12 +16,10 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.compat.transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 from hybrid_rl.errors import ModelError
 from hybrid_rl.memory.transfer import upload
-from hybrid_rl.models.causal_lm import CausalLM
 from hybrid_rl.models.experts.routing import HeldRouting
 from hybrid_rl.models.model_loading import loading
-from hybrid_rl.models.recipe import ModelRecipe
-from hybrid_rl.models.row import PackedRow
-from hybrid_rl.models.startup_check import (
+from hybrid_rl.models.packed.causal_lm import CausalLM
+from hybrid_rl.models.packed.startup_check import (
     VERIFY_TOLERANCE,
     check_survey,
     check_weights,
@@ -29,6 +27,8 @@ from hybrid_rl.models.startup_check import (
     own_attention,
     same_places,
 )
+from hybrid_rl.models.recipe import ModelRecipe
+from hybrid_rl.models.row import PackedRow
 
 # Sequences that a model is verified on, as prompt and completion: two share a prompt, one has no completion.
 VERIFY_SEQUENCES = (((5, 9, 4), (7, 3)), ((5, 9, 4), (8,)), ((6, 2, 9, 3), ()))

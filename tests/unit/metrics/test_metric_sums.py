@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from hybrid_rl import metrics
-from hybrid_rl.metrics import MetricSums, Timings, finite, joined, largest, mean_and_std
+from hybrid_rl.metrics import metric_sums as metrics
+from hybrid_rl.metrics.metric_sums import MetricSums, Timings, finite, joined, largest, mean_and_std
 
 # What four micro-batches saw of one mini-batch: total and count of a mean, then a low and a high.
 PARTS = [(6.0, 3, -1.0, 2.0), (10.0, 1, 0.5, 0.7), (0.0, 0, math.nan, math.nan), (-4.0, 4, -0.25, 9.0)]

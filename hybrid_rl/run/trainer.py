@@ -16,9 +16,9 @@ from hybrid_rl.checkpoint.finding import resumed_folder
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError, HybridRLError, do_all
-from hybrid_rl.evaluation.eval_samples import EvalSamples
 from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
-from hybrid_rl.metrics import joined, largest, now
+from hybrid_rl.metrics.eval_samples import EvalSamples
+from hybrid_rl.metrics.metric_sums import joined, largest, now
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.generations import Generation, generations_of

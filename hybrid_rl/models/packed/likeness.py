@@ -7,35 +7,16 @@ buffer, a hook): copies in other processes would silently be of another model.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.causal_lm import CausalLM
-from hybrid_rl.models.startup_check import various_tokens
+from hybrid_rl.models.packed.causal_lm import CausalLM
+from hybrid_rl.models.packed.startup_check import various_tokens
 
 NUM_TOKENS = 16
 # Two orders of summation, on logprobs of a few nats.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
-
-
-def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
-    """Raise ModelError if the copy has other parameters than the live module, or ties others."""
-    mine, theirs = _ties(module), _ties(built)
-    names = {name for tied in mine for name in tied} ^ {name for tied in theirs for name in tied}
-    what = type(module).__name__
-    if names:
-        raise ModelError(
-            f"{what}: parameters such as {min(names)!r} are not those that its class and config make; a module "
-            f"that was changed after it was built cannot be copied to other processes: use num_ranks=1, or give it a "
-            f"class of its own"
-        )
-    if mine != theirs:
-        shown = sorted(max(mine ^ theirs, key=lambda tied: len(list(tied))))
-        raise ModelError(
-            f"{what}: {' and '.join(shown)} are tied in the module or by its config, but not in both; set "
-            f"config.tie_word_embeddings to what the module does"
-        )
 
 
 @torch.no_grad()
@@ -66,10 +47,3 @@ def check_fingerprint(model: CausalLM, expected: list[float]) -> None:
             f"module (by {gap:.2g}): something other than its weights and config was changed, such as an activation, "
             f"a buffer or a hook, and would be lost on the ranks; use num_ranks=1, or put it into a class of its own"
         )
-
-
-def _ties(module: nn.Module) -> set[frozenset[str]]:
-    names: dict[int, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return {frozenset(tied) for tied in names.values()}

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.compat.torch import tree_map
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.repeated_layers import transformer_blocks
+from hybrid_rl.models.packed.repeated_layers import transformer_blocks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a block
 ROUNDINGS = 2  # of the residual stream, by the two sums of a block: units in the last place that may differ

@@ -76,9 +76,7 @@ def running(module: Any) -> Any:
     return _layer(module, trained=True) if hasattr(module, "modules_to_save") else module
 
 
-def _layer(wrapper: Any, *, trained: bool) -> nn.Module:
-    if hasattr(wrapper, "modules_to_save"):
-        copies: Any = wrapper.modules_to_save
-        return copies[ADAPTER] if trained else wrapper.original_module  # type: ignore[no-any-return]
-    layer: nn.Module = wrapper.get_base_layer()
-    return layer
+def _layer(wrapper: Any, *, trained: bool) -> Any:
+    if not hasattr(wrapper, "modules_to_save"):
+        return wrapper.get_base_layer()
+    return wrapper.modules_to_save[ADAPTER] if trained else wrapper.original_module

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
-from hybrid_rl.models.cache import check_cache
-from hybrid_rl.models.packed_model import PackedModel
-from hybrid_rl.models.startup_check import check_causal, check_outputs, check_survey, check_weights
+from hybrid_rl.models.packed.cache import check_cache
+from hybrid_rl.models.packed.packed_model import PackedModel
+from hybrid_rl.models.packed.startup_check import check_causal, check_outputs, check_survey, check_weights
+from hybrid_rl.weights.plain import plain
 
 # The advice if more than attention carries numbers from token to token: linear attention, convolutions, state spaces.
 OWN_FORWARD = (
@@ -21,7 +24,7 @@ class CausalLM(PackedModel):
     """A packed model that can check itself. Same arguments as PackedModel."""
 
     def verify(self, prompt_ids: Sequence[int] = ()) -> float:
-        """Run the start-up check (`models/startup_check.py`); return the largest relative gap to the model's own
+        """Run the start-up check (`models/packed/startup_check.py`); return the largest relative gap to the model's own
         forward. prompt_ids: of the run, for the check to use tokens that the model knows.
 
         Raises ModelError if this architecture does not run under packed attention or its head is not the plain one:
@@ -48,3 +51,22 @@ class CausalLM(PackedModel):
         except ModelError as error:
             return f"nor does rollout.engine=hf run it: {str(error).partition(';')[0]}"
         return OWN_FORWARD
+
+    def without_adapters(self) -> CausalLM:
+        """Return the model below the adapters, over the same weights: the reference of a run that trains adapters."""
+        return cast(CausalLM, WithoutAdapters(self))
+
+
+class WithoutAdapters:
+    """A CausalLM whose methods run without the adapters of its module, over the same base weights."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model, name)
+        return partial(self._run, found) if callable(found) and name.startswith("row_") else found
+
+    def _run(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        with plain(self._model.module, trained=False):
+            return method(*arguments, **named)

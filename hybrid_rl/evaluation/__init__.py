@@ -1,1 +1,0 @@
-"""Statistics of evaluations: shares of solved prompts, votes, intervals, paired tests."""

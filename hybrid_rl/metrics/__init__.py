@@ -1,0 +1,1 @@
+"""Numbers of a run: sums that join over ranks, timers; and the statistics of evaluations."""

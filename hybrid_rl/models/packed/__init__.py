@@ -1,0 +1,1 @@
+"""Models that run packed rows, and their checks at the start."""
