@@ -304,8 +304,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield "optimizer.warmup_steps", "use lr_scheduler_type=constant_with_warmup"
     if config.model.dtype != "bfloat16":  # an argument of vLLM is called dtype as well, and brings the key too
         yield "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"
-    if config.rollout.handoff_check.probe_steps == 0:
-        yield "rollout.handoff_check.probe_tolerance", "probe_steps=0 switches the probe off"
+    if config.rollout.handoff.probe_steps == 0:
+        yield "rollout.handoff.probe_tolerance", "probe_steps=0 switches the probe off"
     if mode == "train":
         yield "save_rollouts", "mode=train makes no rollouts"
     else:
