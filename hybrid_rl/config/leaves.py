@@ -11,7 +11,9 @@ from typing import Any
 
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.schema import TrainerConfig
-from hybrid_rl.options import field_types
+from hybrid_rl.options import field_types, place
+
+OF_ONE_CHOICE = "options that only the chosen one has"
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,16 @@ def _leaves(cls: type, prefix: str, tags: Mapping[str, str], within: Leaf | None
             yield from _leaves(typing.cast(type, kind), path + ".", tags, mapping)
         else:
             default = item.default_factory() if callable(item.default_factory) else item.default
-            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata, within)
+            name = item.metadata["within"]
+            mapping = Leaf(f"{prefix}{name}", dict[str, Any], {}, OF_ONE_CHOICE, item.metadata) if name else within
+            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata, mapping)
 
 
 def fields_of(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:
     """Return the fields of a section with their paths, and their types under these tags."""
     hints = field_types(cls)
     for item in dataclasses.fields(cls):
-        path = prefix + item.name
+        path = prefix + place(item)
         yield item, path, CHOICES[path].members[tags[path]] if path in CHOICES else hints[item.name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import enum
@@ -61,7 +62,7 @@ def load_config(
     # A preset has values for the members that it chose; a user who chooses another member gets none of them.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
     places = _Places.of(leaves)
-    paths = places.by_name
+    paths = {leaf.name: path for path, leaf in leaves.items()}
     flat = {paths[name]: value for name, value in preset.items() if name in paths}
     flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
     explicit: set[str] = set()
@@ -113,7 +114,12 @@ def load_config(
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested plain containers, every key present."""
-    return dataclasses.asdict(config)
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value, within = getattr(config, item.name), item.metadata.get("within")
+        home = values.setdefault(within, {}) if within else values
+        home[item.name] = to_dict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+    return values
 
 
 def to_yaml(config: Any) -> str:

@@ -56,5 +56,6 @@ def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool
     rests = [leaf.path.rpartition(".")[0] for leaf in elsewhere if leaf.metadata["takes_rest"]]
     keys = {leaf.key.path for leaf in elsewhere} - {leaf.key.path for leaf in leaves.values()}
     names = {p.rpartition(".")[2] for p in (*keys, *(leaf.path for leaf in elsewhere))}
-    is_entry = any(path.startswith((f"{key}.", f"{key.rpartition('.')[2]}.")) for key in keys)
+    is_of_any = path.rpartition(".")[2] in {leaf.path.rpartition(".")[2] for leaf in all_leaves()}
+    is_entry = not is_of_any and any(path.startswith((f"{key}.", f"{key.rpartition('.')[2]}.")) for key in keys)
     return is_entry or path.rpartition(".")[0] in rests or path.rpartition(".")[2] in names
