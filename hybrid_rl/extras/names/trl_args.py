@@ -213,13 +213,12 @@ class _Translator:
             self._done.update(names)
             return
         level, _, kind = str(fields[f"{CORRECTION}mode"]).partition("_")
-        masks = kind == "mask"
         highest = next(fields[name] for name in MAXIMA if fields.get(name) is not None)
         lowest = fields.get(f"{CORRECTION}clip_min") or 0.0
-        self._put("correction", "mis" if masks else "tis", *names)
+        self._put("correction", "mis" if kind == "mask" else "tis", *names)
         self._put("correction_level", level, *names)
-        self._put("correction_high" if masks else "correction_cap", highest, *names)
-        self._put("correction_low" if masks else "correction_floor", lowest, *names)
+        self._put("correction_high", highest, *names)
+        self._put("correction_low", lowest, *names)
 
     def _best(self) -> None:
         """The metric of the best checkpoint, which TRL names "loss" if the user named none."""

@@ -141,7 +141,7 @@ def test_fields_that_mean_something_only_together() -> None:
     assert (config.correction.correction_level, config.correction.correction_high) == ("sequence", 3.0)
     assert config.correction.correction_low == 0.0
     config, _ = load(use_vllm=True, vllm_importance_sampling_mode="token_truncate")
-    assert (config.correction.correction_level, config.correction.correction_cap) == ("token", 3.0)
+    assert (config.correction.correction_level, config.correction.correction_high) == ("token", 3.0)
     config, _ = load(sync_ref_model=True, beta=0.04)
     assert (config.kl.beta, config.kl.ref_model_sync_steps) == (0.04, 512)
     assert load(entropy_coef=0.01)[1] == {"output_dir", "model.device", "algorithm.entropy_coef"}
