@@ -54,11 +54,8 @@ def leaf_names() -> frozenset[str]:
 @functools.cache
 def all_leaves() -> tuple[Leaf, ...]:
     """Return all keys, and entries of keys, that exist under any tags, each once."""
-    choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
-    found: dict[str, Leaf] = {}
-    for tags in choices:
-        found = visible_leaves(tags) | found
-    return tuple(found.values())
+    seen = [visible_leaves({section: member}) for section, choice in CHOICES.items() for member in choice.members]
+    return tuple({path: leaf for leaves in reversed(seen) for path, leaf in leaves.items()}.values())
 
 
 def _leaves(cls: type, prefix: str, tags: Mapping[str, str], within: Leaf | None = None) -> Iterator[Leaf]:

@@ -17,7 +17,8 @@ LIKENESS = 0.75
 def theirs(path: str) -> Any:
     """Return the record that answers a key of another library (`Habit`); None for one that exists here under other
     choices."""
-    return None if any(path == leaf.path for leaf in all_leaves()) else extra("habit_of")(path)
+    is_here = any(path == leaf.path or (leaf.within and path == leaf.name) for leaf in all_leaves())
+    return None if is_here else extra("habit_of")(path)
 
 
 def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:

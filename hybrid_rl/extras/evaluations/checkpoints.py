@@ -124,8 +124,7 @@ def _evaluated(run: Run, model: str, step: int | None, folder: Path, closing: co
     policy.label = "the evaluation"
     metrics, sets = evaluator.evaluate(run.eval_rows, 0, TrainerState(0, 1, 0.0), folder, kept=None)
     leaves = {key.path.rpartition(".")[2]: key.value for key in key_values(run.config)}
-    settings = {name: leaves[name] for name in SETTINGS if name in leaves}
-    settings["rewards"] = run.reward_names
+    settings = {name: leaves[name] for name in SETTINGS if name in leaves} | {"rewards": run.reward_names}
     made = Evaluation(model, sets, settings, finite(metrics), step, folder)
     (folder / EVAL_FILE).write_text(json.dumps(made.to_json()) + "\n", encoding="utf-8")
     return made

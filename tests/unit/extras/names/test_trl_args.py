@@ -147,6 +147,13 @@ def test_fields_that_mean_something_only_together() -> None:
     assert load(entropy_coef=0.01)[1] == {"output_dir", "model.device", "algorithm.entropy_coef"}
 
 
+def test_an_option_of_one_loss_is_an_entry_here() -> None:
+    loss = load({"policy_loss": "vespo"}, vespo_k_pos=3.0)[0].policy_loss
+    assert (loss.vespo_k_pos, loss.vespo_lambda_pos) == (3.0, 3.0)
+    with pytest.raises(ConfigError, match="vespo_k_pos' would do nothing: it belongs to policy_loss.objective=vespo"):
+        load(vespo_k_pos=3.0)
+
+
 @pytest.mark.parametrize(
     ("fields", "keys"),
     [
