@@ -46,7 +46,7 @@ VLLM = {
     "engine_args.enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 26,
     "max_num_seqs": 8,
-    "handoff_check.verify_steps": 1,
+    "handoff.verify_steps": 1,
 }
 BETA = 0.05  # so that full fine-tuning has a reference
 SPREAD = 0.02  # of the adapters' B, which start at zero
@@ -210,8 +210,8 @@ def measure_handoff(given: Namespace, threads: int, folder: Path) -> Iterator[st
     base = job_of(given, threads, folder, HANDOFF_WORK, "float32" if given.tiny else "bfloat16")
     jobs = {
         "full": replace(base, keys=VLLM),
-        "merged": replace(base, lora=LORA, keys={**VLLM, "lora_handoff": "merged"}),
-        "adapter": replace(base, lora=LORA, keys={**VLLM, "lora_handoff": "adapter"}),
+        "merged": replace(base, lora=LORA, keys={**VLLM, "handoff.lora": "merged"}),
+        "adapter": replace(base, lora=LORA, keys={**VLLM, "handoff.lora": "adapter"}),
     }
     yield f"{'handoff into vLLM':20}{'bytes':>16}{'seconds':>10}{'verified':>10}"
     full: float | None = None

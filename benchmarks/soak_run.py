@@ -52,7 +52,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "rollout.engine_args.block_size": 32,
         "kv_cache_memory_bytes": 2**23,
         "engine_args.per_request_seeds": True,
-        "handoff_check.verify_steps": 10,
+        "handoff.verify_steps": 10,
     },
 }
 RECORDED = (

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, POLICY_LOSSES
+from hybrid_rl.algos.options import place
 from hybrid_rl.config.presets import PRESETS
 
 PAGE = Path(__file__).with_name("algorithms.md")
@@ -35,7 +36,9 @@ def records(home: Mapping[str, type]) -> str:
         if not record.__module__.startswith("hybrid_rl."):
             continue
         lines = [f"### `{name}`", "", inspect.getdoc(record) or ""]
-        keys = [f"- `{item.name}` = {item.default}: {item.metadata['doc']}" for item in dataclasses.fields(record)[1:]]
+        keys = [
+            f"- `{place(item)}` = {item.default}: {item.metadata['doc']}" for item in dataclasses.fields(record)[1:]
+        ]
         parts.append("\n".join([*lines, "", *keys]).rstrip())
     return "\n\n".join(parts)
 

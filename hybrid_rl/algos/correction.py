@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _MODE = "how the gap between engine and trainer is corrected"
 _LEVEL = "ratio of a token, of the completion (product), or the geometric mean of its tokens"
+_LOW = "smallest ratio: tis takes smaller ones for this, mis and icepop leave them out; 0 = no bound"
+_HIGH = "largest ratio: tis and kl_rejection take larger ones for this, mis and icepop leave them out"
 _VETO = "also leave out a completion that has a token with a ratio below this (verl: 1e-4); None = off"
 
 
@@ -165,21 +167,21 @@ class _Weighing(Correction):
 @register
 @dataclass(frozen=True)
 class TruncatedImportanceSampling(_Weighing):
-    """Truncated importance sampling: `min(max(q, floor), cap)`, detached, q = p_old / p_roll.
+    """Truncated importance sampling: `min(max(q, low), high)`, detached, q = p_old / p_roll.
 
-    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025: per token, cap = 2.
-    The floor is TRL's (`vllm_importance_sampling_clip_min`). For the ratio of a completion verl says 2 to 10 and TRL
-    has 3; for the geometric mean the cap must be near 1 to do anything.
+    F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025: per token, high = 2.
+    The lower bound is TRL's (`vllm_importance_sampling_clip_min`). For the ratio of a completion verl says 2 to 10 and
+    TRL has 3; for the geometric mean it must be near 1 to do anything.
     """
 
     correction_mode: Literal["tis"] = key("tis", _MODE)
     correction_level: Literal["token", "sequence", "geometric"] = key("token", _LEVEL)
-    correction_cap: float = key(2.0, "ratios above this count as this", minimum=1)
-    correction_floor: float = key(0.0, "ratios below this count as this; 0 = no lower bound", minimum=0, maximum=1)
+    correction_low: float = key(0.0, _LOW, minimum=0, maximum=1)
+    correction_high: float = key(2.0, _HIGH, minimum=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
         ratio = importance_ratio(inputs, level=self.correction_level)
-        return truncated_weights(ratio, inputs.mask, cap=self.correction_cap, floor=self.correction_floor)
+        return truncated_weights(ratio, inputs.mask, cap=self.correction_high, floor=self.correction_low)
 
 
 @register
@@ -193,8 +195,8 @@ class MaskedImportanceSampling(_Weighing):
 
     correction_mode: Literal["mis"] = key("mis", _MODE)
     correction_level: Literal["token", "sequence", "geometric"] = key("sequence", _LEVEL)
-    correction_low: float = key(0.5, "ratios below this have weight 0; 0 = no lower bound", minimum=0, maximum=1)
-    correction_high: float = key(2.0, "ratios above this have weight 0", minimum=1)
+    correction_low: float = key(0.5, _LOW, minimum=0, maximum=1)
+    correction_high: float = key(2.0, _HIGH, minimum=1)
     correction_veto: float | None = key(None, _VETO, above=0, below=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
@@ -209,8 +211,8 @@ class IcePop(_Weighing):
     """As `mis`, token by token, within [0.5, 5]: M(k) of IcePop (Ring-1T, arXiv:2510.18855)."""
 
     correction_mode: Literal["icepop"] = key("icepop", _MODE)
-    correction_low: float = key(0.5, "ratios below this have weight 0 (alpha)", minimum=0, maximum=1)
-    correction_high: float = key(5.0, "ratios above this have weight 0 (beta)", minimum=1)
+    correction_low: float = key(0.5, _LOW, minimum=0, maximum=1)
+    correction_high: float = key(5.0, _HIGH, minimum=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
         ratio = importance_ratio(inputs, level="token")
@@ -221,7 +223,7 @@ class IcePop(_Weighing):
 @dataclass(frozen=True)
 class KLRejection(_Weighing):
     """0 for completions whose KL(engine, trainer) per token is above a threshold; the others have weight 1, or `min(q,
-    cap)`.
+    high)`.
 
     verl's rollout correction (Y. Li et al.): its preset of k3 has 0.01, that of k1, the geometric mean, 0.001.
     """
@@ -231,19 +233,17 @@ class KLRejection(_Weighing):
         "k3", "KL(engine || trainer) per token of a completion; k1 = |ln of the geometric mean of its ratios|"
     )
     correction_threshold: float = key(0.01, "completions above this are left out, nats per token", above=0)
-    correction_cap: float | None = key(
-        None, "weigh what is kept by the ratio of each token, up to this; None = weight 1", minimum=1
-    )
+    correction_high: float | None = key(None, f"{_HIGH}; None = weight 1", minimum=1)
     correction_veto: float | None = key(None, _VETO, above=0, below=1)
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
         divergence = mean_divergence(inputs, estimator=self.correction_estimator)
-        if self.correction_cap is None:
+        if self.correction_high is None:
             none = torch.zeros_like(inputs.mask)
             found = Corrected(inputs.mask.double(), none, none)
         else:
             ratio = importance_ratio(inputs, level="token")
-            found = truncated_weights(ratio, inputs.mask, cap=self.correction_cap)
+            found = truncated_weights(ratio, inputs.mask, cap=self.correction_high)
         # Not `>`: a divergence that is not a number is left out.
         found = leave_out(found, ~(divergence <= self.correction_threshold)[inputs.rows], inputs.mask)
         return self._veto(found, inputs, self.correction_veto)

@@ -7,6 +7,7 @@ say what it needs and what it does not go with, and its method is the algorithm 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 
@@ -260,8 +261,8 @@ class Record:
 
     @property
     def inert_options(self) -> Mapping[str, str]:
-        """Options that have no effect with the values of the others, each with the reason: a configuration that sets
-        one is refused."""
+        """Keys of options that have no effect with the values of the others, each with the reason: a configuration that
+        sets one is refused."""
         return {}
 
 
@@ -373,6 +374,11 @@ class PolicyObjective(Record):
         """Learning rate of the numbers that are learned in addition to the model."""
         raise NotImplementedError
 
+    @property
+    def loss_options(self) -> Self:
+        """The record itself: its options that no other loss has are entries of loss_options in a configuration."""
+        return self
+
     def prepare(self, whole: WholeMiniBatch) -> Tensor | None:
         """Compute what must be known about the whole mini-batch before it is cut, [T, ...] for its tokens, or None.
         Every rank computes the same from the same."""
@@ -381,6 +387,10 @@ class PolicyObjective(Record):
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the loss of each token, before `masked.token_weights` weighs tokens against each other."""
         raise NotImplementedError
+
+
+# Declares an option that no other loss has.
+own = functools.partial(key, within="loss_options")
 
 
 @dataclass(frozen=True)

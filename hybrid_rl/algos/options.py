@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from numbers import Real
 from typing import Any, get_type_hints
 
@@ -20,15 +20,17 @@ def key(
     below: float | None = None,
     takes_rest: bool = False,
     remedy: str = "",
+    within: str = "",
 ) -> Any:
     """Declare a configuration key.
 
     minimum, maximum: inclusive bounds.
     above, below: exclusive bounds.
     takes_rest: whether names that its section does not have become entries of this mapping.
-    remedy: what to do about a value out of bounds, if the answer is not simply another value."""
+    remedy: what to do about a value out of bounds, if the answer is not simply another value.
+    within: the mapping of its section of which the key is an entry."""
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata |= {"takes_rest": takes_rest, "remedy": remedy}
+    metadata |= {"takes_rest": takes_rest, "remedy": remedy, "within": within}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -37,6 +39,11 @@ def key(
 def entries(record: type, doc: str) -> Any:
     """Declare a key that is a mapping: its entries are the keys of a record, a frozen dataclass."""
     return field(default_factory=record, metadata={"doc": doc, "takes_rest": False})
+
+
+def place(item: Field[Any]) -> str:
+    """Return where the key of a field stands in its section: its name, after that of the mapping that it is within."""
+    return ".".join(filter(None, (item.metadata.get("within"), item.name)))
 
 
 def range_error(value: Any, metadata: Mapping[str, Any]) -> str:

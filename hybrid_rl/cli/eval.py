@@ -106,6 +106,7 @@ def _generate(model: str, words: Sequence[str], folder: Path | None, kept: str |
     anew = "" if kept is None else f" ({kept} is only read, but {model} has to be evaluated for the comparison)"
     from hybrid_rl.cli.train import MADE_REWARDS, PLAIN_REWARDS, load_reward
     from hybrid_rl.config import load_config
+    from hybrid_rl.config.config_text import key_values
 
     rewards, rest = take("reward", words)
     files, rest = take("config", rest)
@@ -122,9 +123,8 @@ def _generate(model: str, words: Sequence[str], folder: Path | None, kept: str |
     functions = [load_reward(reference) for reference in rewards]
     # Imported here, after what can be refused without it.
     from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
-    from hybrid_rl.run.changed import leaves_of
 
-    keys = {path: value for path, value in leaves_of(config) if path in given}
+    keys = {key.path: key.value for key in key_values(config) if key.path in given}
     say_lookup(model)
     return evaluate_checkpoint(model, _named(paths), functions, folder=folder, **keys)
 

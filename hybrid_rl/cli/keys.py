@@ -50,9 +50,8 @@ def print_keys(
     from hybrid_rl.extras.names.listing import all_keys
 
     keys = all_keys()
-    found = [key for key in keys if key.section == word] or [key for key in keys if _has(key, word)]
-    if not word:
-        found = keys
+    found = [key for key in keys if word and key.section == word]
+    found = found or [shown for key in keys if (shown := _matching(key, word))]
     if not found:
         near = difflib.get_close_matches(word, [key.name for key in keys], 1, LIKENESS)
         advice = f"did you mean {near[0]}?" if near else "`hybrid-rl keys` lists all"
@@ -100,5 +99,8 @@ def _show_key(console: Console, key: Key, indent: int) -> None:
         _show_key(console, replace(entry, section=key.path, doc=doc), indent + 4)
 
 
-def _has(key: Key, word: str) -> bool:
-    return any(word in text for text in (key.path, key.doc, *key.elsewhere)) or any(_has(e, word) for e in key.entries)
+def _matching(key: Key, word: str) -> Key | None:
+    """Return a key that has the word; of one that is a mapping and does not have it itself, the entries that do."""
+    has_word = any(word in text for text in (key.path, key.doc, *key.elsewhere))
+    entries = tuple(entry for entry in key.entries if has_word or _matching(entry, word))
+    return replace(key, entries=entries) if has_word or entries else None

@@ -17,7 +17,7 @@ def upload_run(
 ) -> None:
     """Send a run to a tracker after the fact: what the tracker could not be given, or a run that had none.
 
-    It goes where the run's tracker_arguments and the tracker's own environment variables say, in the same run of the
+    It goes where the run's report_to and the tracker's own environment variables say, in the same run of the
     tracker if it has begun one, from the first step that it lacks.
 
     Examples:

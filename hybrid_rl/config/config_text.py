@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from hybrid_rl.algos.options import place
 from hybrid_rl.process.hooks import extra
 
 MAX_VALUE = 80  # characters of a value in a line
@@ -51,7 +52,7 @@ def key_values(config: Any, prefix: str = "", usual: Any = None) -> Iterator[Key
         if dataclasses.is_dataclass(value):
             yield from key_values(value, f"{prefix}{item.name}.", default)
         else:
-            yield KeyValue(f"{prefix}{item.name}", value, default, item.metadata.get("doc", ""))
+            yield KeyValue(f"{prefix}{place(item)}", value, default, item.metadata.get("doc", ""))
 
 
 def short(value: Any) -> str:

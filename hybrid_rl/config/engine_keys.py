@@ -1,14 +1,14 @@
-"""The arguments of engines, and the comparison of an engine with the trainer."""
+"""The arguments of engines, and the handoff of weights to them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hybrid_rl.algos.options import key
 
 ARGS_DOC = "what else the engine is made with, seldom changed"
-CHECK_DOC = "how often engine and trainer are compared, and what may differ"
+HANDOFF_DOC = "how the weights get from the trainer to the engine, and how often the two are compared"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class VLLMArgs(EngineArgs):
 
 
 @dataclass(frozen=True)
-class HandoffCheck:
-    """The comparison of engine and trainer after a handoff of weights."""
+class Handoff:
+    """The handoff of weights to an engine, and the comparison of engine and trainer after it."""
 
     probe_steps: int = key(
         8,
@@ -66,11 +66,32 @@ class HandoffCheck:
         None, "largest logprob gap of the probe before the run stops; None = 1e-3; bfloat16: see vllm.md", above=0
     )
 
+    # Exist only with an engine that has weights of its own, in CopyHandoff.
+    transport, adopt_weights, lora = "auto", False, "merged"
+
 
 @dataclass(frozen=True)
-class ByteCheck(HandoffCheck):
+class CopyHandoff(Handoff):
     """The same for an engine with weights of its own."""
 
+    transport: Literal["auto", "ipc", "distributed", "disk"] = key(
+        "auto",
+        "how weights get from the ranks' shards to their engines: ipc (read in place, on GPUs over the link between "
+        "them), distributed (sent between ranks) or disk; auto = for each pair of ranks ipc if the reader has access, "
+        "else distributed; a single rank copies its own",
+    )
+    weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
+    adopt_weights: bool = key(
+        False,
+        "with one rank, let trainer and engine share the weights' memory; handoffs then write nothing, and this memory "
+        "cannot sleep",
+    )
+    lora: Literal["merged", "adapter"] = key(
+        "merged",
+        "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
+        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with "
+        "both",
+    )
     verify_steps: int = key(
         10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )

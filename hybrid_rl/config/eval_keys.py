@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_rl.algos.options import key
+from hybrid_rl.algos.options import entries, key
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When a run ends before its last step because it gets no better."""
+
+    patience: int | None = key(
+        None, "stop after this many evaluations in a row that were not better than the best; None = never", minimum=1
+    )
+    threshold: float = key(0.0, "by how much an evaluation must be better to count", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -43,15 +53,7 @@ class EvalConfig:
     load_best_model_at_end: bool = key(
         False, "take the weights of the best checkpoint at the end of fit(); needs save_steps"
     )
-    early_stopping_patience: int | None = key(
-        None,
-        "stop after this many evaluations in a row in which metric_for_best_model was not better than the best before; "
-        "None = never",
-        minimum=1,
-    )
-    early_stopping_threshold: float = key(
-        0.0, "by how much it must be better to count for early_stopping_patience", minimum=0
-    )
+    early_stopping: EarlyStopping = entries(EarlyStopping, "the end of a run whose metric_for_best_model has its best")
 
     # Keys of sampled evaluation exist only in SampledEvalConfig.
     eval_top_p = 1.0

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rl.algos.options import field_types
+from hybrid_rl.algos.options import field_types, place
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.schema import TrainerConfig
+
+OF_ONE_CHOICE = "options that only the chosen one has"
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,8 @@ def leaf_names() -> frozenset[str]:
 @functools.cache
 def all_leaves() -> tuple[Leaf, ...]:
     """Return all keys, and entries of keys, that exist under any tags, each once."""
-    choices = [{section: member} for section, choice in CHOICES.items() for member in choice.members]
-    found: dict[str, Leaf] = {}
-    for tags in choices:
-        found = visible_leaves(tags) | found
-    return tuple(found.values())
+    seen = [visible_leaves({section: member}) for section, choice in CHOICES.items() for member in choice.members]
+    return tuple({path: leaf for leaves in reversed(seen) for path, leaf in leaves.items()}.values())
 
 
 def _leaves(cls: type, prefix: str, tags: Mapping[str, str], within: Leaf | None = None) -> Iterator[Leaf]:
@@ -67,14 +66,16 @@ def _leaves(cls: type, prefix: str, tags: Mapping[str, str], within: Leaf | None
             yield from _leaves(typing.cast(type, kind), path + ".", tags, mapping)
         else:
             default = item.default_factory() if callable(item.default_factory) else item.default
-            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata, within)
+            name = item.metadata["within"]
+            mapping = Leaf(f"{prefix}{name}", dict[str, Any], {}, OF_ONE_CHOICE, item.metadata) if name else within
+            yield Leaf(path, kind, default, item.metadata["doc"], item.metadata, mapping)
 
 
 def fields_of(cls: type, prefix: str, tags: Mapping[str, str]) -> Iterator[tuple[dataclasses.Field[Any], str, Any]]:
     """Return the fields of a section with their paths, and their types under these tags."""
     hints = field_types(cls)
     for item in dataclasses.fields(cls):
-        path = prefix + item.name
+        path = prefix + place(item)
         yield item, path, CHOICES[path].members[tags[path]] if path in CHOICES else hints[item.name]
 
 

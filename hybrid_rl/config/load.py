@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import enum
@@ -10,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,9 +62,8 @@ def load_config(
     # A preset has values for the members that it chose; a user who chooses another member gets none of them.
     others = {section for section in CHOICES if section != "algorithm" and tags[section] != of_preset[section]}
     places = _Places.of(leaves)
-    paths = places.by_name
-    flat = {paths[name]: value for name, value in preset.items() if name in paths}
-    flat = {path: value for path, value in flat.items() if path.partition(".")[0] not in others}
+    ours = [leaf for leaf in leaves.values() if leaf.path.partition(".")[0] not in others]
+    flat = {leaf.path: preset[leaf.name] for leaf in ours if leaf.name in preset}
     explicit: set[str] = set()
     asked, line, answered = by_path(layers), dict[str, Any](), set[str]()
     for place, layer in enumerate(layers):
@@ -113,7 +113,12 @@ def load_config(
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested plain containers, every key present."""
-    return dataclasses.asdict(config)
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value, within = getattr(config, item.name), item.metadata.get("within")
+        home = values.setdefault(within, {}) if within else values
+        home[item.name] = to_dict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+    return values
 
 
 def to_yaml(config: Any) -> str:
@@ -258,11 +263,6 @@ def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return given
 
 
-def _paths_by_name(leaves: Iterable[Leaf]) -> dict[str, str]:
-    """Return the paths of keys by their leaf names. `name` alone could be a key of anything."""
-    return {leaf.key.name: leaf.key.path for leaf in leaves if leaf.path != "algorithm.name"}
-
-
 @dataclasses.dataclass(frozen=True)
 class _Places:
     """Where keys may stand: found once for all layers of a config, which takes longer than to go through these.
@@ -279,7 +279,8 @@ class _Places:
     @classmethod
     def of(cls, leaves: Mapping[str, Leaf]) -> _Places:
         return cls(
-            by_name=_paths_by_name(leaves.values()),
+            # `name` alone could be a key of anything.
+            by_name={leaf.key.name: leaf.key.path for leaf in leaves.values() if leaf.path != "algorithm.name"},
             sections={path.rsplit(".", depth)[0] for path in leaves for depth in range(1, path.count(".") + 1)},
             mappings=[path for path, leaf in leaves.items() if takes_mapping(leaf.type)],
             rests={path.rpartition(".")[0]: path for path, leaf in leaves.items() if leaf.metadata["takes_rest"]},

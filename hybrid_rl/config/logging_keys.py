@@ -19,11 +19,8 @@ class LoggingKeys:
     log_completions: int = key(
         0, "completions shown in the console, and sent to trackers, after every training step", minimum=0
     )
-    report_to: list[Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]] = key(
-        [], "trackers in addition to metrics.jsonl"
-    )
-    tracker_arguments: dict[str, Any] = key(
-        {},
-        "by tracker, arguments of its start: {wandb: {project: P, group: G, tags: [T]}, mlflow: {tracking_uri: URI, "
-        "experiment_name: E}, trackio: {project: P, space_id: S}}",
+    report_to: list[Literal["none", "tensorboard", "wandb", "trackio", "mlflow"]] | dict[str, Any] = key(
+        [],
+        "trackers in addition to metrics.jsonl; or each with arguments of its start: {wandb: {project: P, group: G, "
+        "tags: [T]}, mlflow: {tracking_uri: URI, experiment_name: E}, trackio: {project: P, space_id: S}}",
     )

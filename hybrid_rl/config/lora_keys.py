@@ -53,8 +53,8 @@ class LoraKeys(FullTrainingConfig):
 
 
 def check_slot(lora: FullTrainingConfig) -> None:
-    """Raise ConfigError unless vLLM's own LoRA slots hold such adapters (rollout.lora_handoff=adapter)."""
-    asked = "rollout.lora_handoff=adapter"
+    """Raise ConfigError unless vLLM's own LoRA slots hold such adapters (handoff.lora=adapter)."""
+    asked = "handoff.lora=adapter"
     if not isinstance(lora, LoraKeys):
         raise ConfigError(f"{asked}, but no adapters are trained; set lora.r, or leave it out")
     unlike = {
@@ -66,5 +66,5 @@ def check_slot(lora: FullTrainingConfig) -> None:
         if value := getattr(lora.peft, name):
             raise ConfigError(
                 f"{asked} and lora.peft.{name}={value}: vLLM's slots hold low-rank matrices of linear layers, and "
-                f"{why}; set rollout.lora_handoff=merged, or leave lora.peft.{name} out"
+                f"{why}; set handoff.lora=merged, or leave lora.peft.{name} out"
             )

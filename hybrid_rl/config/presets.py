@@ -175,18 +175,14 @@ _PRESETS = {
     "rspo": Preset(
         "Router-Shift Policy Optimization, for mixtures of experts",
         "arXiv:2510.23027",
-        {"policy_loss": "rspo", "router_shift_floor": 0.8, **_PER_COMPLETION},
+        {"policy_loss": "rspo", **_PER_COMPLETION},
     ),
     "cispo": Preset(
         "Clipped Importance Sampling Policy Optimization",
         "arXiv:2506.13585, bounds of arXiv:2510.13786",
         {"policy_loss": "cispo", "epsilon_high": 4.0, "loss_type": "dapo"},
     ),
-    "sapo": Preset(
-        "Soft Adaptive Policy Optimization",
-        "arXiv:2511.20347",
-        {"policy_loss": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, **_PER_COMPLETION},
-    ),
+    "sapo": Preset("Soft Adaptive Policy Optimization", "arXiv:2511.20347", {"policy_loss": "sapo", **_PER_COMPLETION}),
     "vespo": Preset(
         "Variational Sequence-level Soft Policy Optimization",
         "arXiv:2602.10693",
@@ -196,23 +192,15 @@ _PRESETS = {
     "dppo": Preset(
         "Divergence Proximal Policy Optimization",
         "arXiv:2602.04879",
-        {"policy_loss": "dppo", "divergence_type": "binary_tv", "divergence_threshold": 0.15},
+        {"policy_loss": "dppo", "loss_options.divergence_threshold": 0.15},
     ),
     "clip_cov": Preset(
-        "Clip-Cov: tokens of high covariance lose their gradient",
-        "arXiv:2505.22617",
-        {"policy_loss": "clip_cov", "clip_cov_ratio": 2e-4},
+        "Clip-Cov: tokens of high covariance lose their gradient", "arXiv:2505.22617", {"policy_loss": "clip_cov"}
     ),
     "kl_cov": Preset(
-        "KL-Cov: tokens of the highest covariance pay a KL penalty",
-        "arXiv:2505.22617",
-        {"policy_loss": "kl_cov", "kl_cov_ratio": 2e-3, "kl_cov_coef": 1.0},
+        "KL-Cov: tokens of the highest covariance pay a KL penalty", "arXiv:2505.22617", {"policy_loss": "kl_cov"}
     ),
-    "simko": Preset(
-        "Simple Pass@K Optimization",
-        "arXiv:2510.14807",
-        {"policy_loss": "simko", "mix_topk_coef": 0.01, "policy_loss.lambda_top1": 1.1},
-    ),
+    "simko": Preset("Simple Pass@K Optimization", "arXiv:2510.14807", {"policy_loss": "simko"}),
     "lambda_grpo": Preset(
         "Lambda-GRPO: a learned preference for length",
         "arXiv:2510.06870",

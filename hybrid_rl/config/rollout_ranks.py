@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_rl.algos import GRPO, Clip, Needs
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.schema import ColocatedRolloutConfig, CriticConfig, FSDPConfig, MemoryConfig, TrainerConfig
+from hybrid_rl.config.schema import CriticConfig, FSDPConfig, MemoryConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 
@@ -27,15 +27,15 @@ def with_rollout_ranks(config: TrainerConfig) -> TrainerConfig:
     if config.mode == "train":
         controller: Any = config.controller
         return replace(apart, controller=replace(controller, rollout_ranks=0))
-    transport, adopts = "auto", False
-    if isinstance(config.rollout, ColocatedRolloutConfig):
-        transport, adopts = config.rollout.transport, config.rollout.adopt_weights
+    handoff = config.rollout.handoff
     others = {
         f"mode={config.mode}: ranks that only generate are for runs that generate and train": config.mode != "full",
         f"rollout.engine={config.rollout.engine}: it decodes through the model's own forward, which those ranks would "
         "need beside it; use inplace or vllm": config.rollout.engine == "hf",
-        f"rollout.transport={transport}: weights travel to those ranks through shared memory": transport != "auto",
-        "adopt_weights=true: trainer and engine are in different processes": adopts,
+        f"handoff.transport={handoff.transport}: weights travel to those ranks through shared memory": (
+            handoff.transport != "auto"
+        ),
+        "handoff.adopt_weights=true: trainer and engine are in different processes": handoff.adopt_weights,
         f"advantage={config.advantage.estimator}: its greedy samples would have to wait for the next step's": (
             Needs.BASELINE_REWARDS in config.advantage.needs
         ),

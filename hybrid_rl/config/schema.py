@@ -23,7 +23,7 @@ from hybrid_rl.config.buffer_keys import BufferConfig
 from hybrid_rl.config.checkpoint_keys import CheckpointConfig
 from hybrid_rl.config.config_text import Shown
 from hybrid_rl.config.data_keys import DataConfig
-from hybrid_rl.config.engine_keys import ARGS_DOC, CHECK_DOC, ByteCheck, EngineArgs, HandoffCheck, InPlaceArgs, VLLMArgs
+from hybrid_rl.config.engine_keys import ARGS_DOC, HANDOFF_DOC, CopyHandoff, EngineArgs, Handoff, InPlaceArgs, VLLMArgs
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
@@ -158,7 +158,7 @@ class RolloutConfig:
     )
     stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
-    handoff_check: HandoffCheck = entries(HandoffCheck, CHECK_DOC)
+    handoff: Handoff = entries(Handoff, HANDOFF_DOC)
     max_num_seqs: int = key(256, "sequences decoded together by one engine", minimum=1)
     kv_cache_memory_bytes: int | None = key(
         None,
@@ -192,35 +192,24 @@ class ColocatedRolloutConfig(RolloutConfig):
 
     placement: ClassVar[Literal["embedded", "colocated", "separate"]] = "colocated"
 
-    transport: Literal["auto", "ipc", "distributed", "disk"] = key(
-        "auto",
-        "how weights get from the ranks' shards to their engines: ipc (read in place, on GPUs over the link between "
-        "them), distributed (sent between ranks) or disk; auto = for each pair of ranks ipc if the reader has access, "
-        "else distributed; a single rank copies its own",
-    )
-    weights_path: str | None = key(None, "transport=disk: a folder that all ranks can write and read")
-    adopt_weights: bool = key(
-        False,
-        "with one rank, let trainer and engine share the weights' memory; handoffs then write nothing, and this memory "
-        "cannot sleep",
-    )
-    handoff_check: ByteCheck = entries(ByteCheck, CHECK_DOC)
+    handoff: CopyHandoff = entries(CopyHandoff, HANDOFF_DOC)
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
         """Raise ConfigError if the transport of the weights does not fit the ranks."""
-        if self.transport in ("ipc", "distributed") and num_ranks == 1:
+        handoff = self.handoff
+        if handoff.transport in ("ipc", "distributed") and num_ranks == 1:
             raise ConfigError(
-                f"rollout.transport={self.transport} carries weights between ranks, but num_ranks=1; leave it out"
+                f"handoff.transport={handoff.transport} carries weights between ranks, but num_ranks=1; leave it out"
             )
-        if self.adopt_weights and (num_ranks > 1 or self.transport != "auto"):
+        if handoff.adopt_weights and (num_ranks > 1 or handoff.transport != "auto"):
             raise ConfigError(
-                f"rollout.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
-                f"transport={self.transport}; leave it out, or use num_ranks=1 without a transport"
+                f"handoff.adopt_weights=true shares one rank's memory, but num_ranks={num_ranks} and "
+                f"transport={handoff.transport}; leave it out, or use num_ranks=1 without a transport"
             )
-        if (self.transport == "disk") != (self.weights_path is not None):
+        if (handoff.transport == "disk") != (handoff.weights_path is not None):
             raise ConfigError(
-                f"rollout.transport={self.transport} with weights_path={self.weights_path}: transport=disk and the "
-                f"folder go together; set both or neither"
+                f"handoff.transport={handoff.transport} with weights_path={handoff.weights_path}: transport=disk and "
+                "the folder go together; set both or neither"
             )
 
 
@@ -236,12 +225,6 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
     engine: Literal["vllm"] = key("vllm", ENGINES)
     engine_args: VLLMArgs = entries(VLLMArgs, ARGS_DOC)
     tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
-    lora_handoff: Literal["merged", "adapter"] = key(
-        "merged",
-        "how adapters (lora.r) get to vLLM: merged into its weights; or adapter = alone, into vLLM's own LoRA slot: "
-        "weights are handed over once and adapters, which are few bytes, at every handoff; every pass computes with "
-        "both",
-    )
 
     @property
     def ranks_per_engine(self) -> int:
@@ -258,18 +241,17 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
         check_arguments(self, config.model.device)
-        if self.lora_handoff == "adapter":
+        if self.handoff.lora == "adapter":
             check_slot(config.lora)
-            if self.transport == "disk":
+            if self.handoff.transport == "disk":
                 raise ConfigError(
-                    "rollout.transport=disk writes all weights at every handoff, and rollout.lora_handoff=adapter "
-                    "hands over adapters only; leave transport out"
+                    "handoff.transport=disk writes all weights at every handoff, and handoff.lora=adapter hands over "
+                    "adapters only; leave transport out"
                 )
-        elif self.adopt_weights and config.lora.is_on:
+        elif self.handoff.adopt_weights and config.lora.is_on:
             raise ConfigError(
-                "rollout.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
-                "as one tensor (lora.r): the base would be lost; leave adopt_weights out, or set "
-                "rollout.lora_handoff=adapter"
+                "handoff.adopt_weights=true shares the trainer's memory with the engine, which gets base and adapters "
+                "as one tensor (lora.r): the base would be lost; leave adopt_weights out, or set handoff.lora=adapter"
             )
         super().check(config, num_ranks)
 

@@ -17,7 +17,8 @@ LIKENESS = 0.75
 def theirs(path: str) -> Any:
     """Return the record that answers a key of another library (`Habit`); None for one that exists here under other
     choices."""
-    return None if any(path == leaf.path for leaf in all_leaves()) else extra("habit_of")(path)
+    is_here = any(path == leaf.path or (leaf.within and path == leaf.name) for leaf in all_leaves())
+    return None if is_here else extra("habit_of")(path)
 
 
 def unknown(path: str, value: object, leaves: Mapping[str, Leaf], tags: Mapping[str, str]) -> str:
@@ -56,5 +57,6 @@ def _has(path: str, tags: Mapping[str, str], leaves: Mapping[str, Leaf]) -> bool
     rests = [leaf.path.rpartition(".")[0] for leaf in elsewhere if leaf.metadata["takes_rest"]]
     keys = {leaf.key.path for leaf in elsewhere} - {leaf.key.path for leaf in leaves.values()}
     names = {p.rpartition(".")[2] for p in (*keys, *(leaf.path for leaf in elsewhere))}
-    is_entry = any(path.startswith((f"{key}.", f"{key.rpartition('.')[2]}.")) for key in keys)
+    is_of_any = path.rpartition(".")[2] in {leaf.path.rpartition(".")[2] for leaf in all_leaves()}
+    is_entry = not is_of_any and any(path.startswith((f"{key}.", f"{key.rpartition('.')[2]}.")) for key in keys)
     return is_entry or path.rpartition(".")[0] in rests or path.rpartition(".")[2] in names

@@ -304,8 +304,8 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield "optimizer.warmup_steps", "use lr_scheduler_type=constant_with_warmup"
     if config.model.dtype != "bfloat16":  # an argument of vLLM is called dtype as well, and brings the key too
         yield "model.cast_lm_head_to_fp32", "it exists with dtype=bfloat16"
-    if config.rollout.handoff_check.probe_steps == 0:
-        yield "rollout.handoff_check.probe_tolerance", "probe_steps=0 switches the probe off"
+    if config.rollout.handoff.probe_steps == 0:
+        yield "rollout.handoff.probe_tolerance", "probe_steps=0 switches the probe off"
     if mode == "train":
         yield "save_rollouts", "mode=train makes no rollouts"
     else:
@@ -326,13 +326,13 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         for item in fields(EvalConfig):
             yield f"eval.{item.name}", "there is no eval_dataset (or eval_path)"
     if config.eval.metric_for_best_model is None:
-        for name in ("greater_is_better", "load_best_model_at_end", "early_stopping_patience"):
+        for name in ("greater_is_better", "load_best_model_at_end", "early_stopping.patience"):
             yield f"eval.{name}", "set metric_for_best_model, for example to eval/accuracy"
     elif config.eval.eval_steps is None:
-        for name in ("load_best_model_at_end", "early_stopping_patience"):
+        for name in ("load_best_model_at_end", "early_stopping.patience"):
             yield f"eval.{name}", "the only evaluation after a step is that of the last; set eval_steps"
-    if config.eval.early_stopping_patience is None:
-        yield "eval.early_stopping_threshold", "set early_stopping_patience"
+    if config.eval.early_stopping.patience is None:
+        yield "eval.early_stopping.threshold", "set early_stopping.patience"
     if config.save_steps is None:
         yield "eval.load_best_model_at_end", "no checkpoint is written; set save_steps"
         for name in ("save_total_limit", "async_save"):

@@ -102,9 +102,7 @@ class RunLog:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
         self._first_step = step
         config = self._config
-        self._trackers = extra("trackers")(
-            config.report_to, self._run.path, to_dict(config), step, config.tracker_arguments
-        )
+        self._trackers = extra("trackers")(config.report_to, self._run.path, to_dict(config), step)
         if not self._run.is_continued:
             self._write_config()
             return False

@@ -50,5 +50,4 @@ def widest(module: nn.Module) -> int:
 
 def has_slot(config: TrainerConfig) -> bool:
     """Return whether vLLM has the adapters in a slot of its own."""
-    rollout = config.rollout
-    return config.lora.is_on and isinstance(rollout, VLLMRolloutConfig) and rollout.lora_handoff == "adapter"
+    return config.lora.is_on and config.rollout.handoff.lora == "adapter"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, TrainerConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import InPlaceRolloutConfig, TrainerConfig, VLLMRolloutConfig
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
@@ -135,7 +135,7 @@ def vllm_weights_share(module: PreTrainedModel, config: TrainerConfig, itemsize:
             f"rollout.tensor_parallel_size={size} does not divide num_attention_heads={num_heads} of the model; "
             f"use one of {fitting}"
         )
-    if isinstance(config.rollout, ColocatedRolloutConfig) and config.rollout.adopt_weights:
+    if config.rollout.handoff.adopt_weights:
         return Share(ENGINE_WEIGHTS, _rotary_bytes(settings, itemsize), "the trainer's own memory, and rotary tables")
     kv_heads = getattr(settings, "num_key_value_heads", None) or num_heads or 1
     tables = {id(module.get_input_embeddings().weight)}  # type: ignore[union-attr]

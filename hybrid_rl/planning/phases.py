@@ -149,7 +149,7 @@ class StepMemory:
         rollout, engine = self.config.rollout, {ENGINE_WEIGHTS, KV_CACHE}
         # vLLM sleeps on GPUs only, and for others that need the room; adopted memory is the trainer's.
         can_sleep = self.config.model.device != "cpu" and self.trains
-        if isinstance(rollout, ColocatedRolloutConfig) and (rollout.adopt_weights or not can_sleep):
+        if isinstance(rollout, ColocatedRolloutConfig) and (rollout.handoff.adopt_weights or not can_sleep):
             engine = set()
         return frozenset(self.plan.offload | engine)
 
@@ -336,7 +336,7 @@ class StepMemory:
         """Yield the peaks of publishing: the handoff, and the trainer's half of its probe."""
         config, handoff = self.config, self._handoff()
         # The trainer's half comes from ranks that train.
-        if not config.rollout.handoff_check.probe_steps or not self.trains:
+        if not config.rollout.handoff.probe_steps or not self.trains:
             yield "", handoff
             return
         held, num_tokens = self.passes.probe(config).fullest, self.passes.longest_prompt(config)
@@ -355,7 +355,7 @@ class StepMemory:
     def _kept_probe(self) -> list[Share]:
         """Return the trainer's half of the probe, which waits on the host for the engine's."""
         config = self.config
-        if config.model.device != "cpu" or not config.rollout.handoff_check.probe_steps:
+        if config.model.device != "cpu" or not config.rollout.handoff.probe_steps:
             return []
         num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
         num_rows = num_probe_passes(DTYPES[config.model.dtype]) * num_tokens
@@ -378,7 +378,7 @@ class StepMemory:
             # Unit by unit, each through a buffer of its size; the root, with the embedding, comes first.
             fullest = max(sum(sizes[: number + 1]) + size for number, size in enumerate(sizes))
             return [Share(HANDOFF, fullest - sum(sizes), "a unit on its way into the weights that are gathered")]
-        if config.rollout.transport == "distributed" or config.fsdp.cpu_offload:
+        if config.rollout.handoff.transport == "distributed" or config.fsdp.cpu_offload:
             count = 2 if config.fsdp.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares

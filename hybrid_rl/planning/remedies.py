@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.engine_keys import ByteCheck, VLLMArgs
+from hybrid_rl.config.engine_keys import CopyHandoff, VLLMArgs
 from hybrid_rl.config.schema import RolloutConfig, VLLMRolloutConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
@@ -157,8 +157,8 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
 def _adapters(config: TrainerConfig) -> list[Remedy]:
     """Return adapters in place of all weights: what is trained is another thing then, so they are no key among
     others."""
-    adopts = getattr(config.rollout, "adopt_weights", False)
-    if config.lora.is_on or config.mode == "rollout" or adopts or getattr(config.kl, "moves_reference", False):
+    is_fixed = config.rollout.handoff.adopt_weights or getattr(config.kl, "moves_reference", False)
+    if config.lora.is_on or config.mode == "rollout" or is_fixed:
         return []
     return [Remedy((("lora.r", ADAPTER_RANK),), "which trains adapters instead of all weights")]
 
@@ -269,8 +269,7 @@ def _on_vllm(config: TrainerConfig) -> TrainerConfig:
     names = {item.name for item in dataclasses.fields(VLLMArgs)} & {item.name for item in dataclasses.fields(own)}
     given = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(type(own)(), name)}
     common: dict[str, Any] = {item.name: getattr(rollout, item.name) for item in dataclasses.fields(RolloutConfig)}
-    check = ByteCheck(**vars(rollout.handoff_check))
-    common |= {"engine": "vllm", "engine_args": VLLMArgs(**given), "handoff_check": check}
+    common |= {"engine": "vllm", "engine_args": VLLMArgs(**given), "handoff": CopyHandoff(**vars(rollout.handoff))}
     return dataclasses.replace(config, rollout=VLLMRolloutConfig(**common))
 
 

@@ -25,7 +25,7 @@ def adopted_views(trace: Trace, destinations: Sequence[Tensor]) -> dict[str, Ten
     if trace.untraced:
         raise HandoffError(
             f"the engine rearranges {len(trace.untraced)} of its tensors, e.g. {min(trace.untraced)}; their "
-            "memory cannot be shared with the trainer's: leave adopt_weights out, or set "
+            "memory cannot be shared with the trainer's: leave handoff.adopt_weights out, or set "
             "engine_args.plain_weights=true"
         )
     views: dict[str, Tensor] = {}

@@ -67,7 +67,7 @@ class BestStep:
     """The best step by metric_for_best_model so far. Without that key it does nothing.
 
     step: None as long as nothing was evaluated after a step. value: of the metric then. num_worse: evaluations in a row
-    that were not better by early_stopping_threshold. before: the metric before the first step. evaluated_step: of the
+    that were not better by early_stopping.threshold. before: the metric before the first step. evaluated_step: of the
     last evaluation that counted, 0 before it.
     """
 
@@ -104,7 +104,7 @@ class BestStep:
             if step:
                 self._num_unknown += 1
             logger.warning(
-                "%s is %s after step %d, so that does not count for the best step, nor for early_stopping_patience",
+                "%s is %s after step %d, so that does not count for the best step, nor for early_stopping.patience",
                 *(self.name, value, step),
             )
             return False
@@ -113,7 +113,7 @@ class BestStep:
             return False
         self.evaluated_step = step
         gain = math.inf if self.value is None else self._sign * (value - self.value)
-        self.num_worse = 0 if gain > self._config.early_stopping_threshold else self.num_worse + 1
+        self.num_worse = 0 if gain > self._config.early_stopping.threshold else self.num_worse + 1
         if gain <= 0:
             return False
         self.step, self.value = step, value
@@ -121,8 +121,8 @@ class BestStep:
 
     @property
     def is_over(self) -> bool:
-        """Whether training is to stop, as early_stopping_patience says."""
-        patience = self._config.early_stopping_patience
+        """Whether training is to stop, as early_stopping.patience says."""
+        patience = self._config.early_stopping.patience
         return patience is not None and self.num_worse >= patience
 
     def reason(self) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hybrid_rl.algos.options import field_types
 from hybrid_rl.config import EvalConfig, TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.config.choices import number
+from hybrid_rl.config.config_text import key_values
 from hybrid_rl.config.eval_keys import SampledEvalConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.prepare import Run, device_of
@@ -28,17 +29,15 @@ def changed_config(run: Run, keys: Mapping[str, Any], first_length: int) -> Trai
     if not keys:
         return before
     base: Any = before
-    if (
-        "eval_temperature" in keys and number(keys["eval_temperature"]) <= 0
-    ):  # greedy evaluation lacks the keys of sampling
+    # Greedy evaluation lacks the keys of sampling.
+    if "eval_temperature" in keys and number(keys["eval_temperature"]) <= 0:
         base = to_dict(before)
         base["eval"] = {name: value for name, value in base["eval"].items() if name not in SAMPLED}
     loaded = load_config(base, keys)[0]
-    given = frozenset(path for path, _ in leaves_of(loaded) if path.rpartition(".")[2] in keys)
+    given = frozenset(key.path for key in key_values(loaded) if key.path.rpartition(".")[2] in keys)
     machine: Any = {"hardware": run.hardware, "module_device": device_of(run.choice.module)}
-    after = resolve(
-        dataclasses.replace(loaded, resume=None), given, has_eval=bool(run.data.eval), **machine
-    )  # the checkpoint that the run came from may be gone by now
+    # The checkpoint that the run came from may be gone by now.
+    after = resolve(dataclasses.replace(loaded, resume=None), given, has_eval=bool(run.data.eval), **machine)
     after = dataclasses.replace(after, resume=before.resume)
     inside = tuple(f"{path}." for path in given)  # a key may be a mapping
     beside = [
@@ -63,13 +62,3 @@ def changed_config(run: Run, keys: Mapping[str, Any], first_length: int) -> Trai
             f"from the old one, so both are fixed when a Trainer is made. {ANOTHER}"
         )
     return after
-
-
-def leaves_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of every key of a configuration."""
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from leaves_of(value, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}", value

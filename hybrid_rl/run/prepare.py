@@ -305,7 +305,7 @@ def prepare(
     warn_of_devices(resolved, hardware, module_device)
     for notice in notices(resolved, given):
         logger.warning(notice)
-    extra("check_trackers")(resolved.report_to, resolved.tracker_arguments)
+    extra("check_trackers")(resolved.report_to)
     library = resolved.rollout.library
     if library is not None and importlib.util.find_spec(library[0]) is None:
         raise ConfigError(

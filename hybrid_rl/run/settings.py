@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.config.changes import differing
+from hybrid_rl.config.config_text import key_values
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.process.interrupts import deferred_interrupt
 from hybrid_rl.rewards import RewardList, RewardModelEntry, with_model_entries
@@ -19,7 +20,7 @@ from hybrid_rl.rollout.successes import Grades
 from hybrid_rl.run.agent_checks import reward_sources
 from hybrid_rl.run.callbacks import Callback
 from hybrid_rl.run.causes import Scoring
-from hybrid_rl.run.changed import ANOTHER, changed_config, leaves_of
+from hybrid_rl.run.changed import ANOTHER, changed_config
 from hybrid_rl.run.checks import check_rewards
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.missing import LIVE, callback_advice, refusal
@@ -69,10 +70,10 @@ class Settings:
         """Return a setting as it is now. Raises AttributeError if the run has none of this name."""
         if name in NOT_KEYS:
             return self._position.max_steps if name == LENGTH else getattr(self, name)
-        for path, value in leaves_of(self._crew.config):
-            if path.rpartition(".")[2] == name:
+        for key in key_values(self._crew.config):
+            if key.path.rpartition(".")[2] == name:
                 # Appending to the list itself would change the configuration unseen and unchecked.
-                return tuple(value) if isinstance(value, list) else value
+                return tuple(key.value) if isinstance(key.value, list) else key.value
         raise AttributeError(name)
 
     def set(self, changes: Mapping[str, Any]) -> None:
@@ -242,7 +243,7 @@ class Settings:
                 "the resumed run had the reward functions %s, and this one has %s; pass the same to go on with them",
                 *(", ".join(state["rewards"]) or "none", ", ".join(self._crew.run.reward_names)),
             )
-        flat = dict(leaves_of(self._crew.config))
+        flat = {key.path: key.value for key in key_values(self._crew.config)}
         wanted = {path: change.now for path, change in mine.items() if path in flat and flat[path] == first[path]}
         if not wanted:
             return

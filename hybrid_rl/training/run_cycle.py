@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from hybrid_rl.algos import KLInLoss, KLInReward, Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy, reference_ranks
-from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import (
     ACTOR,
@@ -56,7 +55,7 @@ def memory_phases(
     """
     is_embedded = config.rollout.placement == "embedded"
     is_actor = is_embedded and config.num_ranks == 1
-    adopts = isinstance(config.rollout, ColocatedRolloutConfig) and config.rollout.adopt_weights
+    adopts = config.rollout.handoff.adopt_weights
     engine_is_actor = generates and (adopts or is_actor)
     has = {
         ACTOR: trains or is_embedded,
@@ -104,7 +103,8 @@ def _check(config: TrainerConfig, residents: frozenset[str], offload: frozenset[
         without = "; ".join(f"this run has no {tag} ({_why_not(config, tag)})" for tag in missing)
         raise ConfigError(f"{without}; memory.offload can name {movable or 'nothing'}")
     if ACTOR in offload and engine_is_actor:
-        engine = "adopt_weights=true" if config.rollout.placement != "embedded" else f"engine={config.rollout.engine}"
+        is_embedded = config.rollout.placement == "embedded"
+        engine = f"engine={config.rollout.engine}" if is_embedded else "handoff.adopt_weights=true"
         raise ConfigError(
             f"memory.offload names actor, but with rollout.{engine} on one rank the engine generates from the actor's "
             "own memory, which cannot leave; take actor out"

@@ -30,7 +30,7 @@ from hybrid_rl.weights.views import CheckpointViews
 
 ADAPTER_ID, SLOT = 1, 0
 NO_FILE = "/handed over in memory, never read from a file"
-MERGED = "set rollout.lora_handoff=merged"
+MERGED = "set handoff.lora=merged"
 RANKS: tuple[int, ...] = get_args(MaxLoRARanks)  # for which vLLM has kernels
 _LISTED = 5  # tensors named in an error
 

@@ -147,7 +147,7 @@ def refusal(error: Exception) -> ConfigError | ModelError:
         )
     if "support LoRA" in words:
         return ConfigError(
-            f"vLLM has no slots for adapters of this model: {words.rstrip('. ')}; set rollout.lora_handoff=merged"
+            f"vLLM has no slots for adapters of this model: {words.rstrip('. ')}; set handoff.lora=merged"
         )
     if isinstance(error, (ValueError, NotImplementedError)):
         return ConfigError(

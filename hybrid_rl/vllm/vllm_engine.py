@@ -405,6 +405,6 @@ def make_engine(setup: EngineSetup) -> VLLMEngine:
         trust_remote_code=setup.trust_remote_code,
         decode=setup.decode,
         memory_share=setup.memory_share,
-        adopts=setup.config.adopt_weights,
+        adopts=setup.config.handoff.adopt_weights,
         adapter_ranks=setup.adapter_ranks,
     )

@@ -162,7 +162,7 @@ class GeneratingWorker(WorkerBase):
 
     def _is_probed(self, version: int) -> bool:
         """Whether this handoff is probed. All ranks are, or none; a rank that failed alone makes all probe."""
-        every = self._config.rollout.handoff_check.probe_steps
+        every = self._config.rollout.handoff.probe_steps
         if not every:
             return False
         return any(self._context.gather(self._num_unproved > 0)) or version % every == 0

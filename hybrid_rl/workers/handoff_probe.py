@@ -36,7 +36,7 @@ class HandoffProbe:
     def __init__(self, prompt_ids: tuple[int, ...], config: TrainerConfig, dtype: torch.dtype) -> None:
         self._prompt_ids = prompt_ids
         self._num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
-        self._tolerance, self._dtype = config.rollout.handoff_check.probe_tolerance, dtype
+        self._tolerance, self._dtype = config.rollout.handoff.probe_tolerance, dtype
 
     @property
     def request(self) -> RolloutRequest:
@@ -124,9 +124,9 @@ def causes(gap: float, proof: str | None) -> str:
     if proof is None:
         return (
             "the engine does not hold the trainer's weights (they were not compared in this handoff; "
-            f"handoff_check.verify_steps=1 does), or it computes differently ({others})"
+            f"handoff.verify_steps=1 does), or it computes differently ({others})"
         )
     return (
         f"the engine computes this architecture differently ({others}); {proof}. rollout.engine=inplace or hf runs the "
-        "trainer's own modules; handoff_check.probe_tolerance accepts such a gap"
+        "trainer's own modules; handoff.probe_tolerance accepts such a gap"
     )

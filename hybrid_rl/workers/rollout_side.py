@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed
@@ -166,7 +166,7 @@ class ColocatedSide(RolloutSide):
         size = config.ranks_per_engine
         gather = BlockGather(size)
         # The engine adds adapters by itself; otherwise they are merged into its weights.
-        self._sends_adapters = isinstance(config, VLLMRolloutConfig) and config.lora_handoff == "adapter"
+        self._sends_adapters = config.handoff.lora == "adapter"
         ranks = {name: each.rank for name, each in adapter_shapes(model.module).items() if self._sends_adapters}
         with model.weights.merged():  # the engine's model has no adapters
             engine = make_engine(replace(engine_setup(setup, model, context), adapter_ranks=ranks))
@@ -187,7 +187,7 @@ class ColocatedSide(RolloutSide):
         self._published = -1
         # Memory of the host keeps its address, and the mappings of other ranks; for messages no address is told.
         moves = ACTOR in (setup.config.memory.offload or ()) and context.device.type == "cuda"
-        self._exports_again = moves and config.transport != "distributed"
+        self._exports_again = moves and config.handoff.transport != "distributed"
         self._files: tuple[int, DiskSource] | None = None
         self._verifier: Verifier | None = None
         self.residents = self._residents()
@@ -240,7 +240,7 @@ class ColocatedSide(RolloutSide):
     def verify(self, version: int) -> dict[str, float]:
         """Compare every byte, if it is due. What the engine derived from the weights cannot be compared; it is
         counted. Adapters that the engine adds by itself are read back every time: they are few bytes."""
-        every = self._config.handoff_check.verify_steps
+        every = self._config.handoff.verify_steps
         is_due = bool(every) and version % every == 0
         if not is_due and not self._sends_adapters:
             return {}
@@ -255,7 +255,7 @@ class ColocatedSide(RolloutSide):
                 if self._verifier is None:
                     self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)
                 self._verifier.verify(source, weights.destinations, version=version)
-            elif not self._config.adopt_weights:
+            elif not self._config.handoff.adopt_weights:
                 unproven = list(weights.trace.destinations)
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in unproven)
         return {"timing/verify": now() - start, "handoff/unproven_bytes": float(num_bytes)}
@@ -263,12 +263,12 @@ class ColocatedSide(RolloutSide):
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """Say that they were compared in this handoff, or are the same memory; None if it is not known."""
         if not verified:
-            return SAME_MEMORY if self._config.adopt_weights else None
+            return SAME_MEMORY if self._config.handoff.adopt_weights else None
         unproven = int(verified["handoff/unproven_bytes"])
         but = f", but for {unproven} bytes that it derives from them, which may be stale" if unproven else ""
         if unproven and self._sends_adapters:
             but = (
-                f", but for {unproven} bytes of base weights, which may have changed (handoff_check.verify_steps=1 "
+                f", but for {unproven} bytes of base weights, which may have changed (handoff.verify_steps=1 "
                 "compares them too)"
             )
         return f"its weights were compared with the trainer's byte by byte in this handoff, and are equal{but}"
@@ -289,8 +289,8 @@ class ColocatedSide(RolloutSide):
             source.adapters = source.changes = {}
 
     def _plain_source(self, version: int) -> Source:
-        """Return the source of the weights for rollout.transport; it is made once."""
-        transport = self._config.transport
+        """Return the source of the weights for handoff.transport; it is made once."""
+        transport = self._config.handoff.transport
         if transport == "disk":
             return self._disk_source(version)
         if self._context.num_ranks == 1:
@@ -312,9 +312,9 @@ class ColocatedSide(RolloutSide):
 
     def _disk_source(self, version: int) -> Source:
         """Return the files of this version, written if they do not exist yet."""
-        assert self._config.weights_path is not None
+        assert self._config.handoff.weights_path is not None
         if self._files is None or self._files[0] != version:
-            root, rank, gather = Path(self._config.weights_path), self._context.rank, self._context.gather
+            root, rank, gather = Path(self._config.handoff.weights_path), self._context.rank, self._context.gather
             write_version(root, version, named_weights(self._model.module), rank=rank, gather=gather)
             files = DiskSource(
                 root,

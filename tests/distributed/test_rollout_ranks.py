@@ -216,7 +216,7 @@ def test_newer_weights_are_taken_in_the_middle_of_completions(make):
 
 def test_of_a_policy_with_adapters_only_those_travel(make):
     """The run is that of one process, and every handoff moves the bytes of the adapters and of buffers."""
-    keys = {"lora.r": 2, "lora_alpha": 8, "handoff_check.probe_steps": 1, "save_steps": None}
+    keys = {"lora.r": 2, "lora_alpha": 8, "handoff.probe_steps": 1, "save_steps": None}
     one = make(folder="one", **keys, **{"rollout_ranks": None, "rollout.async_level": 1})
     apart = make(**keys)
     for _ in range(3):

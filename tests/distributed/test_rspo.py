@@ -24,7 +24,7 @@ COLUMNS = ("old_logprobs", "old_router_ids", "old_router_logprobs")
 
 def step(model: CausalLM, micro_batches: list[list[int]]) -> tuple[Batch, float, float]:
     """Score, move the weights, and run the backward passes: the scored batch, the loss, the mean shift."""
-    config, routers = config_of(router_shift_floor=0.5), Routers(model)
+    config, routers = config_of(loss_options={"router_shift_floor": 0.5}), Routers(model)
     batch = rollout()
     batch = batch.with_columns(**router_columns(model, routers, batch, micro_batches))
     with torch.no_grad():

@@ -41,9 +41,9 @@ KEYS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**23,
     "engine_args.per_request_seeds": True,
     "num_ranks": 2,
-    "handoff_check.probe_steps": 1,
-    "handoff_check.probe_tolerance": 1e-5,
-    "handoff_check.verify_steps": 1,
+    "handoff.probe_steps": 1,
+    "handoff.probe_tolerance": 1e-5,
+    "handoff.verify_steps": 1,
     "save_steps": 3,
     "save_total_limit": 2,
     "max_restarts": 2,
@@ -55,7 +55,7 @@ KEYS: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "grpo, tensor parallel, agents": {
         "tensor_parallel_size": 2,
-        "transport": "auto",
+        "handoff.transport": "auto",
         "beta": 0.01,
         "old_logprobs": "recompute",
         "memory.offload": ["actor", "optimizer", "reference"],
@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ppo, two replicas, partial": {
         "algorithm": "ppo",
-        "transport": "distributed",
+        "handoff.transport": "distributed",
         "beta": 0.01,
         "critic_learning_rate": 1e-2,
         "reward_weights": [1.0, 0.1],

@@ -30,7 +30,7 @@ KEYS = {
     "max_completion_length": 8,
     "learning_rate": 1e-3,
     "max_steps": 3,
-    "handoff_check.verify_steps": 1,
+    "handoff.verify_steps": 1,
 }
 
 
@@ -60,7 +60,7 @@ def test_the_actor_waits_in_host_memory_while_vllm_generates(tmp_path: Path) -> 
     """Every byte that the engine gets is compared with weights that have slept and woken before."""
     model = build_model(dtype=torch.bfloat16, **SHAPE).to(DEVICE)
     moving = ["actor", "optimizer", "reference"]
-    keys = {**KEYS, "beta": 0.04, "num_iterations": 2, "handoff_check.probe_steps": 1, "output_dir": str(tmp_path)}
+    keys = {**KEYS, "beta": 0.04, "num_iterations": 2, "handoff.probe_steps": 1, "output_dir": str(tmp_path)}
     keys["memory.offload"] = moving
     with Trainer(model, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
         trainer.fit()

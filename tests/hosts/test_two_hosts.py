@@ -22,7 +22,7 @@ VLLM = {
     "rollout.engine_args.block_size": 32,
     "kv_cache_memory_bytes": 2**23,
     "engine_args.per_request_seeds": True,
-    "handoff_check.verify_steps": 1,
+    "handoff.verify_steps": 1,
 }
 needs_vllm = pytest.mark.skipif(bool(without_vllm()), reason=without_vllm() or "-")
 

@@ -18,7 +18,7 @@ KEYS = {
     "stop_token_ids": [6, 7],
     "learning_rate": 1e-2,
     "max_steps": 2,
-    "handoff_check.probe_steps": 1,
+    "handoff.probe_steps": 1,
     "log_level": "quiet",
 }
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}

@@ -35,7 +35,7 @@ def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_fit_trains_and_writes_one_record_per_step(make_trainer, records) -> None:
     model = build_model()
     before = model.lm_head.weight.clone()
-    trainer = make_trainer(model, max_steps=3, handoff_check={"probe_steps": 1})
+    trainer = make_trainer(model, max_steps=3, handoff={"probe_steps": 1})
     last = trainer.fit()
     lines = records(trainer)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]

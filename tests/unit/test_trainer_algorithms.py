@@ -27,7 +27,11 @@ def bits(folder: Path) -> dict[str, bytes]:
 RESUMED: dict[str, dict[str, Any]] = {
     "critic": {"algorithm": "ppo", "critic_warmup_steps": 2, "critic_learning_rate": 1e-2},
     "vtrace": {"advantage": "vtrace", "prompts_per_mini_batch": 2},
-    "learned numbers": {"policy_loss": "lambda_grpo", "prompts_per_mini_batch": 2, "lambda_learning_rate": 0.1},
+    "learned numbers": {
+        "policy_loss": "lambda_grpo",
+        "prompts_per_mini_batch": 2,
+        "loss_options": {"lambda_learning_rate": 0.1},
+    },
     "adaptive kl": {"beta": 0.5, "kl_target": 0.01, "kl_horizon": 20, "learning_rate": 3e-2},
     "moving reference": {"beta": 0.5, "reference_reset_steps": 2, "learning_rate": 3e-2},
     "reference that follows": {"beta": 0.5, "ref_model_sync_steps": 2, "learning_rate": 3e-2},

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rl.config import EvalConfig
+from hybrid_rl.config.eval_keys import EarlyStopping
 from hybrid_rl.controller.failures import note_of_ranks
 from hybrid_rl.errors import CheckpointError, ConfigError, HybridRLError
 from hybrid_rl.run.best import BestStep
@@ -67,7 +68,7 @@ def test_the_best_step_is_recorded_and_kept(make):
 
 def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path, caplog):
     """NaN before training and after steps 1 and 4, else 1 and 2: step 3 is the best, and patience is not used up."""
-    keys = EvalConfig(metric_for_best_model="reward", early_stopping_patience=1)
+    keys = EvalConfig(metric_for_best_model="reward", early_stopping=EarlyStopping(patience=1))
     best = BestStep(keys, tmp_path)
     values = [math.nan, math.nan, 1.0, 2.0, math.inf]
     assert [best.look(step, {"eval/reward": value}) for step, value in enumerate(values)] == [
@@ -88,7 +89,7 @@ def test_without_a_number_there_is_no_best_step(tmp_path, caplog):
         "there is no best step: eval/reward was not a number in any of 2 evaluations, so the weights of the last step "
         "stay; see eval/rewards/num_failed"
     )
-    assert "nor for early_stopping_patience" in caplog.text
+    assert "nor for early_stopping.patience" in caplog.text
 
 
 def test_the_last_best_checkpoint_stays_until_the_next_is_there(tmp_path):
@@ -147,8 +148,8 @@ def test_a_missing_checkpoint_is_said(make):
 def test_stopping_early(make, patience, threshold, last, capsys):
     """By hand: 0.2 0.6 0.55 0.61 0.3 0.3 0.3. With a threshold of 0.02, 0.61 does not count as better than 0.6 and
     3, 4 and 5 are bad, though 4 is still the best."""
-    keys = {} if patience is None else {"early_stopping_patience": patience}
-    trainer = make(**keys, **({"early_stopping_threshold": threshold} if threshold else {}))
+    keys = {} if patience is None else {"early_stopping.patience": patience}
+    trainer = make(**keys, **({"early_stopping.threshold": threshold} if threshold else {}))
     trainer.fit()
     assert trainer.global_step == last
     if patience is not None:
@@ -168,7 +169,7 @@ def test_fit_of_a_number_of_steps_after_an_early_stop_survives_a_restart(make, m
     """Stopped after step 6, the second evaluation: a restart from step 7 finds that in the checkpoint, and one from
     step 4 makes the evaluation again."""
     monkeypatch.setattr("hybrid_rl.run.restarts.FIRST_DELAY_SECONDS", 0.0)
-    keys = {"eval_steps": 3, "early_stopping_patience": 1, "early_stopping_threshold": 9.0, "max_restarts": 1}
+    keys = {"eval_steps": 3, "early_stopping.patience": 1, "early_stopping.threshold": 9.0, "max_restarts": 1}
     trainer = make(save_steps=save_steps, async_save=False, **keys)
     trainer.fit()
     assert trainer.global_step == 6
@@ -188,7 +189,7 @@ def test_fit_of_a_number_of_steps_after_an_early_stop_survives_a_restart(make, m
 
 def test_a_killed_run_keeps_its_best_and_its_patience(make):
     """Killed after step 6, resumed from checkpoint-5: one bad evaluation is behind it, and it stops at 7."""
-    keys = {"save_steps": 5, "early_stopping_patience": 3, "run_name": "killed", "model": build_model()}
+    keys = {"save_steps": 5, "early_stopping.patience": 3, "run_name": "killed", "model": build_model()}
     run = make(**keys)
     for _ in range(6):
         run.step()
@@ -205,7 +206,7 @@ def test_a_killed_run_keeps_its_best_and_its_patience(make):
     over.fit()
     assert over.global_step == 7  # it had stopped, and does not begin again
     over.close()
-    longer = make(**(keys | {"resume": "auto", "early_stopping_patience": 4, "model": build_model()}))
+    longer = make(**(keys | {"resume": "auto", "early_stopping.patience": 4, "model": build_model()}))
     longer.fit()
     assert longer.global_step == 8 and best_file(longer)["step"] == 8
 
@@ -261,10 +262,10 @@ def test_metrics_that_cannot_exist_are_refused_before_anything_is_loaded(make):
 
 def test_keys_without_effect_are_refused(make):
     for keys, message in [
-        ({"early_stopping_patience": 2, "metric_for_best_model": None}, "set metric_for_best_model"),
-        ({"early_stopping_patience": 2, "eval_steps": None}, "set eval_steps"),
+        ({"early_stopping.patience": 2, "metric_for_best_model": None}, "set metric_for_best_model"),
+        ({"early_stopping.patience": 2, "eval_steps": None}, "set eval_steps"),
         ({"load_best_model_at_end": True}, "set save_steps"),
-        ({"early_stopping_threshold": 0.1}, "set early_stopping_patience"),
+        ({"early_stopping.threshold": 0.1}, "set early_stopping.patience"),
         ({"metric_for_best_model": "reward", "eval_dataset": None, "eval_steps": None}, "no eval_dataset"),
     ]:
         with pytest.raises(HybridRLError, match=f"would do nothing: .*{message}"):

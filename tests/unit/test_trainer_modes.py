@@ -267,7 +267,7 @@ def test_a_start_that_fails_leaves_no_run_folder(
 def test_a_handoff_that_fails_at_the_start_leaves_no_run_folder(make_trainer, tmp_path) -> None:
     model = build_model()
     with pytest.raises(HandoffError, match="policy version 0"):
-        make_trainer(model, handoff_check={"probe_tolerance": 1e-30})
+        make_trainer(model, handoff={"probe_tolerance": 1e-30})
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -304,7 +304,7 @@ def test_a_failed_start_closes_what_it_opened(make_trainer, monkeypatch) -> None
     close = RewardRunner.close
     monkeypatch.setattr(RewardRunner, "close", lambda runner: (closed.append(runner), close(runner)))
     with pytest.raises(HandoffError, match="policy version 0"):
-        make_trainer(reward_funcs=spread, handoff_check={"probe_tolerance": 1e-30})
+        make_trainer(reward_funcs=spread, handoff={"probe_tolerance": 1e-30})
     assert len(closed) >= 2  # the one of the checks, and the worker's
 
 

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.slow
 
 LORA = {
     **KEYS,
-    "rollout.lora_handoff": "adapter",
+    "rollout.handoff.lora": "adapter",
     "lora.r": 3,
     "lora_alpha": 7,
     "peft.rank_pattern": {"q_proj": 5},
     "peft.exclude_modules": r".*layers\.1\.self_attn\.o_proj",
     "learning_rate": 1e-2,
-    "handoff_check.verify_steps": 5,
+    "handoff.verify_steps": 5,
 }
 # Numbers of an adapter: rank * (in + out), in float32; 64 dims, two heads of 32, 32 dims between; layer 1 lacks o_proj.
 LAYER = 5 * (64 + 64) + 2 * 3 * (64 + 64) + 2 * 3 * (64 + 32) + 3 * (32 + 64)
@@ -148,7 +148,7 @@ def test_adapters_without_a_place_are_refused(worker, writer):
         "model.layers.0.self_attn.q_proj.bias": "is no linear layer",
         "model.layers.7.mlp.up_proj.weight": "the model has no such weight",
     }.items():
-        with pytest.raises(ConfigError, match=f"no place for 1 of 1 adapters.*{why}.*lora_handoff=merged"):
+        with pytest.raises(ConfigError, match=f"no place for 1 of 1 adapters.*{why}.*handoff.lora=merged"):
             AdapterSlot(model, trace, {name: 3})
 
 

@@ -67,7 +67,7 @@ def test_the_tables_agree() -> None:
 
 def two_steps(module: Any, folder: Path) -> list[dict[str, float]]:
     """Their records."""
-    keys = {**KEYS, "max_steps": 2, "handoff_check.probe_tolerance": None, "output_dir": str(folder)}
+    keys = {**KEYS, "max_steps": 2, "handoff.probe_tolerance": None, "output_dir": str(folder)}
     with Trainer(module, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
         trainer.fit()
     return [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]

@@ -36,7 +36,7 @@ def play(tmp_path: Path, forks: Any, short_folder: Path, record_property: Any):
         if num_ranks > 1:
             program.environment = forks.environment()
             used.enter_context(forks.used())
-            program.keys |= {"num_ranks": num_ranks, "tensor_parallel_size": num_ranks, "transport": "auto"}
+            program.keys |= {"num_ranks": num_ranks, "tensor_parallel_size": num_ranks, "handoff.transport": "auto"}
             program.keys |= {"ray.env_vars": {"TMPDIR": str(short_folder)}}
         made.append(Killed(tmp_path, Starter(tmp_path, program), seed=seed, num_ranks=num_ranks))
         return made[-1]

@@ -80,7 +80,7 @@ class Watched(Bench):
         monkeypatch.setattr(engine_module, "tear_down", tear_down)
         monkeypatch.setattr(engine_module, "can_sleep_on", lambda device: True)
         monkeypatch.setattr(WeightWriter, "write", watched)
-        super().__init__(engine="vllm", **{"handoff_check.verify_steps": 1}, **keys)
+        super().__init__(engine="vllm", **{"handoff.verify_steps": 1}, **keys)
 
     def make(self, setup: WorkerSetup, context: RankContext) -> HybridWorker:
         worker = super().make(setup, context)
@@ -110,7 +110,7 @@ def watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_three_cycles_copy_no_weight_and_never_hold_more_than_one_side(watch: Callable[..., Watched]) -> None:
-    bench = watch(handoff_check={"probe_steps": 1})
+    bench = watch(handoff={"probe_steps": 1})
     ledger, weight_bytes = bench.ledger, bench.llm.weight_bytes
     assert ledger.log == MORNING  # the engine slept from the start
     slopes = bench.llm.model.slopes
@@ -129,7 +129,7 @@ def test_three_cycles_copy_no_weight_and_never_hold_more_than_one_side(watch: Ca
 
 
 def test_without_a_probe_the_cache_wakes_for_the_rollout(watch: Callable[..., Watched]) -> None:
-    bench = watch(handoff_check={"probe_steps": 0})
+    bench = watch(handoff={"probe_steps": 0})
     assert bench.ledger.log == MORNING[:-2]
     bench.rollout()
     assert bench.ledger.log == MORNING

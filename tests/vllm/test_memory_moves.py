@@ -21,7 +21,7 @@ VLLM: dict[str, Any] = {
     "engine_args.enforce_eager": True,
     "kv_cache_memory_bytes": 2**22,
     "engine_args.per_request_seeds": True,
-    "handoff_check.probe_tolerance": 1e-5,
+    "handoff.probe_tolerance": 1e-5,
     "shape": SHAPE,
 }
 

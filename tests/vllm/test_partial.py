@@ -53,7 +53,14 @@ def test_every_token_has_the_version_of_the_weights_that_made_it(tmp_path):
 @pytest.mark.timeout(900)
 def test_ranks_that_share_an_engine_break_off_together(tmp_path, short_folder):
     """Tensor parallel over two ranks, which step together until both have nothing left that runs."""
-    keys = {**KEYS, "tensor_parallel_size": 2, "transport": "auto", "num_ranks": 2, "run_name": "run", "save_steps": 1}
+    keys = {
+        **KEYS,
+        "tensor_parallel_size": 2,
+        "handoff.transport": "auto",
+        "num_ranks": 2,
+        "run_name": "run",
+        "save_steps": 1,
+    }
     keys |= {"ray.env_vars": {"TMPDIR": str(short_folder)}, "output_dir": str(tmp_path)}
     model, ages = build_model(**SHAPE), Counter[int]()
     with Trainer(model, spread, sums(40), tokenizer=build_tokenizer(), **keys) as trainer:

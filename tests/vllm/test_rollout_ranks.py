@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 4
 APART = {
     "rollout_ranks": 1,
-    "handoff_check.probe_steps": 1,
-    "handoff_check.probe_tolerance": 1e-5,
-    "handoff_check.verify_steps": 1,
+    "handoff.probe_steps": 1,
+    "handoff.probe_tolerance": 1e-5,
+    "handoff.verify_steps": 1,
     "save_steps": 1,
 }
 
@@ -54,7 +54,7 @@ def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
             id="trained whole",
             marks=pytest.mark.sweep,
         ),
-        pytest.param({"lora.r": 4, "lora_alpha": 32, "lora_handoff": "adapter"}, id="adapter", marks=pytest.mark.sweep),
+        pytest.param({"lora.r": 4, "lora_alpha": 32, "handoff.lora": "adapter"}, id="adapter", marks=pytest.mark.sweep),
     ],
 )
 def test_every_token_has_the_version_of_the_weights_that_made_it(keys, tmp_path, short_folder):
@@ -78,5 +78,5 @@ def test_every_token_has_the_version_of_the_weights_that_made_it(keys, tmp_path,
         assert metrics["handoff/probe_gap"] < 1e-5 and metrics["timing/verify"] > 0
         assert 0 < metrics["ranks/generating_busy"] <= 1 and 0 < metrics["ranks/training_busy"] <= 1
         assert "memory/actor_bytes" in metrics and "memory/engine_weights_bytes" in metrics
-    if keys.get("lora_handoff") == "adapter":
+    if keys.get("handoff.lora") == "adapter":
         assert metrics["handoff/bytes"] == metrics["handoff/adapter_bytes"]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 KEYS = {
-    "handoff_check.probe_steps": 1,
+    "handoff.probe_steps": 1,
     "engine": "vllm",
     "engine_args.enforce_eager": True,
     "rollout.engine_args.block_size": 32,  # any argument of vLLM is a key
@@ -28,8 +28,8 @@ KEYS = {
     "max_completion_length": 8,
     "learning_rate": 1e-3,
     "max_steps": 20,
-    "handoff_check.probe_tolerance": 1e-5,
-    "handoff_check.verify_steps": 1,
+    "handoff.probe_tolerance": 1e-5,
+    "handoff.verify_steps": 1,
 }
 
 

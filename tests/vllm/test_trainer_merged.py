@@ -90,7 +90,7 @@ def test_memory_of_the_engine_cannot_be_the_bases(tmp_path):
             sums(12),
             tokenizer=build_tokenizer(),
             peft_config=LoraConfig(r=4),
-            adopt_weights=True,
+            handoff={"adopt_weights": True},
             output_dir=str(tmp_path),
             **KEYS,
         )

@@ -14,8 +14,8 @@ from tests.vllm.test_trainer import KEYS, SHAPE
 pytestmark = pytest.mark.slow
 
 LAYOUTS = {
-    "tensor parallel": {"tensor_parallel_size": 2, "transport": "auto"},
-    "two replicas": {"tensor_parallel_size": 1, "transport": "distributed"},
+    "tensor parallel": {"tensor_parallel_size": 2, "handoff.transport": "auto"},
+    "two replicas": {"tensor_parallel_size": 1, "handoff.transport": "distributed"},
 }
 
 
@@ -37,7 +37,7 @@ def short_folder():
 )
 def test_in_every_step_every_logprob_is_the_trainers(layout, num_steps, tmp_path, short_folder, caplog):
     model = build_model(**SHAPE)  # a tied head
-    keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "handoff_check.verify_steps": 5}
+    keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "handoff.verify_steps": 5}
     keys["max_steps"] = num_steps
     keys["ray.env_vars"] = {"TMPDIR": str(short_folder)}
     with (

@@ -59,7 +59,7 @@ def test_what_the_platform_packs_is_loaded_anew_and_a_stale_head_is_caught(train
 
 def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
     """What an architecture is like that vLLM computes by code of its own: the bytes are right, the logprobs are not."""
-    trainer, frames = train(**{"handoff_check.verify_steps": 5}), {}
+    trainer, frames = train(**{"handoff.verify_steps": 5}), {}
     with recording(frames, "vllm"):
         trainer.fit()
     assert len(frames["the handoff's write"]) == 12, frames
@@ -75,7 +75,7 @@ def test_a_trainer_that_computes_otherwise_with_weights_that_are_equal(train):
 def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
     model = build_model(**SHAPE)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    trainer = train(model, adopt_weights=True)
+    trainer = train(model, handoff={"adopt_weights": True})
     worker = worker_of(trainer)
     loaded = engine_of(worker).weights
     engine = dict(zip((spec.name for spec in loaded.trace.destinations), loaded.destinations, strict=True))
@@ -95,9 +95,9 @@ def test_adopted_weights_are_one_memory_and_a_handoff_writes_nothing(train):
 
 def test_memory_that_cannot_be_shared_is_refused(train, caplog):
     with pytest.raises(HandoffError, match="rearranges .* set engine_args.plain_weights=true"):
-        train(adopt_weights=True, engine_args={"plain_weights": False})
+        train(handoff={"adopt_weights": True}, engine_args={"plain_weights": False})
     with pytest.raises(ConfigError, match="shares one rank's memory"):
-        train(adopt_weights=True, num_ranks=2)
+        train(handoff={"adopt_weights": True}, num_ranks=2)
     trainer = train(max_steps=1)
     trainer.fit()
     assert max(gaps(trainer)) < 1e-5

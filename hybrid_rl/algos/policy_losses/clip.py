@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hybrid_rl.algos.columns import ratio_of
-from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, register
+from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, own, register
 from hybrid_rl.algos.masked import row_mean
 from hybrid_rl.algos.options import key
 from hybrid_rl.errors import ConfigError
@@ -144,8 +144,8 @@ class SAPO(PolicyObjective):
     """
 
     objective: Literal["sapo"] = key("sapo", "the policy loss")
-    sapo_temperature_pos: float = key(1.0, "how fast the gate closes for tokens with a positive advantage", above=0)
-    sapo_temperature_neg: float = key(1.05, "how fast it closes for the other tokens", above=0)
+    sapo_temperature_pos: float = own(1.0, "how fast the gate closes for tokens with a positive advantage", above=0)
+    sapo_temperature_neg: float = own(1.05, "how fast it closes for the other tokens", above=0)
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = key(
         "token",
         "sequence = the gate is that of the completion's ratio, the geometric mean over its tokens; sequence_token = "

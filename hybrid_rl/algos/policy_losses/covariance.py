@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hybrid_rl.algos.columns import check_columns, ratio_of
-from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, WholeMiniBatch, register
+from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, WholeMiniBatch, own, register
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
@@ -37,9 +37,9 @@ class ClipCov(ClipRange):
 
     objective: Literal["clip_cov"] = key("clip_cov", "the policy loss")
     epsilon: float = key(1.0, "ratio clip below 1; 1 = none", above=0, maximum=1)
-    clip_cov_ratio: float = key(2e-4, "share of tokens without gradient", above=0, maximum=1)
-    clip_cov_lb: float = key(1.0, "covariance above which a token may be drawn")
-    clip_cov_ub: float = key(5.0, "covariance below which a token may be drawn")
+    clip_cov_ratio: float = own(2e-4, "share of tokens without gradient", above=0, maximum=1)
+    clip_cov_lb: float = own(1.0, "covariance above which a token may be drawn")
+    clip_cov_ub: float = own(5.0, "covariance below which a token may be drawn")
     needs = frozenset({Needs.OLD_LOGPROBS})
 
     def __post_init__(self) -> None:
@@ -79,10 +79,10 @@ class KLCov(PolicyObjective):
     """
 
     objective: Literal["kl_cov"] = key("kl_cov", "the policy loss")
-    kl_cov_ratio: float = key(
+    kl_cov_ratio: float = own(
         2e-3, "share of tokens with a penalty (32B models in the paper: 2e-4)", above=0, maximum=1
     )
-    kl_cov_coef: float = key(1.0, "weight of the penalty", minimum=0)
+    kl_cov_coef: float = own(1.0, "weight of the penalty", minimum=0)
     needs = frozenset({Needs.OLD_LOGPROBS})
 
     def prepare(self, whole: WholeMiniBatch) -> Tensor:

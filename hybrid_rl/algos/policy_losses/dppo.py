@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hybrid_rl.algos.columns import bounded, check_columns, masked_log_ratio
-from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, register
+from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, PolicyObjective, own, register
 from hybrid_rl.algos.options import key
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ class DPPO(PolicyObjective):
     """
 
     objective: Literal["dppo"] = key("dppo", "the policy loss")
-    divergence_type: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"] = key(
+    divergence_type: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"] = own(
         "binary_tv", "total variation or KL, from the sampled token only, or from the best tokens of the old policy too"
     )
-    divergence_threshold: float | None = key(
+    divergence_threshold: float | None = own(
         None, "divergence from which updates away from the old policy stop; None = 0.15 for TV, 0.05 for KL", above=0
     )
-    num_top: int = key(20, "best tokens of the old policy that the top-k divergences tell apart", minimum=1)
-    clip_ratio_c: float | None = key(
+    num_top: int = own(20, "best tokens of the old policy that the top-k divergences tell apart", minimum=1)
+    clip_ratio_c: float | None = own(
         5.0, "upper bound of the ratio as a weight; None = none (the paper's stability runs)", minimum=1
     )
 
@@ -69,7 +69,7 @@ class DPPO(PolicyObjective):
         if not self.corrects_rollout:
             return {}
         reason = f"divergence_type={self.divergence_type} looks only at the sampled token; use topk_tv or topk_kl"
-        return {"num_top": reason}
+        return {"loss_options.num_top": reason}
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the masked surrogate; the metric is D."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hybrid_rl.algos.columns import ratio_of
-from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, register
+from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, own, register
 from hybrid_rl.algos.masked import row_mean
 from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
@@ -79,7 +79,7 @@ class RSPO(GeometricMean):
     """
 
     objective: Literal["rspo"] = key("rspo", "the policy loss")
-    router_shift_floor: float = key(
+    router_shift_floor: float = own(
         0.8, "least factor of the ratio if the routers of a token have moved (gamma_min)", above=0, maximum=1
     )
     needs = frozenset({Needs.ROUTER_SCORES})

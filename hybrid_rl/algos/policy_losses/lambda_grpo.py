@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rl.algos.advantages.group_rewards import Groups
 from hybrid_rl.algos.columns import ratio_of
-from hybrid_rl.algos.interface import LossInputs, PolicyLoss, WholeMiniBatch, register
+from hybrid_rl.algos.interface import LossInputs, PolicyLoss, WholeMiniBatch, own, register
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
@@ -30,8 +30,8 @@ class LambdaGRPO(ClipRange):
     """
 
     objective: Literal["lambda_grpo"] = key("lambda_grpo", "the policy loss")
-    lambda_length_scale: float = key(1 / 9, "what one standard deviation of length adds to the base, 1", above=0)
-    lambda_learning_rate: float = key(
+    lambda_length_scale: float = own(1 / 9, "what one standard deviation of length adds to the base, 1", above=0)
+    lambda_learning_rate: float = own(
         1e-3, "learning rate of the exponent, which Adam learns in addition to the model", minimum=0
     )
     initial_parameters = (0.0,)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from hybrid_rl.algos.columns import ratio_of
-from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, register
+from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, own, register
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import log_ratio_at
@@ -72,10 +72,10 @@ class VESPO(PolicyObjective):
     """
 
     objective: Literal["vespo"] = key("vespo", "the policy loss")
-    vespo_k_pos: float = key(2.0, "positive advantages: how fast small weights vanish", minimum=0)
-    vespo_lambda_pos: float = key(3.0, "positive advantages: how fast large weights vanish", minimum=0)
-    vespo_k_neg: float = key(3.0, "negative advantages: how fast small weights vanish", minimum=0)
-    vespo_lambda_neg: float = key(2.0, "negative advantages: how fast large weights vanish", minimum=0)
+    vespo_k_pos: float = own(2.0, "positive advantages: how fast small weights vanish", minimum=0)
+    vespo_lambda_pos: float = own(3.0, "positive advantages: how fast large weights vanish", minimum=0)
+    vespo_k_neg: float = own(3.0, "negative advantages: how fast small weights vanish", minimum=0)
+    vespo_lambda_neg: float = own(2.0, "negative advantages: how fast large weights vanish", minimum=0)
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the log-likelihood, weighted by kernel and advantage. `weight` is the ratio of each token."""

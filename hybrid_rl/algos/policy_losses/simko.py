@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hybrid_rl.algos.columns import ratio_of
-from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, register
+from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, own, register
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
@@ -33,10 +33,10 @@ class SimKO(ClipRange):
     """
 
     objective: Literal["simko"] = key("simko", "the policy loss")
-    num_candidates: int = key(3, "number of top candidates that correct samples raise (K)", minimum=1)
-    mix_topk_coef: float = key(0.01, "share of the gradient that goes to them (alpha)", minimum=0, maximum=1)
-    lambda_top1: float = key(1.1, "weight of wrong samples that took the best candidate", minimum=1)
-    forking_quantile: float = key(
+    num_candidates: int = own(3, "number of top candidates that correct samples raise (K)", minimum=1)
+    mix_topk_coef: float = own(0.01, "share of the gradient that goes to them (alpha)", minimum=0, maximum=1)
+    lambda_top1: float = own(1.1, "weight of wrong samples that took the best candidate", minimum=1)
+    forking_quantile: float = own(
         0.8, "tokens are forking above this quantile of the entropy within their sample (tau)", minimum=0, below=1
     )
     needs = frozenset({Needs.LOG_PROBS})

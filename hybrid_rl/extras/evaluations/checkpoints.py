@@ -10,13 +10,13 @@ from typing import Any
 
 from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
 from hybrid_rl.config import TrainerConfig, load_config, to_yaml
+from hybrid_rl.config.config_text import key_values
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.evaluations.evaluations import EVAL_FILE, Evaluation
 from hybrid_rl.logging.run_folder import RunFolder
 from hybrid_rl.metrics.metric_sums import finite
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.run.changed import leaves_of
 from hybrid_rl.run.evaluation import are_sets
 from hybrid_rl.run.prepare import Run, prepare
 from hybrid_rl.run.start import make_collector, make_evaluator, start_workers
@@ -123,9 +123,8 @@ def _evaluated(run: Run, model: str, step: int | None, folder: Path, closing: co
     generating.update_weights(0)
     policy.label = "the evaluation"
     metrics, sets = evaluator.evaluate(run.eval_rows, 0, TrainerState(0, 1, 0.0), folder, kept=None)
-    leaves = {path.rpartition(".")[2]: value for path, value in leaves_of(run.config)}
-    settings = {name: leaves[name] for name in SETTINGS if name in leaves}
-    settings["rewards"] = run.reward_names
+    leaves = {key.path.rpartition(".")[2]: key.value for key in key_values(run.config)}
+    settings = {name: leaves[name] for name in SETTINGS if name in leaves} | {"rewards": run.reward_names}
     made = Evaluation(model, sets, settings, finite(metrics), step, folder)
     (folder / EVAL_FILE).write_text(json.dumps(made.to_json()) + "\n", encoding="utf-8")
     return made

@@ -25,14 +25,14 @@ def _corrected(asked: Mapping[str, Any]) -> Answer | None:
         if weighs not in ("token", "sequence") or high is None:
             return None
         if low is None:
-            return Answer({"correction": "tis", "correction_level": weighs, "correction_cap": high})
+            return Answer({"correction": "tis", "correction_level": weighs, "correction_high": high})
         mode = {"correction": "icepop"} if weighs == "token" else {"correction": "mis", "correction_level": weighs}
         return Answer({**mode, "correction_low": low, "correction_high": high})
     estimator, threshold = _rejection(rejects, section.get("rollout_rs_threshold"))
     if threshold is None or (weighs and (weighs != "token" or low is not None)):
         return None
     settings = {"correction": "kl_rejection", "correction_estimator": estimator, "correction_threshold": threshold}
-    return Answer(settings | ({"correction_cap": high} if weighs else {}), _NATS)
+    return Answer(settings | ({"correction_high": high} if weighs else {}), _NATS)
 
 
 def _bounds(text: Any) -> tuple[float | None, float | None]:

@@ -133,19 +133,21 @@ _RESIDENTS = MappingProxyType(
 )
 
 
-def _loggers(value: Any, _: Mapping[str, Any]) -> Answer | None:
+def _loggers(value: Any, asked: Mapping[str, Any]) -> Answer | None:
     names = [value] if isinstance(value, str) else list(value or [])
     unknown = [name for name in names if name not in (*_TRACKERS, "console", "file")]
     if unknown:
         return None
     kept = [name for name in names if name in _TRACKERS]
-    return Answer({"report_to": kept} if kept else {}, "the console and metrics.jsonl are always there")
+    project = "wandb" in kept and _asked(asked, "trainer.project_name")
+    wanted = {name: {"project": project} if name == "wandb" else {} for name in kept} if project else kept
+    return Answer({"report_to": wanted} if kept else {}, "the console and metrics.jsonl are always there")
 
 
-def _project(value: Any, asked: Mapping[str, Any]) -> Answer | None:
-    if "wandb" not in (_asked(asked, "trainer.logger") or []):
-        return Answer(note="only trackers have projects: tracker_arguments={wandb: {project: P}}")
-    return Answer({"tracker_arguments": {"wandb": {"project": value}}})
+def _project(_: Any, asked: Mapping[str, Any]) -> Answer | None:
+    if "wandb" not in (loggers := _asked(asked, "trainer.logger") or []):
+        return Answer(note="only trackers have projects: report_to={wandb: {project: P}}")
+    return _loggers(loggers, asked)
 
 
 def _ranks(value: Any, asked: Mapping[str, Any]) -> Answer | None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_rl.config.leaves import visible_leaves
+from hybrid_rl.config.leaves import all_leaves, visible_leaves
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.names import Kind, records
 
@@ -71,6 +71,7 @@ class _Translator:
         self._fields = {name: plain(value) for name, value in fields.items()}
         self._changed = {name for name in fields if differ(self._fields[name], plain(defaults[name]))}
         self._ours = {leaf.name: leaf.default for leaf in visible_leaves().values()}
+        self._entries = {leaf.path.rpartition(".")[2]: leaf.name for leaf in all_leaves() if leaf.within}
         self._done = set(FILLED)
         self._found = Translation()
 
@@ -90,7 +91,7 @@ class _Translator:
             elif name in not_needed and name in self._changed:
                 self._found.unneeded.append(name)
             elif name in self._changed:
-                self._found.given[name] = value
+                self._found.given[self._entries.get(name, name)] = value
         return self._found
 
     def _put(self, key: str, value: Any, *sources: str) -> None:
@@ -212,13 +213,12 @@ class _Translator:
             self._done.update(names)
             return
         level, _, kind = str(fields[f"{CORRECTION}mode"]).partition("_")
-        masks = kind == "mask"
         highest = next(fields[name] for name in MAXIMA if fields.get(name) is not None)
         lowest = fields.get(f"{CORRECTION}clip_min") or 0.0
-        self._put("correction", "mis" if masks else "tis", *names)
+        self._put("correction", "mis" if kind == "mask" else "tis", *names)
         self._put("correction_level", level, *names)
-        self._put("correction_high" if masks else "correction_cap", highest, *names)
-        self._put("correction_low" if masks else "correction_floor", lowest, *names)
+        self._put("correction_high", highest, *names)
+        self._put("correction_low", lowest, *names)
 
     def _best(self) -> None:
         """The metric of the best checkpoint, which TRL names "loss" if the user named none."""

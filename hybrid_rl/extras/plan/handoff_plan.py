@@ -81,7 +81,7 @@ def plan_handoff(
     dtype = DTYPES[config.model.dtype]
     if not isinstance(rollout, ColocatedRolloutConfig):
         return replace(_embedded(skeleton, dtype, hosts, config.fsdp.dp_replicate), is_on_gpus=not on_host)
-    if rollout.adopt_weights:
+    if rollout.handoff.adopt_weights:
         return HandoffPlan("trainer and engine share one copy of the weights: nothing is moved", {})
     words = f"{rollout.engine} gets each element once, from the rank nearest to it that holds it"
     try:
@@ -102,7 +102,7 @@ def plan_handoff(
         reports[rank] = report_of(make_plan(trace, layout, rank), trace, layout)
     rank = max(reports, key=lambda number: reports[number].total.read_bytes - reports[number].local.read_bytes)
     found = reports[rank]
-    words += f"; through files in {rollout.weights_path}" if rollout.transport == "disk" else ""
+    words += f"; through files in {rollout.handoff.weights_path}" if rollout.handoff.transport == "disk" else ""
     words += "; its shards are in host memory" if config.fsdp.cpu_offload and on_host else ""
     return HandoffPlan(
         words,

@@ -203,7 +203,7 @@ def guides_of(config: Mapping[str, Any]) -> dict[str, list[Guide]]:
         if is_number(value):
             found.setdefault(metric, []).append(Guide(kind, f"{says} ({name}={value:g})", high=float(value)))
 
-    tolerance = config.get("rollout.handoff_check.probe_tolerance")
+    tolerance = config.get("rollout.handoff.probe_tolerance")
     if tolerance is None:
         tolerance = PROBE_TOLERANCES.get(str(config.get("model.dtype")))
     add("handoff/probe_gap", "probe_tolerance", tolerance, "limit", "the run stops")

@@ -131,7 +131,7 @@ class WandbTracker:
 
 
 class TrackioTracker:
-    """trackio: a database on this machine, or a Hugging Face Space (tracker_arguments.trackio.space_id)."""
+    """trackio: a database on this machine, or a Hugging Face Space (report_to.trackio.space_id)."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio

@@ -38,6 +38,7 @@ logger = logging.getLogger("hybrid_rl")
 
 STATE = "trackers.json"  # in the run folder: by tracker, its name of the run, and the last step that it has
 METRICS = "metrics.jsonl"
+FORMER_KEY = "tracker_arguments"  # of runs that named the trackers and their arguments apart
 CLOSE_SECONDS = 10.0  # that the end of a run waits for a tracker that takes nothing
 LONGEST_CLOSE = 120.0  # and for all that are still taking steps
 BATCH_STEPS = 10  # that are sent in one call, if so many wait
@@ -49,25 +50,31 @@ STATE_SECONDS = 10.0  # between two writes of the state
 _state_lock = threading.Lock()
 
 
-def check_trackers(names: Sequence[str], arguments: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError for a tracker that is not installed or would ask for a login, and for arguments that it does
-    not take. arguments: `tracker_arguments`."""
-    wanted = [name for name in dict.fromkeys(names) if name != "none"]
+def check_trackers(report_to: Any) -> None:
+    """Raise ConfigError for a tracker that does not exist, is not installed or would ask for a login, and for arguments
+    that it does not take. report_to: that key."""
+    wanted = _arguments(report_to)
+    if strange := [name for name in wanted if name not in KINDS]:
+        raise ConfigError(f"report_to.{strange[0]}: it is not a tracker; use one of {', '.join(KINDS)}")
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"report_to={list(names)}: {missing[0]} is not installed; pip install {' '.join(missing)}")
-    for name, given in (arguments or {}).items():
-        if name not in wanted:
-            raise ConfigError(f"tracker_arguments.{name}: report_to={list(names)} does not name {name!r}; add it there")
+        raise ConfigError(f"report_to={list(wanted)}: {missing[0]} is not installed; pip install {' '.join(missing)}")
+    for name, given in wanted.items():
         if not isinstance(given, Mapping):
-            raise ConfigError(f"tracker_arguments.{name}={given!r} must be a mapping of arguments")
-        known = known_arguments(name)
-        if unknown := [argument for argument in given if argument not in known]:
+            raise ConfigError(f"report_to.{name}={given!r} must be a mapping of arguments")
+        if given and (unknown := [argument for argument in given if argument not in known_arguments(name)]):
             raise ConfigError(
-                f"tracker_arguments.{name}.{unknown[0]}: {name} has no such argument; it takes {', '.join(known)}"
+                f"report_to.{name}.{unknown[0]}: {name} has no such argument; it takes "
+                f"{', '.join(known_arguments(name))}"
             )
     if "wandb" in wanted:
-        check_wandb((arguments or {}).get("wandb", {}))
+        check_wandb(wanted["wandb"])
+
+
+def _arguments(report_to: Any) -> dict[str, Any]:
+    """Return the arguments of each tracker, by name. report_to: their names, or the arguments by name."""
+    given = report_to if isinstance(report_to, Mapping) else dict.fromkeys(report_to)
+    return {name: arguments or {} for name, arguments in given.items() if name != "none"}
 
 
 # ---------------------------------------------------------------------------------------------- where a tracker is
@@ -275,25 +282,16 @@ class Delivery:
 
 
 class Trackers:
-    """The trackers of a run. names: as in report_to; config: of the run; first_step: after which training starts;
-    arguments: `tracker_arguments`.
+    """The trackers of a run. report_to: that key; config: of the run; first_step: after which training starts.
 
     Trackers that knew the run before it was resumed continue it; what they lack of it, they get first.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        folder: Path,
-        config: Mapping[str, Any],
-        first_step: int = 0,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> None:
-        state, arguments = read_state(folder), arguments or {}
+    def __init__(self, report_to: Any, folder: Path, config: Mapping[str, Any], first_step: int = 0) -> None:
+        state = read_state(folder)
         self._deliveries = [
-            Delivery(name, _tracked(name, folder, config, arguments.get(name) or {}, state, first_step))
-            for name in dict.fromkeys(names)
-            if name != "none"
+            Delivery(name, _tracked(name, folder, config, arguments, state, first_step))
+            for name, arguments in _arguments(report_to).items()
         ]
         self.close = at_end(self, _close, self._deliveries, folder)  # also at the end of the program; idempotent
 
@@ -367,8 +365,9 @@ def upload(folder: str | Path, name: str, *, again: bool = False) -> int:
     if not (folder / METRICS).exists():
         raise ConfigError(f"{folder} has no {METRICS}; name the folder of a run")
     config = _config_of(folder)
-    arguments = (config.get("tracker_arguments") or {}).get(name) or {}
-    check_trackers([name], {name: arguments})
+    given = config.get("report_to")
+    arguments = (given if isinstance(given, dict) else config.get(FORMER_KEY) or {}).get(name) or {}
+    check_trackers({name: arguments})
     run = _tracked(name, folder, config, arguments, {} if again else read_state(folder), None)
     log_completions = config.get("log_completions")
     num_samples = log_completions if isinstance(log_completions, int) else 0
@@ -408,8 +407,8 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     else:
         if not isinstance(config, dict):
             problem = f"is a {type(config).__name__}, not keys with values"
-        elif not isinstance(given := config.get("tracker_arguments") or {}, dict):
-            problem = f"has tracker_arguments: {given!r:.100}, which is no mapping"
+        elif not isinstance(given := config.get(FORMER_KEY) or {}, dict):
+            problem = f"has {FORMER_KEY}: {given!r:.100}, which is no mapping"
         else:
             return config
     raise ConfigError(f"{path} {problem}; restore it, or delete it to send the metrics without it")

@@ -309,7 +309,7 @@ class IpcSource(Source):
         except CannotShareError as error:
             raise HandoffError(
                 f"the shards of rank {rank} on {self._layout.hosts[rank]} cannot be read in place: {error}. Or have "
-                f"them sent: rollout.transport=auto or distributed"
+                f"them sent: handoff.transport=auto or distributed"
             ) from error
 
     def _map(self, rank: int) -> Parts:

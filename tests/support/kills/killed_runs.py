@@ -34,7 +34,7 @@ KEYS: dict[str, Any] = {
     "max_steps": 6,
     "save_steps": 1,
     "save_rollouts": True,  # so that files tell all that a step was made of
-    "handoff_check.probe_steps": 1,  # otherwise the first handoffs of a process are probed
+    "handoff.probe_steps": 1,  # otherwise the first handoffs of a process are probed
     "run_name": "run",
     "resume": "auto",
 }

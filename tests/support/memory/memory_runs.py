@@ -43,8 +43,8 @@ KEYS = {
     "max_completion_length": 5,
     "learning_rate": 1e-3,
     "prompts_per_mini_batch": 2,
-    "handoff_check.probe_steps": 1,
-    "handoff_check.verify_steps": 1,
+    "handoff.probe_steps": 1,
+    "handoff.verify_steps": 1,
 }
 CLOCK_AND_MEMORY = ("timing/", "perf/", "memory/", "step_time")
 
@@ -64,7 +64,7 @@ def folders(path: Path) -> Iterator[Callable[..., Trainer]]:
         chosen = {**KEYS, **CASES[case]["keys"], "memory.offload": tags, **keys}
         chosen = {"output_dir": str(path / "runs"), "run_name": f"{case}-{bool(offload)}", **chosen}
         if chosen.get("engine") == "inplace":
-            del chosen["handoff_check.verify_steps"]  # nothing is copied
+            del chosen["handoff.verify_steps"]  # nothing is copied
         model = chosen.pop("model", None) or build_model(**chosen.pop("shape", {}))
         made.append(Trainer(model, rewards, sums(12), tokenizer=build_tokenizer(), **chosen))
         return made[-1]

@@ -79,20 +79,20 @@ def test_truncation_zeroes_nothing() -> None:
 def test_a_floor_lifts_what_is_below_it() -> None:
     """TRL's clip_min of the modes that truncate; nothing is lifted where the policy made no token, or is no number."""
     given = inputs([0.01, 1.0, 7.0], [0.3, None, 0.5])
-    found = TIS(correction_floor=0.4).weigh(given)
+    found = TIS(correction_low=0.4).weigh(given)
     assert found.weights.tolist() == pytest.approx([0.4, 1.0, 2.0, 0.4, 0.0, 0.5], rel=1e-12)
     assert (flags(found.truncated), flags(found.rejected)) == ("x.xx..", "......")
     unknown = dataclasses.replace(given, logprobs=torch.full_like(given.logprobs, math.nan))
-    assert not TIS(correction_floor=0.4).weigh(unknown).weights.any()
+    assert not TIS(correction_low=0.4).weigh(unknown).weights.any()
 
 
 def test_truncation_of_completions() -> None:
     """Products 1.5 * 1.2 = 1.8 and 2 * 2 = 4; geometric means sqrt(1.8) and 2, both of two tokens."""
     given = inputs([1.5, 1.2, None], [2.0, None, 2.0])
-    assert weights(TIS(correction_level="sequence", correction_cap=2.5), given) == [1.8, 1.8, 0, 2.5, 0, 2.5]
+    assert weights(TIS(correction_level="sequence", correction_high=2.5), given) == [1.8, 1.8, 0, 2.5, 0, 2.5]
     mean = math.sqrt(1.8)
-    assert weights(TIS(correction_level="geometric", correction_cap=1.5), given) == [mean, mean, 0, 1.5, 0, 1.5]
-    found = TIS(correction_level="sequence", correction_cap=2.5).weigh(given)
+    assert weights(TIS(correction_level="geometric", correction_high=1.5), given) == [mean, mean, 0, 1.5, 0, 1.5]
+    found = TIS(correction_level="sequence", correction_high=2.5).weigh(given)
     assert flags(found.truncated) == "...x.x"
 
 
@@ -153,7 +153,7 @@ def test_a_completion_without_tokens_has_no_divergence() -> None:
 
 def test_rejection_with_a_cap_weighs_what_is_kept() -> None:
     """Ratios 1.05 and 1.2 of a kept completion, the second bounded by 1.1; all of the other is left out."""
-    correction = KLRejection(correction_threshold=0.02, correction_cap=1.1)
+    correction = KLRejection(correction_threshold=0.02, correction_high=1.1)
     given = inputs([1.05, 1.2], [3.0, 1.0])
     assert weights(correction, given) == [1.05, 1.1, 0, 0]
     found = correction.weigh(given)
@@ -241,10 +241,10 @@ def random_inputs(seed: int = 0) -> CorrectionInputs:
 
 CASES = [
     (TIS(), per_token(truncate(2.0))),
-    (TIS(correction_level="sequence", correction_cap=3.0), product(truncate(3.0))),
-    (TIS(correction_level="geometric", correction_cap=1.1), geometric(truncate(1.1))),
-    (TIS(correction_floor=0.8, correction_cap=1.2), per_token(truncate(1.2, 0.8))),
-    (TIS(correction_floor=0.9, correction_level="sequence"), product(truncate(2.0, 0.9))),
+    (TIS(correction_level="sequence", correction_high=3.0), product(truncate(3.0))),
+    (TIS(correction_level="geometric", correction_high=1.1), geometric(truncate(1.1))),
+    (TIS(correction_low=0.8, correction_high=1.2), per_token(truncate(1.2, 0.8))),
+    (TIS(correction_low=0.9, correction_level="sequence"), product(truncate(2.0, 0.9))),
     (MIS(), product(within(0.5, 2.0))),
     (MIS(correction_level="token", correction_high=3.0), per_token(within(0.5, 3.0))),
     (MIS(correction_level="geometric", correction_low=0.9, correction_high=1.1), geometric(within(0.9, 1.1))),
@@ -317,7 +317,7 @@ def test_a_ratio_beyond_floats(level: str) -> None:
     assert KLRejection().weigh(given).weights.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("correction", [TIS(), MIS(), IcePop(), KLRejection(), KLRejection(correction_cap=2.0)])
+@pytest.mark.parametrize("correction", [TIS(), MIS(), IcePop(), KLRejection(), KLRejection(correction_high=2.0)])
 def test_what_is_no_number_is_left_out(correction: Correction) -> None:
     given = inputs([1.0, 1.0], [1.0])
     logprobs = given.logprobs.clone()

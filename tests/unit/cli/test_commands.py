@@ -93,6 +93,15 @@ def test_keys_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no key contains 'no such word'" in capsys.readouterr().err
 
 
+def test_a_word_of_an_entry_shows_that_entry_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "num_top"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        *("key", "policy_loss.loss_options", "policy_loss.loss_options.num_top")
+    ]
+    assert main(["keys", "loss_options"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 20
+
+
 @pytest.mark.parametrize("command", ["keys", "algorithms"])
 def test_what_is_piped_ends_where_its_text_ends(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command]) == 0

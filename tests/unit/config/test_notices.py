@@ -38,7 +38,7 @@ def test_bounds_of_a_ratio_that_is_always_1(keys: dict[str, Any], inert: str) ->
         {"epsilon": 0.1, "old_logprobs": "rollout"},
         {"policy_loss": "reinforce"},
         {"policy_loss": "a3po", "epsilon": 0.1},  # whose ratio is to a policy between the engine's and this one
-        {"policy_loss": "dppo", "divergence_threshold": 0.3},
+        {"policy_loss": "dppo", "loss_options.divergence_threshold": 0.3},
     ],
 )
 def test_settings_of_which_nothing_is_told(keys: dict[str, Any]) -> None:

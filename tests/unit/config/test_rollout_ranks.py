@@ -64,10 +64,13 @@ def test_gpus_are_left_for_them() -> None:
         ({"mode": "rollout"}, "rollout_ranks=2 cannot be combined with mode=rollout"),
         ({"rollout.engine": "hf"}, "rollout_ranks=2 cannot be combined with rollout.engine=hf"),
         (
-            {"rollout.engine": "vllm", "transport": "distributed", "num_ranks": 2},
-            "rollout_ranks=2 cannot be combined with rollout.transport=distributed",
+            {"rollout.engine": "vllm", "handoff.transport": "distributed", "num_ranks": 2},
+            "rollout_ranks=2 cannot be combined with handoff.transport=distributed",
         ),
-        ({"rollout.engine": "vllm", "adopt_weights": True}, "rollout_ranks=2 cannot be combined with adopt_weights"),
+        (
+            {"rollout.engine": "vllm", "handoff.adopt_weights": True},
+            "rollout_ranks=2 cannot be combined with handoff.adopt_weights",
+        ),
         (
             {"rollout.engine": "vllm", "tensor_parallel_size": 4, "num_ranks": 4},
             "tensor_parallel_size=4 does not divide rollout_ranks=2; use 1, 2",

@@ -183,8 +183,8 @@ def test_numbers_have_bounds() -> None:
     }
     rewards = {"eval.success_reward", "advantage.reward_threshold", "advantage.success_threshold"}
     assert numbers - bounded - {"data.dataset_weights"} == rewards | {
-        "policy_loss.clip_cov_lb",
-        "policy_loss.clip_cov_ub",
+        "policy_loss.loss_options.clip_cov_lb",
+        "policy_loss.loss_options.clip_cov_ub",
     }
 
 

@@ -217,7 +217,7 @@ INERT = [
     ({"use_bias_correction_kl": False}, {"beta": 0.1}),
     ({"num_train_epochs": 2.0, "max_steps": 5}, None),
     ({"warmup_steps": 5}, {"lr_scheduler_type": "constant_with_warmup"}),
-    ({"handoff_check.probe_tolerance": 0.1, "handoff_check.probe_steps": 0}, {"handoff_check.probe_steps": 2}),
+    ({"handoff.probe_tolerance": 0.1, "handoff.probe_steps": 0}, {"handoff.probe_steps": 2}),
     ({"eval_top_p": 0.9}, {"eval_temperature": 0.7}),
     ({"eval_top_k": 5}, {"eval_temperature": 0.7}),
     ({"eval_min_p": 0.1}, {"eval_temperature": 0.7}),

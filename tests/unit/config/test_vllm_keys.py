@@ -85,26 +85,29 @@ def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({}, "lora_handoff=adapter, but no adapters are trained; set lora.r, or leave it out"),
+        ({}, "handoff.lora=adapter, but no adapters are trained; set lora.r, or leave it out"),
         (
             {"lora.r": 4, "peft.use_dora": True},
-            "use_dora=True: .* DoRA changes the length .*lora_handoff=merged",
+            "use_dora=True: .* DoRA changes the length .*handoff.lora=merged",
         ),
         ({"lora.r": 4, "peft.modules_to_save": ["lm_head"]}, "modules that are trained whole are no adapters"),
         ({"lora.r": 4, "peft.target_parameters": ["mlp.experts.down_proj"]}, "fused into one parameter have no slot"),
-        ({"lora.r": 4, "transport": "disk", "weights_path": "x"}, "transport=disk writes all weights at every handoff"),
+        (
+            {"lora.r": 4, "handoff.transport": "disk", "handoff.weights_path": "x"},
+            "transport=disk writes all weights at every handoff",
+        ),
     ],
     ids=["no adapters", "DoRA", "modules trained whole", "experts", "files"],
 )
 def test_what_vllms_own_slot_does_not_hold_is_refused(keys: dict[str, Any], match: str) -> None:
-    keys = {"engine": "vllm", "rollout.lora_handoff": "adapter", **keys}
+    keys = {"engine": "vllm", "rollout.handoff.lora": "adapter", **keys}
     with pytest.raises(ConfigError, match=match):
         resolve(*load_config(keys))
 
 
 def test_memory_is_shared_with_an_engine_that_adds_the_adapter_by_itself() -> None:
     """Merged, base and adapter are one tensor: the base would be lost."""
-    keys = {"engine": "vllm", "adopt_weights": True, "lora.r": 4}
-    with pytest.raises(ConfigError, match="the base would be lost; .*lora_handoff=adapter"):
+    keys = {"engine": "vllm", "handoff.adopt_weights": True, "lora.r": 4}
+    with pytest.raises(ConfigError, match="the base would be lost; .*handoff.lora=adapter"):
         resolve(*load_config(keys))
-    resolve(*load_config(keys | {"rollout.lora_handoff": "adapter"}))
+    resolve(*load_config(keys | {"rollout.handoff.lora": "adapter"}))

@@ -329,10 +329,8 @@ def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch
     calls: list[Any] = []
 
     class Tracker:
-        def __init__(
-            self, names: list[str], folder: Path, config: dict[str, Any], first_step: int, arguments: Any
-        ) -> None:
-            calls.append((names, folder.name, config["seed"], first_step, arguments))
+        def __init__(self, report_to: list[str], folder: Path, config: dict[str, Any], first_step: int) -> None:
+            calls.append((report_to, folder.name, config["seed"], first_step))
 
         def table(self, step: int, samples: list[dict[str, Any]]) -> None:
             calls.append((step, samples))
@@ -349,7 +347,7 @@ def test_trackers_start_with_the_run_and_end_with_it(tmp_path: Path, monkeypatch
     log.begin(0)
     log.metrics(1, {"reward": 1.0})
     log.close()
-    assert calls == [(["none"], "run", 3, 0, {}), (1, []), 1, "closed"]
+    assert calls == [(["none"], "run", 3, 0), (1, []), 1, "closed"]
 
 
 def test_samples_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,8 +83,8 @@ def test_a_merging_handoff_has_the_factors_in_float32(step_of, dtype: str, copie
 
 
 def test_vllms_slot_is_padded_and_cut(step_of) -> None:
-    keys = {"lora.r": 4, "engine": "vllm", "rollout.lora_handoff": "adapter"}
-    step, without = step_of(settings(**keys)), step_of(settings(**keys | {"rollout.lora_handoff": "merged"}))
+    keys = {"lora.r": 4, "engine": "vllm", "rollout.handoff.lora": "adapter"}
+    step, without = step_of(settings(**keys)), step_of(settings(**keys | {"rollout.handoff.lora": "merged"}))
     module = step.passes.module("policy", step.config)
     assert (slot_rank(module), slot_numel(module, step.config)) == (8, 2 * TRAINED)
     more = step.residents(0)[ENGINE_WEIGHTS].num_bytes - without.residents(0)[ENGINE_WEIGHTS].num_bytes
@@ -97,7 +97,7 @@ def test_vllms_slot_is_padded_and_cut(step_of) -> None:
 
 
 def test_a_handoff_of_adapters_moves_nothing_else(step_of) -> None:
-    step = step_of(settings(**{"lora.r": 4, "rollout.lora_handoff": "adapter"}, engine="vllm", num_ranks=2))
+    step = step_of(settings(**{"lora.r": 4, "rollout.handoff.lora": "adapter"}, engine="vllm", num_ranks=2))
     plan = adapter_handoff(step.config, step.passes.module("policy", step.config), ranks_per_host=2)
     assert {name: part.read_bytes for name, part in plan.links.items() if part.read_bytes} == {
         "local": TRAINED * 4 // 2,

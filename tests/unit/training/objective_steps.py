@@ -31,7 +31,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "gspo": {"algorithm": "gspo"},
     "gspo_token": {"importance_sampling_level": "sequence_token", "loss_type": "grpo"},
     "dual clip": {"dual_clip": 3.0, "epsilon_high": 0.28},
-    "dppo, top-k": {"policy_loss": "dppo", "divergence_type": "topk_tv", "num_top": 4},
+    "dppo, top-k": {"policy_loss": "dppo", "loss_options": {"divergence_type": "topk_tv", "num_top": 4}},
     "luspo": {"importance_sampling_level": "sequence", "loss_type": "sequence_sum"},
     "kl in the loss": {"beta": 0.1},
     "exact kl": {"beta": 0.1, "kl_estimator": "exact", "use_bias_correction_kl": False},

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES
+from hybrid_rl.algos.options import place as place_of
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import ConfigError
 from tests.unit.algos.variants import other_values, records
@@ -35,7 +36,12 @@ LOSSES: dict[str, Keys] = {
     "gspo token": {"policy_loss": "clip", "importance_sampling_level": "sequence_token"},
     "cispo by completion": {"policy_loss": "cispo", "importance_sampling_level": "sequence"},
     "sapo by completion": {"policy_loss": "sapo", "importance_sampling_level": "sequence"},
-    "dppo top-k": {"policy_loss": "dppo", "divergence_type": "topk_tv", "num_top": 3, "divergence_threshold": 0.05},
+    "dppo top-k": {
+        "policy_loss": "dppo",
+        "loss_options.divergence_type": "topk_tv",
+        "loss_options.num_top": 3,
+        "loss_options.divergence_threshold": 0.05,
+    },
 }
 SECTIONS: dict[str, dict[str, Keys]] = {
     "estimator": ESTIMATORS,
@@ -171,8 +177,8 @@ OWN = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_TERMS, "c
 COMPANY: dict[str, dict[str, Any]] = {
     "kl loss": {"kl": "loss", "beta": 0.3},
     "kl reward": {"kl": "reward", "beta": 0.3, "advantage": "rloo"},
-    "policy_loss dppo num_top": {**LOSSES["dppo top-k"], "divergence_threshold": 0.02},
-    "policy_loss clip_cov clip_cov_lb": {"policy_loss": "clip_cov", "clip_cov_ratio": 0.5},
+    "policy_loss dppo loss_options.num_top": {**LOSSES["dppo top-k"], "loss_options.divergence_threshold": 0.02},
+    "policy_loss clip_cov loss_options.clip_cov_lb": {"policy_loss": "clip_cov", "loss_options.clip_cov_ratio": 0.5},
 }
 VALUES: dict[str, list[Any]] = {
     "advantage vapo length_adaptive_alpha": [0.5, 1.0],  # nothing below 1 / alpha tokens
@@ -211,7 +217,7 @@ def options() -> Iterator[tuple[str, str, Any]]:
             for item in dataclasses.fields(record)[1:]:
                 if item.name not in LATER:
                     values = VALUES.get(f"{section} {name} {item.name}", other_values(item, hints[item.name]))
-                    yield from ((f"{section} {name}", item.name, value) for value in values)
+                    yield from ((f"{section} {name}", place_of(item), value) for value in values)
     for name, values in ALGORITHM.items():
         yield from (("algorithm", name, value) for value in values)
 

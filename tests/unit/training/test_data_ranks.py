@@ -79,7 +79,7 @@ def trained(shape: Mapping[str, int], keys: Mapping[str, Any]) -> tuple[dict[str
         {"beta": 0.1, "kl_target": 0.01, "loss_type": "dapo"},
         {"advantage": "reinforce_plus_plus", "kl": "reward", "beta": 0.1, "loss_type": "dapo"},
         {"top_entropy_quantile": 0.3, "entropy_coef": 0.1, "entropy_target": 3.0, "loss_type": "grpo"},
-        {"policy_loss": "lambda_grpo", "lambda_learning_rate": 0.1},
+        {"policy_loss": "lambda_grpo", "loss_options.lambda_learning_rate": 0.1},
         {"policy_loss": "clip_cov", "correction": "tis"},
     ],
     ids=["kl in the loss", "whitened", "entropy", "learned numbers", "whole mini-batch"],

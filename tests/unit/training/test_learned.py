@@ -13,7 +13,7 @@ from tests.support.inside.workers import actor_of
 def test_what_a_broken_off_update_left_behind_moves_no_learned_number(make_bench) -> None:
     found = []
     for left_behind in (None, torch.tensor([1e3], dtype=torch.float64)):
-        bench = make_bench(policy_loss="lambda_grpo", lambda_learning_rate=0.1)
+        bench = make_bench(policy_loss="lambda_grpo", loss_options={"lambda_learning_rate": 0.1})
         numbers = learned_numbers(actor_of(bench.worker))
         numbers.parameters.grad = left_behind
         bench.train()
@@ -33,7 +33,7 @@ def test_a_step_without_tokens_in_the_loss_moves_no_learned_number(make_trainer)
     trainer = make_trainer(
         reward_funcs=first_only,
         policy_loss="lambda_grpo",
-        lambda_learning_rate=0.1,
+        loss_options={"lambda_learning_rate": 0.1},
         score_by="group",
         num_generations=4,
         max_reward_failure_share=1.0,

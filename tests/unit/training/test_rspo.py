@@ -134,7 +134,7 @@ def test_columns_are_those_of_each_sample_alone() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_shift_is_one_until_the_weights_move(checkpointing: bool) -> None:
     """The first update of a step is GMPO's, bit for bit; in the second one every token has the shift written out."""
-    config = config_of(gradient_checkpointing=checkpointing, router_shift_floor=0.5)
+    config = config_of(gradient_checkpointing=checkpointing, loss_options={"router_shift_floor": 0.5})
     actor, batch = actor_of(config), rollout()
     plan = plan_of(batch, 40)
     assert len(plan[0]) > 2
@@ -171,7 +171,7 @@ def test_two_iterations_shift_in_the_second() -> None:
 
 
 def test_cuts_change_nothing() -> None:
-    config = config_of(router_shift_floor=0.5)
+    config = config_of(loss_options={"router_shift_floor": 0.5})
     model, batch = moved(rollout(), config)
     expected, slopes, metrics = loss_and_gradient(model, batch, config, CUTS[1])
     assert 0.5 < metrics["router_shift/mean"] < 0.95 and slopes.abs().max() > 1e-3
@@ -184,7 +184,7 @@ def test_cuts_change_nothing() -> None:
 
 def test_the_shift_counts_and_has_no_gradient() -> None:
     """The gradient is that of GMPO whose old policy was less likely by the shift: a constant of every token."""
-    config = config_of(router_shift_floor=0.3)
+    config = config_of(loss_options={"router_shift_floor": 0.3})
     model, batch = moved(rollout(), config)
     loss, gradient, _ = loss_and_gradient(model, batch, config, CUTS[1])
     ids = batch["old_router_ids"].values.view(-1, NUM_LAYERS, TOP_K)

@@ -133,14 +133,14 @@ def correction(record: Any, tokens: Sequence[Token], case: Case) -> list[float]:
     if mode == "none":
         return [1.0] * len(tokens)
     if mode == "tis":
-        found = [min(max(ratio, record.correction_floor), record.correction_cap) for ratio in ratios]
+        found = [min(max(ratio, record.correction_low), record.correction_high) for ratio in ratios]
     elif mode in ("mis", "icepop"):
         found = [ratio if record.correction_low <= ratio <= record.correction_high else 0.0 for ratio in ratios]
     else:
         # The engine sampled: x = ln(trainer / engine).
         each = {"k1": lambda x: -x, "k3": lambda x: math.exp(x) - 1 - x, "abs": abs}[record.correction_estimator]
         is_near = abs(statistics.fmean(each(log) for log in logs)) <= record.correction_threshold
-        cap = record.correction_cap
+        cap = record.correction_high
         found = [(1.0 if cap is None else min(ratio, cap)) if is_near else 0.0 for ratio in by_level["token"]]
     veto = getattr(record, "correction_veto", None)
     if veto is not None and min(by_level["token"]) < veto:

@@ -38,7 +38,7 @@ def test_the_trainers_half_is_a_greedy_continuation() -> None:
 
 def test_tokens_count_up_to_the_first_that_the_trainer_would_not_have_chosen() -> None:
     rows = torch.tensor([[[-0.5, -1.5], [-2.0, -0.25], [-0.75, -1.0]]])
-    probe = probe_of(handoff_check={"probe_tolerance": 0.2})
+    probe = probe_of(handoff={"probe_tolerance": 0.2})
     assert probe.compare(rows, answer([0, 1, 0], [-0.5, -0.375, -0.75]), 1, None) == 0.125
     # The second token is another one: its own logprob still counts, what follows does not.
     assert probe.compare(rows, answer([0, 0, 0], [-0.5, -2.0625, -9.0]), 1, None) == 0.0625
@@ -76,4 +76,4 @@ def test_the_tolerance_in_16_bits_is_that_of_the_models_own_noise() -> None:
     with pytest.raises(HandoffError, match="tolerance 0.25"):
         bf16_probe().compare(rows[None].expand(2, -1, -1), answer([0], [-1.3]), 1, None)
     with pytest.raises(HandoffError, match="tolerance 0.1"):
-        bf16_probe(handoff_check={"probe_tolerance": 0.1}).compare(expected, answer([0], [-1.2]), 1, None)
+        bf16_probe(handoff={"probe_tolerance": 0.1}).compare(expected, answer([0], [-1.2]), 1, None)

@@ -147,7 +147,7 @@ def test_handoff_says_version_bytes_and_gap(make_bench) -> None:
 
 @pytest.mark.parametrize(("every", "probed"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 4]), (3, [0, 1, 2, 3])])
 def test_probe_cadence(make_bench, every: int, probed: list[int]) -> None:
-    bench = make_bench(handoff_check={"probe_steps": every})
+    bench = make_bench(handoff={"probe_steps": every})
     handoffs = [bench.handoff]
     for version in (1, 2, 3, 4):
         handoffs.append(bench.publish(version))
@@ -156,7 +156,7 @@ def test_probe_cadence(make_bench, every: int, probed: list[int]) -> None:
 
 def test_what_was_lost_or_failed_is_probed_again(make_bench, monkeypatch) -> None:
     """Three handoffs in a row, whatever the schedule says; so is a rank's that failed alone."""
-    bench = make_bench(handoff_check={"probe_steps": 100})
+    bench = make_bench(handoff={"probe_steps": 100})
 
     def unreadable(_version: int) -> None:
         raise RuntimeError("unreadable")
@@ -227,7 +227,7 @@ def test_probe_catches_an_engine_that_computes_something_else(make_bench, monkey
 def test_causes_of_a_gap_are_told_in_the_order_of_what_is_known() -> None:
     prove: Any = ColocatedSide.proof
     side, adopting = (
-        SimpleNamespace(_config=SimpleNamespace(adopt_weights=adopts), _sends_adapters=False)
+        SimpleNamespace(_config=SimpleNamespace(handoff=SimpleNamespace(adopt_weights=adopts)), _sends_adapters=False)
         for adopts in (False, True)
     )
     assert prove(side, {}) is None and prove(adopting, {}) == "its weights are the trainer's own memory"

@@ -12,7 +12,7 @@ import yaml
 from hybrid_rl import Trainer
 from hybrid_rl.config import TrainerConfig, load_config
 from hybrid_rl.config.choices import CHOICES
-from hybrid_rl.config.load import leaf_names, visible_leaves
+from hybrid_rl.config.leaves import all_leaves, leaf_names, visible_leaves
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras import names as habits
 from hybrid_rl.extras.names import Habit, by_end, habit_of, names, records
@@ -23,8 +23,7 @@ TABLES = sorted(Path(habits.__file__).parent.glob("*.yaml"))
 KEYS = leaf_names()
 SECTIONS = {item.name for item in dataclasses.fields(TrainerConfig)} | set(CHOICES)
 MEMBERS = {member for choice in CHOICES.values() for member in choice.members}
-SEEN = [visible_leaves(tags) for tags in ({}, {"rollout": "vllm"}, {"controller": "ray"}, {"lora": "adapters"})]
-PATHS = {name for leaves in SEEN for leaf in leaves.values() for name in (leaf.path, leaf.name, leaf.key.path)}
+PATHS = {name for leaf in all_leaves() for name in (leaf.path, leaf.name, leaf.key.path)}
 ARGUMENTS = set(inspect.signature(Trainer).parameters)
 # Words with an underscore or a dot in them that are no keys.
 FILES = {"metrics.jsonl", "samples.jsonl", "num_tokens", "trainer.plan", "requires_grad", "torch.backends.cuda.matmul"}

@@ -58,7 +58,7 @@ def test_the_line_can_be_pasted() -> None:
     meant = {key: value for _, keys in SCRIPT.values() for key, value in (keys or {}).items()}
     del meant["tokens_per_micro_batch"]  # verl counts samples
     meant["model.path"] = SCRIPT["actor_rollout_ref.model.path"][0]
-    meant |= {"tracker_arguments": {"wandb": {"project": "verl_grpo_example_gsm8k"}}}
+    meant |= {"report_to": {"wandb": {"project": "verl_grpo_example_gsm8k"}}}
     pasted, paths = load_config(None, arguments=[f"{key}={value}" for key, value in given.items()])
     assert (pasted, paths) == load_config(meant)
     assert "Hydra deletes a key" in " ".join(text.split())

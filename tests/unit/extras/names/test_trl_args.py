@@ -141,10 +141,17 @@ def test_fields_that_mean_something_only_together() -> None:
     assert (config.correction.correction_level, config.correction.correction_high) == ("sequence", 3.0)
     assert config.correction.correction_low == 0.0
     config, _ = load(use_vllm=True, vllm_importance_sampling_mode="token_truncate")
-    assert (config.correction.correction_level, config.correction.correction_cap) == ("token", 3.0)
+    assert (config.correction.correction_level, config.correction.correction_high) == ("token", 3.0)
     config, _ = load(sync_ref_model=True, beta=0.04)
     assert (config.kl.beta, config.kl.ref_model_sync_steps) == (0.04, 512)
     assert load(entropy_coef=0.01)[1] == {"output_dir", "model.device", "algorithm.entropy_coef"}
+
+
+def test_an_option_of_one_loss_is_an_entry_here() -> None:
+    loss = load({"policy_loss": "vespo"}, vespo_k_pos=3.0)[0].policy_loss
+    assert (loss.vespo_k_pos, loss.vespo_lambda_pos) == (3.0, 3.0)
+    with pytest.raises(ConfigError, match="vespo_k_pos' would do nothing: it belongs to policy_loss.objective=vespo"):
+        load(vespo_k_pos=3.0)
 
 
 @pytest.mark.parametrize(

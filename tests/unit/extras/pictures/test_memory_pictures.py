@@ -95,7 +95,7 @@ def test_what_prevents_a_picture_is_a_warning(tmp_path: Path, caplog: pytest.Log
 
 def test_phases_of_a_step_have_a_check_if_its_handoff_is_probed(make_trainer: Callable[..., Any]) -> None:
     """The first step has the start's, too: the first three handoffs are probed whatever the schedule says."""
-    trainer = make_trainer(max_steps=4, handoff_check={"probe_steps": 4})
+    trainer = make_trainer(max_steps=4, handoff={"probe_steps": 4})
     trainer.fit()
     (steps,) = trainer.policy.memory_history()
     assert [[phase.name for phase in step.phases].count("check") for step in steps] == [2, 1, 0, 1]
@@ -109,7 +109,7 @@ def test_a_run_draws_its_second_and_its_last_step_and_writes_a_trace(
     def draw(step: StepMemory, path: Path, *, title: str, expected: Expected | None) -> None:
         drawn.append((title, path, step))
 
-    trainer = make_trainer(max_steps=4, handoff_check={"probe_steps": 0})
+    trainer = make_trainer(max_steps=4, handoff={"probe_steps": 0})
     monkeypatch.setattr(memory_picture, "draw_memory", draw)
     trainer.fit()
     titles, paths, steps = zip(*drawn, strict=True)

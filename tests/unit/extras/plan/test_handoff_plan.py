@@ -63,7 +63,7 @@ def test_embedded_engines_gather_or_share() -> None:
     assert together.bytes_by_link["host"] == 2 * PARAMETERS * 3 / 4  # in bfloat16, which FSDP gathers
     # Two copies of the model, each on two ranks: only one other rank is needed.
     assert plan_handoff(*made(4, "dp_replicate=2"), ranks_per_host=8).bytes_by_link["host"] == PARAMETERS
-    adopted = plan_handoff(*made(1, "rollout.engine=vllm", "adopt_weights=true"), ranks_per_host=8)
+    adopted = plan_handoff(*made(1, "rollout.engine=vllm", "handoff.adopt_weights=true"), ranks_per_host=8)
     assert adopted.links == {} and "share one copy" in adopted.words
 
 

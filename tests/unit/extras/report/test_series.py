@@ -88,7 +88,7 @@ def test_charts_are_those_of_the_metrics_that_there_are(tmp_path: Path) -> None:
 
 def test_guides_of_a_configuration() -> None:
     config = flat(
-        {"policy_loss": {"epsilon": 0.2, "epsilon_high": None}, "rollout": {"handoff_check": {"probe_tolerance": 0.5}}}
+        {"policy_loss": {"epsilon": 0.2, "epsilon_high": None}, "rollout": {"handoff": {"probe_tolerance": 0.5}}}
     )
     found = guides_of(config)
     assert (found["ratio/mean"][0].low, found["ratio/mean"][0].high) == (0.8, 1.2)

@@ -315,6 +315,17 @@ def test_upload_of_a_damaged_folder(service: Service, tmp_path: Path) -> None:
         assert upload(tmp_path, "mlflow") == 1
 
 
+@pytest.mark.parametrize("keys", [{"report_to": None}, {"report_to": ["mlflow"], "tracker_arguments": None}])
+def test_upload_takes_the_arguments_of_the_run(service: Service, tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Also those of a run that names trackers and arguments apart."""
+    JsonLines(tmp_path / "metrics.jsonl").write([{"step": 0, "reward": 0.5}])
+    arguments = {"mlflow": {"experiment_name": "sums"}}
+    config = {name: arguments if value is None else value for name, value in keys.items()}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert upload(tmp_path, "mlflow") == 1
+    assert service.runs[0].arguments == arguments["mlflow"]
+
+
 def test_what_a_tracker_never_got(service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -347,16 +358,16 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"wandb": {"project": "p"}}, "tracker_arguments.wandb: report_to=.* does not name 'wandb'; add it there"),
-        ({"mlflow": "uri"}, "tracker_arguments.mlflow='uri' must be a mapping"),
-        ({"mlflow": {"uri": "x"}}, "tracker_arguments.mlflow.uri: mlflow has no such argument; it takes tracking_uri"),
+        ({"comet": {"project": "p"}}, "report_to.comet: it is not a tracker; use one of tensorboard, wandb"),
+        ({"mlflow": "uri"}, "report_to.mlflow='uri' must be a mapping"),
+        ({"mlflow": {"uri": "x"}}, "report_to.mlflow.uri: mlflow has no such argument; it takes tracking_uri"),
     ],
 )
 def test_arguments_that_are_refused(arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "mlflow")
     with pytest.raises(ConfigError, match=message):
-        check_trackers(["mlflow"], arguments)
-    check_trackers(["mlflow", "none"], {"mlflow": {"tracking_uri": "x", "tags": {}}})
+        check_trackers(arguments)
+    check_trackers({"mlflow": {"tracking_uri": "x", "tags": {}}, "none": None})
 
 
 def test_wandb_without_a_login_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,9 +381,9 @@ def test_wandb_without_a_login_is_refused_before_the_run(monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with pytest.raises(ConfigError, match="run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"):
         check_trackers(["wandb"])
-    check_trackers(["wandb"], {"wandb": {"mode": "offline", "project": "p"}})
-    with pytest.raises(ConfigError, match=r"tracker_arguments\.wandb\.config: wandb has no such argument"):
-        check_trackers(["wandb"], {"wandb": {"config": {}}})
+    check_trackers({"wandb": {"mode": "offline", "project": "p"}})
+    with pytest.raises(ConfigError, match=r"report_to\.wandb\.config: wandb has no such argument"):
+        check_trackers({"wandb": {"config": {}}})
     monkeypatch.setenv("WANDB_MODE", "offline")
     check_trackers(["wandb"])
 
@@ -384,7 +395,7 @@ def test_a_tracker_whose_import_fails(fault: BaseException, monkeypatch: pytest.
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     with pytest.raises(ConfigError, match=f"report_to=trackio: importing it fails with {type(fault).__name__}: .*"):
-        check_trackers(["trackio"], {"trackio": {"project": "p"}})
+        check_trackers({"trackio": {"project": "p"}})
 
 
 def test_a_login_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,8 +469,7 @@ def test_no_trackers(tmp_path: Path) -> None:
 def real_run(folder: Path, name: str, arguments: dict[str, Any]) -> None:
     """Send 12 steps to a real tracker."""
     folder.mkdir()
-    config = {**CONFIG, "tracker_arguments": {name: arguments}}
-    made = Trackers([name], folder, config, 0, {name: arguments})
+    made = Trackers({name: arguments}, folder, {**CONFIG, "report_to": {name: arguments}})
     file = JsonLines(folder / "metrics.jsonl")
     for step in range(12):
         file.write([{"step": step, "reward": step / 10, "eval/pass@1": 0.5}])

@@ -253,7 +253,7 @@ def test_reading_in_place_that_was_asked_for_and_cannot_be_is_refused(monkeypatc
     assert str(first).startswith(
         "the shards of rank 1 on localhost cannot be read in place: they lie in expandable seg"
     )
-    assert str(first).endswith("Or have them sent: rollout.transport=auto or distributed")
+    assert str(first).endswith("Or have them sent: handoff.transport=auto or distributed")
     assert isinstance(second, PeerError) and "expandable" in str(second)
 
 
