@@ -17,6 +17,7 @@ from hybrid_rl import Trainer
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.models.lora import model_weights
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.run import choice, start
@@ -125,7 +126,7 @@ def test_models_of_recipes_go_to_the_device_of_the_rank(
         handed.append((module.dtype, device))
         raise Loaded
 
-    monkeypatch.setattr(build, "load_weights", load)
+    monkeypatch.setattr(model_weights, "load_weights", load)
     config = resolve(load_config(None, {"dtype": "bfloat16"})[0])
     context, recipe = RankContext(device=GPU), ModelRecipe.of_folder(str(model_folder))
     with pytest.raises(Loaded):
