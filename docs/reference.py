@@ -1,11 +1,12 @@
 """Writes what other pages than docs/algorithms.md have from the code: `python -m docs.reference`.
 
-The whole of docs/configuration.md, the columns of a batch in docs/api.md, what can be set in docs/trainer.md, and
-the names that other libraries have for keys, in docs/from_trl.md and docs/from_verl.md.
+The whole of docs/configuration.md, the files in docs/architecture.md, the columns of a batch in docs/api.md, what can
+be set in docs/trainer.md, and the names of other libraries for keys, in docs/from_trl.md and docs/from_verl.md.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,7 @@ from hybrid_rl.extras.names.listing import Key, all_keys, section_title
 from hybrid_rl.run.missing import LIVE
 
 FOLDER = Path(__file__).parent
+PACKAGE = FOLDER.parent / "hybrid_rl"
 KEYS = (leaf_names() | CHOICES.keys()) - {"name", "path", "model"}
 INTRODUCTION = """# Configuration reference
 
@@ -97,6 +99,20 @@ def elsewhere(*libraries: str) -> str:
     return "\n\n".join(parts)
 
 
+def files() -> str:
+    """What each file of the package is about, in its own words, by room."""
+    parts = []
+    for room, inside in groupby(sorted(PACKAGE.rglob("*.py")), lambda path: path.relative_to(PACKAGE).parts[0]):
+        lines = [f"### {room.removesuffix('.py')}", ""]
+        for path in inside:
+            said = ast.get_docstring(ast.parse(path.read_text()))
+            assert said is not None, path
+            name = path.relative_to(PACKAGE).as_posix()
+            lines.append(f"- `{name}`: {' '.join(said.partition(chr(10) * 2)[0].split())}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def _coded(here: str) -> str:
     """What is to be set, with the keys in it as code."""
     names = sorted(KEYS, key=len, reverse=True)
@@ -107,6 +123,7 @@ def pages() -> dict[Path, str]:
     """The pages as they should be."""
     found = {FOLDER / "configuration.md": configuration()}
     marked = {
+        "architecture.md": {"files": files()},
         "api.md": {"columns": columns()},
         "trainer.md": {"live": live()},
         "from_trl.md": {"TRL's keys": elsewhere("TRL"), "keys of transformers": elsewhere("transformers")},

@@ -1,4 +1,4 @@
-"""The Triton kernels of paged decode attention; `triton_decode.py` says what they do together, and launches them."""
+"""The Triton kernels of paged decode attention; `engines/inplace/triton_decode.py` launches them."""
 
 from __future__ import annotations
 
