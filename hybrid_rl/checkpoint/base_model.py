@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE
-from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.checkpoint.reading import BASE, read_state
 from hybrid_rl.checkpoint.writing import write_model
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.models.lora.folder import CONFIG_FILE, read_settings
@@ -36,7 +36,6 @@ from hybrid_rl.weights.sources import FolderSource, names_of_each
 
 logger = logging.getLogger("hybrid_rl")
 
-BASE = "base"  # its entry in the trainer's state: {"path": ..., "hashes": {dtype: hash}, "config": {...}}
 # Keys of a model's config that do not change what a pass computes.
 NOT_COMPUTING = frozenset({"transformers_version", "dtype", "torch_dtype", "architectures", "name_or_path", "auto_map"})
 NOT_COMPUTING |= {"use_cache", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward"}

@@ -13,7 +13,7 @@ import psutil
 
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, STATE_FILE, check_checkpoint
 from hybrid_rl.checkpoint.owners import Owner
-from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.errors import CheckpointError, StorageError
 from hybrid_rl.process.files import set_aside
 from hybrid_rl.resharding.folders import sync
@@ -61,9 +61,9 @@ def _is_left(owner: str, *, is_ours: bool) -> bool:
     return standing == "gone" or (standing == "unknown" and is_ours)
 
 
-def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
-    """Return the checkpoint of a run folder with the most training steps; None if there is none. is_ours: as in
-    `clear_up`."""
+def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Checkpoint | None:
+    """Read the checkpoint of a run folder with the most training steps, or if its state is damaged, the newest that is
+    intact; None if there is none. is_ours: as in `clear_up`. Raises CheckpointError if none is intact."""
     clear_up(run, is_ours=is_ours)
     named = checkpoints_of(run)
     there = [step for step, path in named.items() if _is_checkpoint(path)]
@@ -74,7 +74,12 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Path | None:
                 "%s is ignored: it has neither %s nor %s, like an incomplete copy",
                 *(named[step], STATE_FILE, MANIFEST_FILE),
             )
-    return named.get(newest)
+    if newest < 0:
+        return None
+    try:
+        return Checkpoint.read(named[newest])
+    except CheckpointError as error:
+        return _intact_before(named[newest], error)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -88,21 +93,21 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found if match is not None}
 
 
-def set_later_aside(run: Path, step: int, checkpoint: Path | None) -> list[Path]:
+def set_later_aside(run: Path, checkpoint: Checkpoint | None) -> list[Path]:
     """Rename the checkpoints of a run folder that belong to another branch once training continues from `checkpoint`,
-    of this step, so that a later `resume=auto` does not take them for the newest ones. None is deleted.
+    so that a later `resume=auto` does not take them for the newest ones. None is deleted.
 
     checkpoint: None for training from the beginning. Returns the new paths, by steps.
 
     If it is killed halfway, the same call again completes it. Raises StorageError.
     """
     clear_up(run, is_ours=True)  # or one that was being replaced would come back later
-    moved = []
+    moved, step = [], 0 if checkpoint is None else checkpoint.step
+    begun = None if checkpoint is None or not checkpoint.folder.exists() else checkpoint.folder
     try:
         # From the last one down: if killed in between, the run has lost its end, but has no gap.
         for number, path in sorted(checkpoints_of(run).items(), reverse=True):
-            is_where_it_began = checkpoint is not None and checkpoint.exists() and path.samefile(checkpoint)
-            if number >= step and not is_where_it_began:
+            if number >= step and (begun is None or not path.samefile(begun)):
                 moved.append(set_aside(path, "abandoned"))
     except OSError as error:
         raise StorageError(
@@ -131,25 +136,21 @@ def resumed_folder(resume: str | None, output_dir: str, run_name: str | None) ->
     return beside if is_named or (is_run and run_name == beside.name) else None
 
 
-def find_checkpoint(resume: str | None, output_dir: str, run_name: str | None, *, is_ours: bool = False) -> Path | None:
-    """Find the checkpoint that `resume` means: a folder, or "auto" for the newest of the run (None if it has none yet).
+def find_checkpoint(
+    resume: str | None, output_dir: str, run_name: str | None, *, is_ours: bool = False
+) -> Checkpoint | None:
+    """Read the checkpoint that `resume` means: a folder, or "auto" for the newest of the run (None if it has none yet).
     is_ours: as in `clear_up`. Raises CheckpointError for one that cannot be resumed."""
     if resume is None:
         return None
     if resume != "auto":
-        read_state(Path(resume))
-        return Path(resume)
+        return Checkpoint.read(Path(resume))
     run = Path(output_dir) / str(run_name)
-    found = newest_checkpoint(run, is_ours=is_ours)
-    if found is None:
+    checkpoint = newest_checkpoint(run, is_ours=is_ours)
+    if checkpoint is None:
         logger.warning("resume=auto: %s has no checkpoint yet; starting from the beginning", run)
-    else:
-        try:
-            read_state(found)
-        except CheckpointError as error:
-            found = _intact_before(found, error)
-    _tell_of_siblings(run, found)
-    return found
+    _tell_of_siblings(run, None if checkpoint is None else checkpoint.folder)
+    return checkpoint
 
 
 def _tell_of_siblings(run: Path, found: Path | None) -> None:
@@ -174,42 +175,32 @@ def _written(checkpoint: Path) -> int:
     return (checkpoint / STATE_FILE).stat().st_mtime_ns
 
 
-def check_resumed(checkpoint: Path, *, is_auto: bool) -> Path:
+def check_resumed(checkpoint: Checkpoint, *, is_auto: bool) -> Checkpoint:
     """Call `check_checkpoint`, and return the checkpoint to resume: if the newest one of a run is damaged, the newest
     that is intact, with a warning. One that the user has named is not replaced, and needs no manifest. Raises
     CheckpointError."""
     try:
-        check_checkpoint(checkpoint, needs_manifest=is_auto)
+        check_checkpoint(checkpoint.folder, needs_manifest=is_auto)
     except CheckpointError as error:
         if not is_auto:
             raise
-        return _intact_before(checkpoint, error)
+        return _intact_before(checkpoint.folder, error)
     return checkpoint
 
 
-def _intact_before(damaged: Path, error: CheckpointError) -> Path:
+def _intact_before(damaged: Path, error: CheckpointError) -> Checkpoint:
     """Return the newest checkpoint of a run that is intact, and say so. Raises CheckpointError if there is none: a run
     that begins again by itself would lose what can perhaps be repaired."""
-    found = _newest_intact(damaged)
-    if found is None:
+    for path in (path for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True) if path != damaged):
+        with contextlib.suppress(CheckpointError):
+            checkpoint = Checkpoint.read(path)
+            check_checkpoint(path)
+            break
+    else:
         raise CheckpointError(f"{error}. No other checkpoint of {damaged.parent} is known to be intact") from error
     logger.warning(
         "resume=auto: going on from %s, the newest checkpoint that is intact, because %s. The damaged one is kept: the "
         "first step renames it",
-        *(found, str(error).partition(". Use another checkpoint")[0]),
+        *(checkpoint, str(error).partition(". Use another checkpoint")[0]),
     )
-    return found
-
-
-def _newest_intact(damaged: Path) -> Path | None:
-    """Return what to resume instead of a damaged checkpoint; None if nothing is known to be intact."""
-    for _, path in sorted(checkpoints_of(damaged.parent).items(), reverse=True):
-        if path == damaged:
-            continue
-        try:
-            read_state(path)
-            check_checkpoint(path)
-        except CheckpointError:
-            continue
-        return path
-    return None
+    return checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,46 @@ from hybrid_rl.resharding.shards import read_shards
 
 OPTIMIZER_FOLDER = "optimizer"
 SCALARS_FILE = "scalars.json"
+BASE = "base"  # its entry for the base of adapters: {"path": ..., "hashes": {dtype: hash}, "config": {...}}
 KINDS: Mapping[str, type] = {
     "global_step": int,
     "num_tokens": int,
     "sampler": dict,
     "config": dict,
     "best": dict,
-    "base": dict,
+    BASE: dict,
 }
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint from which a run goes on, read once. state: of the trainer, with all that a run needs to go on."""
+
+    folder: Path
+    state: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read the state in a folder. Raises CheckpointError as `read_state`."""
+        return cls(folder, read_state(folder, ("global_step", "num_tokens", "sampler")))
+
+    @property
+    def step(self) -> int:
+        """Its training steps."""
+        return int(self.state["global_step"])
+
+    @property
+    def base(self) -> Mapping[str, Any] | None:
+        """Where the base model of its adapters is, with hashes; None if it has none."""
+        return self.state.get(BASE)
+
+    @property
+    def held(self) -> list[int]:
+        """The groups that it holds."""
+        return self.state.get("collector", {}).get("held", [])
+
+    def __str__(self) -> str:
+        return str(self.folder)
 
 
 def read_state(folder: Path, required: Iterable[str] = ()) -> dict[str, Any]:

@@ -281,6 +281,20 @@ def steps_ahead(config: TrainerConfig) -> int:
     return int(config.rollout.async_level == 1)
 
 
+def teacher_path(config: TrainerConfig) -> str | None:
+    """Return the name or folder of the model to distil, if the algorithm has one. Raises ConfigError if it is needed
+    but not named."""
+    path: str | None = getattr(config.advantage, "teacher_path", None)
+    if path is None and Needs.TEACHER_LOGPROBS in config.advantage.needs:
+        raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
+    return path
+
+
+def critic_path(config: TrainerConfig) -> str | None:
+    """Return the name or folder of the model that the critic starts from, if that is not the policy."""
+    return getattr(config.critic, "critic_path", None)
+
+
 def rollout_ranks(config: TrainerConfig) -> int:
     """Return the number of ranks that only generate; 0 if those that train do, or the backend has no such choice."""
     return getattr(config.controller, "rollout_ranks", 0)

@@ -17,6 +17,7 @@ from hybrid_rl.batch import AnyBatch
 from hybrid_rl.batch.rollout_files import set_rollouts_aside
 from hybrid_rl.checkpoint.finding import resumed_folder, set_later_aside
 from hybrid_rl.checkpoint.owners import FolderLock
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import TrainerConfig, to_dict, to_yaml
 from hybrid_rl.config.changes import changed_keys, changes
 from hybrid_rl.config.load import as_mapping
@@ -49,7 +50,7 @@ class RunLog:
         self,
         config: TrainerConfig,
         max_steps: int,
-        checkpoint: Path | None,
+        checkpoint: Checkpoint | None,
         lock: FolderLock | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
@@ -63,44 +64,42 @@ class RunLog:
         self._shown: list[dict[str, Any]] = []
         self._has_warned = self._has_environment = False
         self._about = dict(about or {})
-        self._first_step = 0  # where it resumes
         self._is_taken_up = not self._run.is_continued
         if not self._run.is_continued:
             self._write_config()
         if self._run.taken is not None:
             self.display.message(f"the run folder is {self.path}, because {self._run.taken} exists")
 
-    def announce_resume(self, state: Mapping[str, Any]) -> None:
-        """Log where the run resumes, and which keys have changed. state: of the checkpoint."""
-        is_elsewhere = self._checkpoint is not None and self._checkpoint.parent.resolve() != self.path.resolve()
-        place = f" in {self.path}" if is_elsewhere else ""
-        self.display.message(f"resuming {self._checkpoint} (step {state['global_step']}){place}")
-        if changed := changes(state.get("config", {}), to_dict(self._config)):
+    def announce_resume(self, checkpoint: Checkpoint) -> None:
+        """Log where the run resumes, and which keys have changed."""
+        place = f" in {self.path}" if checkpoint.folder.parent.resolve() != self.path.resolve() else ""
+        self.display.message(f"resuming {checkpoint} (step {checkpoint.step}){place}")
+        configs = checkpoint.state.get("config", {}), to_dict(self._config)
+        if changed := changes(*configs):
             self.display.message(f"changed: {changed}")
-        held = state.get("collector", {}).get("held")
-        if held and "rollout.max_completion_length" in changed_keys(state.get("config", {}), to_dict(self._config)):
-            self.display.message(f"{counted(len(held), 'held group')} will finish under the old max_completion_length")
+        if checkpoint.held and "rollout.max_completion_length" in changed_keys(*configs):
+            number = counted(len(checkpoint.held), "held group")
+            self.display.message(f"{number} will finish under the old max_completion_length")
 
     @property
     def is_taken_up(self) -> bool:
         """Whether something was written to the folder by this run."""
         return self._is_taken_up
 
-    def resume(self, checkpoint: Path | None, step: int) -> None:
-        """Go back to one of the folder's checkpoints, of this step; None and 0 for the beginning. `begin` comes again.
-        What is later in the folder is set aside, at once if this run has written to it.
+    def resume(self, checkpoint: Checkpoint | None) -> None:
+        """Go back to one of the folder's checkpoints; None for the beginning. `begin` comes again. What is
+        later in the folder is set aside, at once if this run has written to it.
 
         Raises StorageError, and whatever else `take_up` raises; the same call again completes it.
         """
         if self._trackers is not None:
             self._trackers.close()
-        self._checkpoint, self._first_step, self._run.is_continued = checkpoint, step, True
+        self._checkpoint, self._run.is_continued = checkpoint, True
         if self._is_taken_up:
             self._set_later_aside()
 
     def begin(self, step: int) -> bool:
         """Note that training starts after this step. Returns whether the record from before the first step is kept."""
-        self._first_step = step
         config = self._config
         self._trackers = extra("trackers")(config.report_to, self._run.path, to_dict(config), step)
         if not self._run.is_continued:
@@ -122,9 +121,9 @@ class RunLog:
 
     def _set_later_aside(self) -> None:
         self.check()
-        kept = self._first_step if self._checkpoint is not None else -1
+        kept = self._checkpoint.step if self._checkpoint is not None else -1
         # Checkpoints first: if the run is killed now, no checkpoint of another branch may be left without its records.
-        moved = set_later_aside(self.path, max(kept, 0), self._checkpoint)
+        moved = set_later_aside(self.path, self._checkpoint)
         dropped = self._run.keep_until(kept)
         set_rollouts_aside(self.path / "rollouts", kept)
         if self._config_problem():

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rl.agents.parsing import MARKERS
-from hybrid_rl.rewards import RewardList
 from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rewards.marks import unwrap_partial
 from hybrid_rl.rewards.shaping import TAGS
@@ -43,7 +42,7 @@ class Scoring:
     @classmethod
     def of(cls, run: Run) -> Scoring:
         """Find out for a run."""
-        entries, tokenizer, first = RewardList.of(run.rewards.functions), run.choice.tokenizer, run.data.first
+        entries, tokenizer, first = run.rewards.entries, run.choice.tokenizer, run.data.first
         functions = {entries.names[place]: function.function for place, function in entries.functions.items()}
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         # Answers to messages keep those that structure them.

@@ -19,8 +19,8 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.manifest import check_model
 from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.compat.transformers import fp32_name_parts
-from hybrid_rl.config import RayControllerConfig, TrainerConfig, ValueHeadConfig, to_dict
-from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
+from hybrid_rl.config import RayControllerConfig, TrainerConfig, to_dict
+from hybrid_rl.config.algorithm import learns_from_demonstrations, teacher_path, token_rewards_problem
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.leaves import by_path
 from hybrid_rl.config.rollout_ranks import check_rollout_rewards
@@ -154,9 +154,9 @@ def check_rewards(
     processing_classes: Any = None,
     sources: Sequence[Any] = (),
     has_environments: bool = False,
-) -> tuple[RewardSetup, list[str]]:
-    """Return the reward functions as the workers get them, and their names: the user's, then the sources that come with
-    samples, then those that the configuration adds. columns: of the dataset, None if unknown. has_environments: whether
+) -> RewardSetup:
+    """Return the reward functions as the workers get them: the user's, then the sources that come with samples, then
+    those that the configuration adds. columns: of the dataset, None if unknown. has_environments: whether
     functions can be given environments. Raises ConfigError for unusable ones."""
     functions = with_model_entries([] if reward_funcs is None else reward_funcs, processing_classes)
     is_rewarded = bool(functions or sources)
@@ -187,7 +187,7 @@ def check_rewards(
         check_rollout_rewards(config, has_models=bool(entries.models), has_judges=bool(entries.judges))
         is_own_dense = any(entry.is_dense for entry in runner.entries.functions.values())
         _check_step_rewards(config, is_dense=runner.is_dense, is_own_dense=is_own_dense)
-        return setup, runner.names
+        return setup
 
 
 def _check_environments(runner: RewardRunner, config: TrainerConfig) -> None:
@@ -247,14 +247,11 @@ def _refuse_adapter(path: str) -> None:
         )
 
 
-def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the name or folder of the model to distil, if the algorithm has one. Raises ConfigError if it is needed
-    but not named, or has another vocabulary."""
-    if Needs.TEACHER_LOGPROBS not in config.advantage.needs:
-        return None
-    path: str | None = config.advantage.teacher_path  # type: ignore[attr-defined]
+def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the algorithm needs a teacher that is not named, or has another vocabulary."""
+    path = teacher_path(config)
     if path is None:
-        raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
+        return
     _refuse_adapter(path)
     check_model(Path(path))
     theirs = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
@@ -263,16 +260,6 @@ def check_teacher(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> 
             f"teacher_path={path!r} has another vocabulary ({len(theirs)} tokens) than the model ({len(tokenizer)}), "
             "so its logprobs are of other tokens; choose a teacher of the same family"
         )
-    return path
-
-
-def check_critic(config: TrainerConfig) -> str | None:
-    """Return the name or folder of the model that the critic starts from, if that is not the policy. Raises ModelError
-    if it cannot be found."""
-    path = config.critic.critic_path if isinstance(config.critic, ValueHeadConfig) else None
-    if path is not None:
-        load_settings(path, config)
-    return path
 
 
 def check_demonstrations_of(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from hybrid_rl.batch import AnyBatch
-from hybrid_rl.checkpoint.reading import STATE_FILE, read_state
+from hybrid_rl.checkpoint.reading import STATE_FILE, Checkpoint
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import DataError
@@ -27,7 +25,7 @@ from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup
 
-CarryOn = Callable[[Mapping[str, Any]], None]
+CarryOn = Callable[[Checkpoint], None]
 
 
 class Crew:
@@ -61,8 +59,8 @@ class Crew:
     def start(self, finish: Callable[[], None], carry_on: CarryOn | None = None) -> None:
         """Start the workers, and put them where the checkpoint is from which the run resumes.
 
-        finish: called before they end. carry_on: takes the state of the checkpoint before its weights are loaded; None
-        at a restart, where what was set on the live Trainer stays as it is.
+        finish: called before they end. carry_on: takes the checkpoint before its weights are loaded; None at a
+        restart, where what was set on the live Trainer stays as it is.
         """
         run, position = self.run, self.position
         with starting(self.log.display, run.config, self.folder):
@@ -73,8 +71,8 @@ class Crew:
             self.pictures = extra("memory_pictures")(self.policy, self.folder, run.plan, self.timeline.phase)
             self.best = BestStep(run.config.eval, self.folder)
             self.watch = LearningWatch(optimizer_steps_per_training_step(run.config))
-            if run.resume is not None:
-                self._restore(run.resume, carry_on)
+            if run.checkpoint is not None:
+                self._restore(run.checkpoint, carry_on)
             else:
                 position.step = position.num_tokens = 0
                 self.sampler.load_state_dict(self._first_data)
@@ -87,22 +85,21 @@ class Crew:
         """End the workers."""
         self._workers.close()
 
-    def _restore(self, checkpoint: Path, carry_on: CarryOn | None) -> None:
-        position = self.position
-        state = read_state(checkpoint, ("global_step", "num_tokens", "sampler"))
+    def _restore(self, checkpoint: Checkpoint, carry_on: CarryOn | None) -> None:
+        position, state, folder = self.position, checkpoint.state, checkpoint.folder.resolve()
         if carry_on is not None:
-            carry_on(state)
-            self.log.announce_resume(state)
-        self.policy.load(checkpoint.resolve())
+            carry_on(checkpoint)
+            self.log.announce_resume(checkpoint)
+        self.policy.load(checkpoint)
         try:
             self.sampler.load_state_dict(state["sampler"])
         except DataError as error:
-            raise DataError(f"{checkpoint / STATE_FILE}: {error}") from error
-        position.step, position.num_tokens = state["global_step"], state["num_tokens"]
+            raise DataError(f"{checkpoint.folder / STATE_FILE}: {error}") from error
+        position.step, position.num_tokens = checkpoint.step, state["num_tokens"]
         self.best.load_state_dict(state.get("best", {}))
         position.owed = state.get("owed")
         if "collector" in state:
-            held = self.generating.held_prompts(position.step, checkpoint.resolve())
+            held = self.generating.held_prompts(position.step, folder)
             self.collector.load_state_dict(state["collector"], held, position.step)
 
     def state(self, step: int) -> TrainerState:

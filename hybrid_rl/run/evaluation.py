@@ -20,6 +20,7 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.rollout.successes import Grades, SuccessRule, eval_samples
 from hybrid_rl.workers.groups import PolicyGroup
+from hybrid_rl.workers.setup import RewardSetup
 
 SINGLE = ""  # the name of a set that has none
 # Beginnings of metrics after eval/, which a set of that name would be mistaken for.
@@ -76,12 +77,11 @@ def rows_of(sets: Sets) -> dict[str, list[PromptRow]]:
     return {name: [source[index] for index in range(len(source))] for name, source in sets.items()}
 
 
-def success_rule(
-    config: TrainerConfig, names: Sequence[str], num_added: int, grades: Grades | None = None
-) -> SuccessRule | None:
-    """Return what counts as a success. names: of the reward functions, the last num_added of which are not the user's;
-    grades: of the run. None if all of them are such. Raises ConfigError for a name that no function has."""
-    own, asked = names[: len(names) - num_added], config.eval.success_functions
+def success_rule(config: TrainerConfig, rewards: RewardSetup, grades: Grades | None = None) -> SuccessRule | None:
+    """Return what counts as a success. grades: of the run. None if the user has no reward functions. Raises ConfigError
+    for a name that none of them has."""
+    names, asked = rewards.entries.names, config.eval.success_functions
+    own = names[: len(names) - rewards.num_added]
     if unknown := [name for name in asked if name not in own]:
         raise ConfigError(
             f"success_functions names {', '.join(map(repr, unknown))}, but the reward functions are "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.errors import ConfigError, do_all
 from hybrid_rl.metrics.eval_samples import EvalSamples, Evaluations
 from hybrid_rl.metrics.metric_sums import finite, now
@@ -42,13 +43,13 @@ class RunEvaluator:
         """Evaluate now, on the data of the run or on these rows, as `Trainer.evaluate` says."""
         self._tenancy.require_idle("evaluate")
         self._tenancy.require_current()
-        crew, step = self._crew, self._position.step
-        if eval_dataset is None and not crew.run.data.eval:
+        crew, step, data = self._crew, self._position.step, self._crew.run.data
+        if eval_dataset is None and not data.eval:
             raise ConfigError(
                 "there is no evaluation data: pass eval_dataset= or set data.eval_path, or give rows: evaluate(rows)"
             )
         check_modes(crew.config, learns=False)
-        rows = crew.run.eval_rows if eval_dataset is None else rows_of(load_sets(eval_dataset, crew.run.data.encoder))
+        rows = rows_of(data.eval if eval_dataset is None else load_sets(eval_dataset, data.encoder))
         start, doing = now(), f"evaluation after step {step}"
         evaluator = make_evaluator(crew.run, crew.policy, crew.collector)
         with self._tenancy.working("evaluate()"):
@@ -121,7 +122,7 @@ class RunEvaluator:
         """Take the weights of the best step, if that was asked for."""
 
         def load(checkpoint: Path) -> None:
-            self._crew.policy.load(checkpoint.resolve())
+            self._crew.policy.load(Checkpoint.read(checkpoint))
             self._tenancy.note_training()
             self._crew.publish_again()
 

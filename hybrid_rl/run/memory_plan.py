@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm import rollout_ranks
+from hybrid_rl.config.algorithm import critic_path, teacher_path
 from hybrid_rl.config.hardware import Hardware
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
@@ -19,9 +19,7 @@ from hybrid_rl.planning.models import RunModels
 from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.planning.remedies import check_fits
 from hybrid_rl.planning.size_text import size_text
-from hybrid_rl.rewards import RewardList
-from hybrid_rl.run.prepare import Run
-from hybrid_rl.training.run_cycle import memory_phases
+from hybrid_rl.run.prepare import Run, phases_of
 
 USABLE_SHARE = 0.95  # of a GPU; gaps between tensors take the rest
 MOST_GPUS_OF_HOST = 8
@@ -51,8 +49,7 @@ def planned(run: Run) -> Run:
     check_fits(plan, shape, config, passes)
     _tell(plan)
     chosen = with_choices(config, plan.choices)
-    phases = memory_phases(chosen, has_reward_models=run.rewards.has_models, generates=not rollout_ranks(chosen))
-    return dataclasses.replace(run, config=chosen, memory=phases, plan=plan)
+    return dataclasses.replace(run, config=chosen, memory=phases_of(chosen, run.rewards), plan=plan)
 
 
 def budget_of(config: TrainerConfig, hardware: Hardware) -> Budget | None:
@@ -92,12 +89,12 @@ def budget_of(config: TrainerConfig, hardware: Hardware) -> Budget | None:
 
 def run_shape(run: Run) -> RunShape:
     """Return what decides the memory of a run besides its configuration."""
-    config, rewards = run.config, RewardList.of(run.rewards.functions)
+    config, rewards = run.config, run.rewards.entries
     models = RunModels.of(
         run.choice.module or run.choice.recipe(config),
         config,
-        teacher=run.teacher_path,
-        critic=run.critic_path,
+        teacher=teacher_path(config),
+        critic=critic_path(config),
         rewards=[entry.model for entry in rewards.models.values()],
     )
     return RunShape(models, run.max_length, rewards.max_length(run.max_length))

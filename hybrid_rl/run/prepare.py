@@ -19,7 +19,7 @@ from hybrid_rl.agents.agent_setup import AgentSetup
 from hybrid_rl.batch.rollout_files import rollout_steps
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, resumed_folder
 from hybrid_rl.checkpoint.owners import FolderLock
-from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import (
     TrainerConfig,
     load_config,
@@ -28,12 +28,11 @@ from hybrid_rl.config import (
     resolve,
     to_dict,
 )
-from hybrid_rl.config.algorithm import rollout_ranks
+from hybrid_rl.config.algorithm import critic_path, rollout_ranks
 from hybrid_rl.config.changes import changed_keys
-from hybrid_rl.config.hardware import NO_GPU, Device, Hardware
+from hybrid_rl.config.hardware import Device, Hardware
 from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
 from hybrid_rl.config.validate import notices
-from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, DataError, ModelError
@@ -55,7 +54,6 @@ from hybrid_rl.run.best import check_metric
 from hybrid_rl.run.cautions import caution
 from hybrid_rl.run.checks import (
     check_attention,
-    check_critic,
     check_demonstrations_of,
     check_modes,
     check_module,
@@ -63,9 +61,10 @@ from hybrid_rl.run.checks import (
     check_rewards,
     check_saving,
     check_teacher,
+    load_settings,
 )
 from hybrid_rl.run.choice import ModelChoice, choose_model
-from hybrid_rl.run.evaluation import rows_of, success_rule
+from hybrid_rl.run.evaluation import success_rule
 from hybrid_rl.run.gpus import without_gpu
 from hybrid_rl.run.inputs import Data, load_data, paths_of
 from hybrid_rl.run.tenancy import has_folder
@@ -199,23 +198,19 @@ class Run:
     config: TrainerConfig
     choice: ModelChoice
     skeleton: PreTrainedModel  # the module; without weights if it was given by path
-    teacher_path: str | None  # of the model to distil, if there is one
-    critic_path: str | None  # of the model that the critic starts from, if that is not the policy
+    adapters: AdapterSize | None  # if only adapters are trained
     data: Data
     rewards: RewardSetup
-    reward_names: list[str]
-    train_params: SamplingParams
-    eval_params: SamplingParams
+    stop_ids: tuple[int, ...]  # tokens that end completions
     max_steps: int
-    resume: Path | None
+    checkpoint: Checkpoint | None  # from which it goes on
     memory: MemoryPhases
-    lock: FolderLock | None = None  # on the folder of a resumed run
-    hardware: Hardware = NO_GPU
+    lock: FolderLock | None  # on the folder of a resumed run
+    hardware: Hardware
+    agents: AgentSetup | None  # what makes trajectories of many turns
+    given: frozenset[str]  # paths of the keys that were set
     plan: MemoryPlan | None = None  # of memory, if one was made
-    agents: AgentSetup | None = None  # what makes trajectories of many turns
-    given: frozenset[str] = frozenset()  # paths of the keys that were set
     grades: Grades = field(default_factory=Grades)
-    adapters: AdapterSize | None = None  # if only adapters are trained
 
     @property
     def module(self) -> PreTrainedModel | None:
@@ -223,14 +218,19 @@ class Run:
         return None if isinstance(self.config.controller, RayControllerConfig) else self.choice.module
 
     @property
-    def eval_rows(self) -> dict[str, list[PromptRow]]:
-        """The prompts of the evaluation data, by set."""
-        return rows_of(self.data.eval)
-
-    @property
     def success(self) -> SuccessRule | None:
         """What counts as a success."""
-        return success_rule(self.config, self.reward_names, self.rewards.num_added, self.grades)
+        return success_rule(self.config, self.rewards, self.grades)
+
+    @property
+    def train_params(self) -> SamplingParams:
+        """How the tokens of training are chosen."""
+        return sampling_params(self.config, self.stop_ids)[0]
+
+    @property
+    def eval_params(self) -> SamplingParams:
+        """How those of evaluation are."""
+        return sampling_params(self.config, self.stop_ids)[1]
 
     @property
     def about(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class Run:
             model |= {"adapter_rank": self.adapters.rank, "num_trained_parameters": self.adapters.num_trained}
         default, _ = load_config(None, {"algorithm": {"name": self.config.algorithm.name}})
         changed = self.given & {*changed_keys(to_dict(default), to_dict(self.config))}
-        return {"given": sorted(changed), "model": model, "reward_functions": list(self.reward_names)}
+        return {"given": sorted(changed), "model": model, "reward_functions": self.rewards.entries.names}
 
     @property
     def num_parameters(self) -> int:
@@ -317,8 +317,8 @@ def prepare(
     if folder is not None and folder.is_dir() and not is_ours:
         lock, is_ours = FolderLock(folder), True
         closing.callback(lock.release)
-    resume = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name, is_ours=is_ours)
-    if resume is not None:
+    checkpoint = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name, is_ours=is_ours)
+    if checkpoint is not None:
         note_checkpoint()
     elif resolved.resume == "auto" and resolved.save_steps is None:
         logger.warning(
@@ -328,14 +328,16 @@ def prepare(
         )
     choice = choose_model(model, tokenizer, resolved)
     check_stop_strings(resolved.rollout.stop_strings, choice.tokenizer)
-    teacher_path, critic_path = check_teacher(resolved, choice.tokenizer), check_critic(resolved)
+    check_teacher(resolved, choice.tokenizer)
+    if (critic := critic_path(resolved)) is not None:
+        load_settings(critic, resolved)  # or it cannot be found
     made_by = check_agents(agents or AgentArguments(), resolved, choice.tokenizer, closing)
     data = load_data(train, evaluation, resolved, choice.tokenizer, choice.max_positions, made_by)
     max_steps = num_training_steps(resolved, len(data.train) if isinstance(data.train, SizedSource) else None)
-    check_rollouts(resolved, max_steps, 0 if resume is None else read_state(resume, ("global_step",))["global_step"])
+    check_rollouts(resolved, max_steps, 0 if checkpoint is None else checkpoint.step)
     columns = tuple(data.train.column_names) if isinstance(data.train, SizedSource) else None
     sources = reward_sources(made_by)
-    rewards, names = check_rewards(
+    rewards = check_rewards(
         data.own_reward if reward_funcs is None and not sources else reward_funcs,
         resolved,
         columns,
@@ -344,30 +346,47 @@ def prepare(
         sources=sources,
         has_environments=made_by is not None and bool(made_by.kinds),
     )
-    success_rule(resolved, names, rewards.num_added)  # or an unknown name is refused
-    check_metric(resolved.eval, data.eval, names)
-    phases = memory_phases(resolved, has_reward_models=rewards.has_models, generates=not rollout_ranks(resolved))
+    success_rule(resolved, rewards)  # or an unknown name is refused
+    check_metric(resolved.eval, data.eval, rewards.entries.names)
+    phases = phases_of(resolved, rewards)
     skeleton = choice.skeleton(resolved)
     if brought is not None:
         check_adapters(choice.module or choice.recipe(resolved), brought, resolved)
-        if resume is None:
+        if checkpoint is None:
             tell_of_reference(resolved)
     check_tokenizer(choice.tokenizer, skeleton)
     adapters = checked_adapters(skeleton, resolved)
     check_saving(skeleton, choice.tokenizer, resolved)
     stop_ids = stop_token_ids(skeleton, choice.tokenizer, resolved.rollout.stop_token_ids)
-    training, evaluating = sampling_params(resolved, stop_ids)
+    training, _ = sampling_params(resolved, stop_ids)
     check_demonstrations_of(data.train, resolved, choice.tokenizer, training, data.encoder.room)
     caution(data, choice.tokenizer, skeleton, stop_ids, resolved.rollout.stop_token_ids)
-    if resume is not None:
-        resume = check_resumed(resume, is_auto=resolved.resume == "auto")
-        # It may be an earlier one.
-        check_rollouts(resolved, max_steps, read_state(resume, ("global_step",))["global_step"])
-        check_resumed_adapters(choice.module or choice.recipe(resolved), resume, resolved)
-    models = (choice, skeleton, teacher_path, critic_path)
-    scoring, params = (rewards, names), (training, evaluating)
-    rest: Any = {"agents": made_by, "given": given, "adapters": adapters}
-    return Run(resolved, *models, data, *scoring, *params, max_steps, resume, phases, lock, hardware, **rest)
+    if checkpoint is not None:
+        checkpoint = check_resumed(checkpoint, is_auto=resolved.resume == "auto")
+        check_rollouts(resolved, max_steps, checkpoint.step)  # it may be an earlier one
+        check_resumed_adapters(choice.module or choice.recipe(resolved), checkpoint.folder, resolved)
+    return Run(
+        resolved,
+        choice,
+        skeleton,
+        adapters,
+        data,
+        rewards,
+        stop_ids,
+        max_steps,
+        checkpoint,
+        phases,
+        lock,
+        hardware,
+        made_by,
+        given,
+    )
+
+
+def phases_of(config: TrainerConfig, rewards: RewardSetup) -> MemoryPhases:
+    """Return what a rank that trains holds, and when. Raises ConfigError as `memory_phases`."""
+    has_models, generates = bool(rewards.entries.models), not rollout_ranks(config)
+    return memory_phases(config, has_reward_models=has_models, generates=generates)
 
 
 def sampling_params(config: TrainerConfig, stop_ids: tuple[int, ...]) -> tuple[SamplingParams, SamplingParams]:

@@ -9,10 +9,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 from hybrid_rl.checkpoint.finding import check_resumed, newest_checkpoint
-from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.errors import HybridRLError
 from hybrid_rl.process.stopping import Stop
 from hybrid_rl.run.crew import Crew
@@ -82,10 +81,9 @@ class Recovery:
             *(loss.step, loss.cause, self._restarts.number, self._crew.config.max_restarts, delay_seconds, where),
         )
         wait(delay_seconds, self._stopper.stop)
-        step = 0 if checkpoint is None else read_state(checkpoint, ("global_step",))["global_step"]
-        self._log.resume(checkpoint, step)
+        self._log.resume(checkpoint)
         self._position.save_due, self._position.is_unevaluated, self._position.owed = False, False, None
-        self._crew.run = dataclasses.replace(self._crew.run, resume=checkpoint)
+        self._crew.run = dataclasses.replace(self._crew.run, checkpoint=checkpoint)
         self._crew.start(self._saver.finish)
         # A callback that has stopped the run after an earlier step will do so again.
         stopper = self._stopper
@@ -93,14 +91,14 @@ class Recovery:
         self._tenancy.lost = None
         self._log.display.start(self._position.step, goes_on=True)
 
-    def _restart_point(self, loss: Loss) -> Path | None:
+    def _restart_point(self, loss: Loss) -> Checkpoint | None:
         """Return the checkpoint from which to go on; None for the beginning. Raises HybridRLError if that is gone, and
         CheckpointError for a damaged one."""
         # Until the first step is logged the checkpoints of a resumed folder may belong to another branch.
         checkpoint = newest_checkpoint(self._crew.folder, is_ours=True) if self._log.is_taken_up else None
         if checkpoint is not None:
             checkpoint = check_resumed(checkpoint, is_auto=True)
-        checkpoint = checkpoint or self._crew.run.resume
+        checkpoint = checkpoint or self._crew.run.checkpoint
         if checkpoint is None and steps_of(self._crew.run.module) != self._first_steps:
             raise HybridRLError(
                 f"after training step {loss.step}: {loss.cause}. There is no checkpoint yet, and the module that was "

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rl.checkpoint.background import GIVEN_UP
-from hybrid_rl.checkpoint.base_model import BASE
 from hybrid_rl.checkpoint.finding import clear_up
-from hybrid_rl.checkpoint.reading import STATE_FILE
+from hybrid_rl.checkpoint.reading import BASE, STATE_FILE
 from hybrid_rl.checkpoint.rotation import delete_oldest
 from hybrid_rl.checkpoint.writing import failure
 from hybrid_rl.config import to_dict
@@ -110,7 +109,7 @@ class Saver:
         crew, position = self._crew, self._position
         state: dict[str, Any] = {"global_step": position.step, "num_tokens": position.num_tokens}
         state |= {"sampler": crew.guard.data_position, "config": to_dict(crew.config)}
-        state |= {"changed": self._settings.changes_state(), "rewards": crew.run.reward_names}
+        state |= {"changed": self._settings.changes_state(), "rewards": crew.run.rewards.entries.names}
         state |= {"best": crew.best.state_dict(), "collector": crew.collector.state_dict(position.step)}
         state |= ({} if position.owed is None else {"owed": dict(position.owed)}) | self._base()
         return state, crew.generating.held_apart(position.step)
@@ -240,7 +239,8 @@ class Saver:
         """Go on after a checkpoint that is there."""
         note_checkpoint()
         self._failure = ""
-        kept = (target, self._crew.best.kept, self._crew.run.resume)
+        resumed = self._crew.run.checkpoint
+        kept = (target, self._crew.best.kept, None if resumed is None else resumed.folder)
         delete_oldest(self._crew.folder, self._crew.config.checkpoints.save_total_limit, kept)
 
     @property
@@ -258,7 +258,10 @@ class Saver:
     def keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints or a stop were asked for and it has none yet."""
         with self._after_save():
-            self._save_last_step()
+            saved = (self._crew.folder / f"checkpoint-{self._position.step}" / STATE_FILE).exists()
+            is_wanted = self._crew.config.save_steps is not None or bool(self.stop.reason)
+            if is_wanted and self._position.step and not self._crew.guard.is_torn and not saved:
+                self._save_now(final=True)
 
     def end(self, *, keeps_last: bool) -> None:
         """Save what is still due at the end of `fit()`. keeps_last: also the last step, as `keep_last_step`."""
@@ -267,9 +270,3 @@ class Saver:
                 self._save_now(final=True)
             elif keeps_last:
                 self.keep_last_step()
-
-    def _save_last_step(self) -> None:
-        saved = (self._crew.folder / f"checkpoint-{self._position.step}" / STATE_FILE).exists()
-        is_wanted = self._crew.config.save_steps is not None or bool(self.stop.reason)
-        if is_wanted and self._position.step and not self._crew.guard.is_torn and not saved:
-            self._save_now(final=True)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.config.config_text import key_values
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.process.interrupts import deferred_interrupt
-from hybrid_rl.rewards import RewardList, RewardModelEntry, with_model_entries
+from hybrid_rl.rewards import RewardModelEntry, with_model_entries
 from hybrid_rl.rollout.successes import Grades
 from hybrid_rl.run.agent_checks import reward_sources
 from hybrid_rl.run.callbacks import Callback
@@ -24,7 +25,6 @@ from hybrid_rl.run.changed import ANOTHER, changed_config
 from hybrid_rl.run.checks import check_rewards
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.missing import LIVE, callback_advice, refusal
-from hybrid_rl.run.prepare import sampling_params
 from hybrid_rl.run.start import make_collector
 from hybrid_rl.run.tenancy import Tenancy
 from hybrid_rl.run.watch import SignalWatch
@@ -101,34 +101,26 @@ class Settings:
     def _set_keys(self, keys: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         """Set keys of the configuration, and reward functions if `changes` has them, all or none of them."""
         config = changed_config(self._crew.run, keys, self._first_length)
-        rewards = names = None
-        if REWARDS in changes:
-            rewards, names = self._checked_rewards(changes[REWARDS], config)
+        rewards = self._checked_rewards(changes[REWARDS], config) if REWARDS in changes else None
         made = list(self._differences(config))
-        if names is not None:
-            made.append(Change(self._position.step, REWARDS, self._crew.run.reward_names, names))
+        if rewards is not None:
+            made.append(Change(self._position.step, REWARDS, self._reward_names, rewards.entries.names))
         if made:
-            self._apply(config, made, rewards, names)
+            self._apply(config, made, rewards)
             for change in made:
                 self._log.display.message(f"set after step {change.step}: {change}")
 
-    def _apply(
-        self,
-        config: TrainerConfig,
-        made: Sequence[Change] = (),
-        rewards: RewardSetup | None = None,
-        names: list[str] | None = None,
-    ) -> None:
-        """Go on with this configuration, everywhere. made: what differs; rewards, names: of other reward functions."""
+    @property
+    def _reward_names(self) -> list[str]:
+        return self._crew.run.rewards.entries.names
+
+    def _apply(self, config: TrainerConfig, made: Sequence[Change] = (), rewards: RewardSetup | None = None) -> None:
+        """Go on with this configuration, everywhere. made: what differs; rewards: other reward functions."""
         crew, run = self._crew, self._crew.run
-        training, evaluating = sampling_params(config, run.train_params.stop_token_ids)
-        length = self._position.max_steps
-        params: dict[str, Any] = {"train_params": training, "eval_params": evaluating, "max_steps": length}
-        scoring: dict[str, Any] = {"rewards": rewards or run.rewards, "reward_names": names or run.reward_names}
-        after = dataclasses.replace(run, config=config, **params, **scoring)
+        after = dataclasses.replace(run, config=config, max_steps=self._position.max_steps)
         is_other = rewards is not None or config.rewards != run.config.rewards
         if rewards is not None:
-            after = dataclasses.replace(after, grades=Grades())
+            after = dataclasses.replace(after, rewards=rewards, grades=Grades())
         num_steps = after.num_optimizer_steps, after.num_critic_steps
         collector = make_collector(after, crew.generating, crew.sampler).after(crew.collector)
         with deferred_interrupt():  # or the ranks would have the new settings, and the driver the old ones
@@ -142,7 +134,7 @@ class Settings:
         for path, was, now in differing(to_dict(self._crew.config), to_dict(config)):
             yield Change(self._position.step, path, was, now)
 
-    def _checked_rewards(self, given: Any, config: TrainerConfig) -> tuple[RewardSetup, list[str]]:
+    def _checked_rewards(self, given: Any, config: TrainerConfig) -> RewardSetup:
         """Check reward functions as at the start of a run. Raises ConfigError."""
         run = self._crew.run
         entries = with_model_entries([] if given is None else given)
@@ -152,7 +144,7 @@ class Settings:
                 f"reward_funcs has the reward model {models[0].name!r}, which is loaded when a Trainer is made: set "
                 f"functions and judges only. {ANOTHER}"
             )
-        setup, names = check_rewards(
+        setup = check_rewards(
             given,
             config,
             run.rewards.available_columns,
@@ -161,14 +153,12 @@ class Settings:
             has_environments=run.rewards.has_environments,
         )
         longest = run.max_length + self._first_length - run.config.rollout.max_completion_length
-        if RewardList.of(setup.functions).max_length(longest) > RewardList.of(run.rewards.functions).max_length(
-            longest
-        ):
+        if setup.entries.max_length(longest) > run.rewards.entries.max_length(longest):
             raise ConfigError(
                 "reward_funcs has a judge whose questions may be longer than what the engine was built for; lower its "
                 f"max_tokens. {ANOTHER}"
             )
-        return setup, names
+        return setup
 
     def follow(self) -> None:
         """Let the run follow what was set on its parts or in passing: max_steps, and the weights of its datasets."""
@@ -225,23 +215,24 @@ class Settings:
         self._follow_weights()
         return [dataclasses.asdict(change) for change in self._changed if change.key != LENGTH]
 
-    def carry_on(self, state: Mapping[str, Any]) -> None:
+    def carry_on(self, checkpoint: Checkpoint) -> None:
         """Go on with what was set while the resumed run was live: a key that still has the value with which that run
         began gets the one that it was set to. A key that was given another value keeps that."""
+        state = checkpoint.state
         records = [Change(**record) for record in state.get("changed", ())]
         mine = {change.key: change for change in records}
         first = {change.key: change.was for change in reversed(records)}
         names = mine.pop(REWARDS, None)
-        if names is not None and names.now != self._crew.run.reward_names:
+        if names is not None and names.now != self._reward_names:
             logger.warning(
                 "after step %d the reward functions were set to %s, but this run has %s; pass the others to go on with "
                 "them",
-                *(names.step, ", ".join(names.now), ", ".join(self._crew.run.reward_names)),
+                *(names.step, ", ".join(names.now), ", ".join(self._reward_names)),
             )
-        elif names is None and state.get("rewards", self._crew.run.reward_names) != self._crew.run.reward_names:
+        elif names is None and state.get("rewards", self._reward_names) != self._reward_names:
             logger.warning(
                 "the resumed run had the reward functions %s, and this one has %s; pass the same to go on with them",
-                *(", ".join(state["rewards"]) or "none", ", ".join(self._crew.run.reward_names)),
+                *(", ".join(state["rewards"]) or "none", ", ".join(self._reward_names)),
             )
         flat = {key.path: key.value for key in key_values(self._crew.config)}
         wanted = {path: change.now for path, change in mine.items() if path in flat and flat[path] == first[path]}

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
-from hybrid_rl.config.algorithm import ranks_apart, rollout_ranks
+from hybrid_rl.config.algorithm import critic_path, ranks_apart, rollout_ranks, teacher_path
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.config.validate import prompts_begun
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
@@ -68,11 +68,12 @@ def start_workers(
         max_length=run.max_length,
         probe_ids=run.data.probe_ids,
         first_prompt=run.data.first.prompt,
-        teacher=_recipe(run.teacher_path, run.config),
+        teacher=_recipe(teacher_path(run.config), run.config),
         expected=None if run.plan is None else run.plan.expected(),
         agents=run.agents,
         is_trained=is_trained,
-        critic=_recipe(run.critic_path, run.config),  # on one rank too: its head is not that of a language model
+        # On one rank too: its head is not that of a language model.
+        critic=_recipe(critic_path(run.config), run.config),
     )
     policy, generating = _started(run, setup, log_folder, closing)
     if run.choice.adapter is not None and (record := base_record(run.choice.adapter)) is not None:
@@ -90,7 +91,7 @@ def _started(
     # A module of this process is trained in place; a named one is loaded here. All other models go to its device.
     module = run.choice.load(run.config, local_device(run.config.model.device))
     device = module.device
-    setup = replace(setup, model=module, teacher=_loaded(run.teacher_path, run.config, device))
+    setup = replace(setup, model=module, teacher=_loaded(teacher_path(run.config), run.config, device))
     group = HybridGroup(LocalBackend("policy", partial(HybridWorker, setup), device), has_scores=setup.has_scores)
     closing.callback(group.close)
     return group, group
@@ -196,6 +197,7 @@ def notes_of(run: Run) -> list[str]:
 def make_collector(run: Run, generating: GeneratingGroup, sampler: PromptSampler) -> Collector:
     """Make the collector of a run."""
     config, rewards, needs = run.config, run.config.rewards, run.config.advantage.needs
+    entries = run.rewards.entries
     plan = StepPlan(
         sampler,
         config.data.prompts_per_step,
@@ -205,30 +207,29 @@ def make_collector(run: Run, generating: GeneratingGroup, sampler: PromptSampler
         greedy_baseline=Needs.BASELINE_REWARDS in needs,
         rollouts_path=None if config.rollouts_path is None else Path(config.rollouts_path),
         demonstrates=Needs.DEMONSTRATIONS in needs,
-        **_held(config),
     )
     return Collector(
         generating,
-        run.reward_names,
-        plan,
+        entries.names,
+        _holding(plan, config),
         max_failure_share=rewards.max_reward_failure_share,
         reward_weights=run.rewards.weights(rewards.reward_weights),
-        shaping=run.rewards.shaping,
+        shaping=entries.shaping,
         success=run.success,
     )
 
 
-def _held(config: TrainerConfig) -> dict[str, Any]:
-    """Return what a step delivers and what it holds, as arguments of StepPlan."""
+def _holding(plan: StepPlan, config: TrainerConfig) -> StepPlan:
+    """Return a plan that says which groups a step delivers, and which it holds."""
     buffer = config.buffer
     if not isinstance(buffer, HeldConfig):
-        return {}
+        return plan
     size = config.data.prompts_per_step
     ahead = size if config.rollout.async_level == 1 else 0
     drops = buffer.unfinished == "drop"
     later = ahead if rollout_ranks(config) else 0  # those generate what is ahead when they have delivered the batch
     rule = HoldRule(size, buffer.max_staleness or 0, ahead - later, buffer.buffer_order, drops=drops)
-    return {"hold": rule, "num_extra": ahead + (buffer.oversample or 0), "num_later": later}
+    return replace(plan, hold=rule, num_extra=ahead + (buffer.oversample or 0), num_later=later)
 
 
 def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:
@@ -254,7 +255,16 @@ class RayRanks:
             )
         from hybrid_rl.controller.ray_backend import RayCluster
 
-        self._options = ray_options(config.controller, config.model.device)
+        ray = config.controller.ray
+        self._options = RayOptions(
+            placement=ray.placement,
+            cpus_per_rank=float(ray.cpus_per_rank or 1),
+            gpus_per_rank=int(config.model.device == "cuda"),
+            threads_per_rank=ray.cpus_per_rank,
+            env_vars={name: str(value) for name, value in ray.env_vars.items()},
+            start_seconds=ray.start_timeout_seconds,
+            watchdog_seconds=ray.watchdog_seconds,
+        )
         self._log_folder = log_folder
         self._closing = closing
         self.cluster = RayCluster(config.controller.address)
@@ -283,20 +293,6 @@ class RayRanks:
         )
         self._closing.callback(backend.close)
         return backend
-
-
-def ray_options(controller: RayControllerConfig, device: str) -> RayOptions:
-    """Return how the configuration places and watches ranks. device: cpu, or cuda for one GPU each."""
-    ray = controller.ray
-    return RayOptions(
-        placement=ray.placement,
-        cpus_per_rank=float(ray.cpus_per_rank or 1),
-        gpus_per_rank=int(device == "cuda"),
-        threads_per_rank=ray.cpus_per_rank,
-        env_vars={name: str(value) for name, value in ray.env_vars.items()},
-        start_seconds=ray.start_timeout_seconds,
-        watchdog_seconds=ray.watchdog_seconds,
-    )
 
 
 def attention_cost(skeleton: PreTrainedModel) -> float:

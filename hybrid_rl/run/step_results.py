@@ -95,4 +95,4 @@ class StepResult(NamedTuple):
 def readable(batch: AnyBatch, run: Run) -> AnyBatch:
     """Return the samples with what people need to read them: tokenizer and names of reward functions."""
     imitates = Needs.DEMONSTRATIONS in run.config.advantage.needs
-    return batch.with_reader(run.choice.tokenizer, [DEMONSTRATION] if imitates else run.reward_names)
+    return batch.with_reader(run.choice.tokenizer, [DEMONSTRATION] if imitates else run.rewards.entries.names)

@@ -59,7 +59,7 @@ class Stopper:
     def listening(self) -> Iterator[None]:
         """End the block when a signal or the deadline asks for it, if the run is to listen to them."""
         self.stop = self._saver.stop = stop_of(self._crew.config)
-        self.stop.has_checkpoint = self._crew.run.resume is not None
+        self.stop.has_checkpoint = self._crew.run.checkpoint is not None
         if note := self.stop.without_interrupt():
             self._log.display.message(note)
         with self.stop.watching():
@@ -108,7 +108,7 @@ class Stopper:
             message += "; nothing was trained since the start of this process"
         # Before its first step a resumed run leaves newer checkpoints where they are; they may be damaged.
         saved = checkpoints_of(self._crew.folder) if self._log.is_taken_up else {}
-        newest = saved[max(saved)] if saved else self._crew.run.resume
+        newest = saved[max(saved)] if saved else self._crew.run.checkpoint
         if unsaved is not None and newest is None:
             raise unsaved
         where = f"resume from {newest}" if newest is not None else "there is no checkpoint yet"

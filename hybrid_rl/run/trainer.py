@@ -168,10 +168,10 @@ class Trainer:
         folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         check_restarts(run.config, is_in_place=run.module is not None)
         make_way(run.config, folder)
-        warn_of_training(run.module, is_resumed=run.resume is not None)
+        warn_of_training(run.module, is_resumed=run.checkpoint is not None)
         sampler = make_sampler(run)
         self._position = position = Position(run.max_steps)
-        self._log = log = RunLog(run.config, run.max_steps, run.resume, run.lock, run.about)
+        self._log = log = RunLog(run.config, run.max_steps, run.checkpoint, run.lock, run.about)
         closing.callback(log.close)
         for note in [*notes_of(run), *run.memory.notes]:
             log.display.message(note)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid_rl.batch import AnyBatch, BatchRef, SampleKey
 from hybrid_rl.checkpoint.background import Progress
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import Backend, WorkerGroup, result_of
 from hybrid_rl.errors import EngineStateError, StorageError, WorkerError, counted
@@ -253,9 +254,9 @@ class PolicyGroup(RankGroup):
         """Raise CheckpointError unless the base model of the adapters is the one of this record (`keep_base`)."""
         self._ranks.call(HybridWorker.check_base, record, what)
 
-    def load(self, folder: Path) -> None:
+    def load(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
-        self._ranks.call(HybridWorker.load, folder)
+        self._ranks.call(HybridWorker.load, checkpoint.folder.resolve(), checkpoint.base)
 
 
 class HybridGroup(PolicyGroup, GeneratingGroup):

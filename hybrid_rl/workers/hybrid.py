@@ -51,7 +51,7 @@ class HybridWorker(SavingWorker):
         super().__init__(setup, context)
         config = setup.config
         self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
-        rewards: Any = {"has_reward_models": setup.rewards.has_models}
+        rewards: Any = {"has_reward_models": bool(setup.rewards.entries.models)}
         self._cycle = memory_phases(config, **rewards, generates=setup.generates).cycle
         self._is_live = isinstance(setup.model, PreTrainedModel)  # the module is the user's own
         try:

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.checkpoint.background import BackgroundWrite, Progress
-from hybrid_rl.checkpoint.base_model import BASE, base_hashes, check_base, config_numbers, keep_base
-from hybrid_rl.checkpoint.reading import read_state
+from hybrid_rl.checkpoint.base_model import base_hashes, check_base, config_numbers, keep_base
+from hybrid_rl.checkpoint.reading import BASE
 from hybrid_rl.checkpoint.snapshot import Room, SaveModel
 from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint, write_model
 from hybrid_rl.config.buffer_keys import HeldConfig
@@ -181,10 +181,11 @@ class SavingWorker(GeneratingWorker):
             check_base(record, hashes, what, numbers)
 
     @dispatch(collect="leader")
-    def load(self, folder: Path) -> None:
-        """Continue from a checkpoint. Raises CheckpointError if it is damaged, or of another model."""
+    def load(self, folder: Path, base: Mapping[str, Any] | None) -> None:
+        """Continue from a checkpoint. base: of its adapters (`keep_base`). Raises CheckpointError if it is damaged, or
+        of another model."""
         self._version = None
         with self.phase(self._cycle.save):
-            self._compare_base(read_state(folder).get(BASE), f"the adapter of {folder}")
+            self._compare_base(base, f"the adapter of {folder}")
             self._actor.load(folder)
             self._roles.load_models(folder)

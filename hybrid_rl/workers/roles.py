@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_rl.algos import KLInLoss, KLInReward
 from hybrid_rl.batch import Batch, Jagged
-from hybrid_rl.config.algorithm import reference_is_policy
+from hybrid_rl.config.algorithm import critic_path, reference_is_policy
 from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
@@ -132,7 +132,7 @@ class Roles:
         of adapters is. sink: takes the tensors of each file instead of having them written. Collective."""
         is_writer = self._context.rank == 0
         if self._critic is not None:
-            own = getattr(self._config.critic, "critic_path", None)
+            own = critic_path(self._config)
             self._critic.save_model(folder / CRITIC_FOLDER, base if own is None else {"path": own}, sink)
         if self._moves_reference and self._reference is not None:
             model = self._reference.model

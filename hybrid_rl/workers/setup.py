@@ -33,21 +33,16 @@ class RewardSetup:
     has_environments: bool = False
 
     @property
-    def has_models(self) -> bool:
-        """Whether models are among the reward functions."""
-        return bool(RewardList.of(self.functions).models)
-
-    @property
-    def shaping(self) -> list[int]:
-        """Places of the functions that do not say who is right (`shaping_reward`)."""
-        return RewardList.of(self.functions).shaping
+    def entries(self) -> RewardList:
+        """The functions by kind."""
+        return RewardList.of(self.functions)
 
     def weights(self, given: Sequence[float] | None) -> list[float] | None:
         """Return the weights of all functions, from those that the user gave: for the user's functions, or for those
         and the rewards that come with samples after them. Raises ConfigError for another number."""
         if given is None:
             return None
-        names = RewardList.of(self.functions).names
+        names = self.entries.names
         num_known = len(names) - self.num_added
         num_functions = num_known - self.num_sources
         if len(given) not in (num_functions, num_known):
@@ -110,7 +105,7 @@ class WorkerSetup:
     @property
     def engine_length(self) -> int:
         """Tokens of the longest sequence that the engine must take: a sample, or a question to a judge."""
-        return RewardList.of(self.rewards.functions).max_length(self.max_length)
+        return self.rewards.entries.max_length(self.max_length)
 
     @property
     def needs_reference(self) -> bool:

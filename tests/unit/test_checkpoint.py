@@ -19,7 +19,14 @@ import torch
 from hybrid_rl.checkpoint.finding import check_resumed, find_checkpoint, newest_checkpoint
 from hybrid_rl.checkpoint.manifest import MANIFEST_FILE, check_checkpoint, check_model, check_model_texts
 from hybrid_rl.checkpoint.owners import Owner
-from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, STATE_FILE, read_optimizer_into, read_state
+from hybrid_rl.checkpoint.reading import (
+    OPTIMIZER_FOLDER,
+    SCALARS_FILE,
+    STATE_FILE,
+    Checkpoint,
+    read_optimizer_into,
+    read_state,
+)
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.errors import CheckpointError
 from tests.support.optimizer_state import read_optimizer
@@ -35,7 +42,7 @@ def model_of(value: str) -> Callable[[Path], None]:
 def write(folder: Path, value: str = "new", state: Any = None) -> None:
     optimizer = {"exp_avg": {"layer.weight": torch.arange(3.0), "bias": torch.ones(())}, "master": {}, "step": 7}
     named = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    step = {"global_step": int(named[1]) if named else 4}
+    step = {"global_step": int(named[1]) if named else 4, "num_tokens": 0, "sampler": {}}
     write_checkpoint(folder, model_of(value), optimizer, step if state is None else state)
 
 
@@ -378,11 +385,11 @@ def test_a_state_of_another_step_than_the_folders_name(folder: Path) -> None:
     write(folder)
     with pytest.raises(CheckpointError, match="its global_step is 7, but the folder is named checkpoint-4"):
         write(folder, state={"global_step": 7})
-    assert read_state(folder) == {"global_step": 4}
+    assert read_state(folder)["global_step"] == 4
     renamed = folder.rename(folder.with_name("checkpoint-9"))
     with pytest.raises(CheckpointError, match=f"{renamed / STATE_FILE} .* global_step is 4, but .* checkpoint-9"):
         find_checkpoint("auto", str(renamed.parents[1]), renamed.parent.name)
-    assert read_state(renamed.rename(folder.with_name("best"))) == {"global_step": 4}
+    assert Checkpoint.read(renamed.rename(folder.with_name("best"))).step == 4
 
 
 @pytest.mark.parametrize("scalars", [{"exp_avg": 3}, {"exp_avg": [1]}, {"exp_avg": "x"}])
@@ -397,6 +404,20 @@ def test_scalars_that_cannot_be(folder: Path, scalars: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------ finding
 
 
+def resumed(resume: str | None, output_dir: str, run_name: str | None) -> Path | None:
+    checkpoint = find_checkpoint(resume, output_dir, run_name)
+    return None if checkpoint is None else checkpoint.folder
+
+
+def newest(run: Path, *, is_ours: bool = False) -> Path | None:
+    checkpoint = newest_checkpoint(run, is_ours=is_ours)
+    return None if checkpoint is None else checkpoint.folder
+
+
+def checked(folder: Path, *, is_auto: bool) -> Path:
+    return check_resumed(Checkpoint.read(folder), is_auto=is_auto).folder
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Checkpoints 9 and 10 (the later in number, the earlier in the alphabet), and what only looks like one."""
@@ -408,40 +429,40 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_newest_is_the_one_with_the_most_steps(run: Path) -> None:
-    assert newest_checkpoint(run) == run / "checkpoint-10"
+    assert newest(run) == run / "checkpoint-10"
 
 
 def test_resume_auto_finds_it(run: Path) -> None:
-    assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-10"
+    assert resumed("auto", str(run.parent), run.name) == run / "checkpoint-10"
 
 
 def test_resume_auto_before_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing"):
-        assert newest_checkpoint(tmp_path / name) is None
-        assert find_checkpoint("auto", str(tmp_path), name) is None
+        assert newest(tmp_path / name) is None
+        assert resumed("auto", str(tmp_path), name) is None
         assert f"{name} has no checkpoint yet; starting from the beginning" in caplog.text
 
 
 def test_a_damaged_newest_one_falls_back_to_the_newest_that_is_intact(run: Path, caplog) -> None:
     write(run / "checkpoint-8")
-    newest = run / "checkpoint-10"
-    (newest / "weights").write_text("")
-    assert check_resumed(newest, is_auto=True) == run / "checkpoint-9"
+    last = run / "checkpoint-10"
+    (last / "weights").write_text("")
+    assert checked(last, is_auto=True) == run / "checkpoint-9"
     (line,) = (message for message in caplog.messages if "going on from" in message)
     assert line.startswith(f"resume=auto: going on from {run / 'checkpoint-9'}, the newest checkpoint that is intact")
-    assert f"{newest / 'weights'} is damaged: it has 0 bytes, but 3 were written. The damaged one is kept" in line
-    assert check_resumed(run / "checkpoint-9", is_auto=True) == run / "checkpoint-9"
+    assert f"{last / 'weights'} is damaged: it has 0 bytes, but 3 were written. The damaged one is kept" in line
+    assert checked(run / "checkpoint-9", is_auto=True) == run / "checkpoint-9"
     with pytest.raises(CheckpointError, match="to skip this check$"):
-        check_resumed(newest, is_auto=False)
+        checked(last, is_auto=False)
     caplog.clear()
     (run / "checkpoint-9" / MANIFEST_FILE).unlink()
-    assert check_resumed(run / "checkpoint-9", is_auto=True) == run / "checkpoint-8"
+    assert checked(run / "checkpoint-9", is_auto=True) == run / "checkpoint-8"
     (line,) = (message for message in caplog.messages if "going on from" in message)
     assert f"because {run / 'checkpoint-9'} has no {MANIFEST_FILE}, so nothing in it can be checked" in line
-    assert check_resumed(run / "checkpoint-9", is_auto=False) == run / "checkpoint-9"
-    (newest / STATE_FILE).unlink()
-    assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-8"
+    assert checked(run / "checkpoint-9", is_auto=False) == run / "checkpoint-9"
+    (last / STATE_FILE).unlink()
+    assert resumed("auto", str(run.parent), run.name) == run / "checkpoint-8"
     (run / "checkpoint-8" / SHARDS).unlink()
     with pytest.raises(CheckpointError, match=f"No other checkpoint of {run} is known to be intact"):
         find_checkpoint("auto", str(run.parent), run.name)
@@ -471,7 +492,7 @@ def test_auto_says_which_later_folder_is_no_checkpoint(run: Path, caplog: pytest
     (run / "checkpoint-3").mkdir()
     (run / "checkpoint-30").mkdir()
     (run / "checkpoint-30" / "config.json").write_text("{}")
-    assert find_checkpoint("auto", str(run.parent), run.name) == run / "checkpoint-10"
+    assert resumed("auto", str(run.parent), run.name) == run / "checkpoint-10"
     passed = [line for line in caplog.messages if "is ignored: it has neither" in line]
     assert [line.partition(" is ignored")[0] for line in passed] == [
         f"{run / name}" for name in ("checkpoint-12", "checkpoint-30")
@@ -479,8 +500,8 @@ def test_auto_says_which_later_folder_is_no_checkpoint(run: Path, caplog: pytest
 
 
 def test_resume_of_a_folder(run: Path) -> None:
-    assert find_checkpoint(None, str(run.parent), run.name) is None
-    assert find_checkpoint(str(run / "checkpoint-9"), "elsewhere", None) == run / "checkpoint-9"
+    assert resumed(None, str(run.parent), run.name) is None
+    assert resumed(str(run / "checkpoint-9"), "elsewhere", None) == run / "checkpoint-9"
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         find_checkpoint(str(run), "elsewhere", None)
     (run / "checkpoint-9" / STATE_FILE).write_text(json.dumps({"global_step": 9})[:-1])
@@ -511,7 +532,7 @@ def left(run: Path, owner: Owner | int) -> list[Path]:
     folders = [run / f".checkpoint-3.{token}.old", run / f".checkpoint-4.{token}.tmp", run / f".best.{token}.tmp"]
     for folder in folders:
         folder.mkdir(parents=True)
-    (folders[0] / STATE_FILE).write_text("{}")
+    (folders[0] / STATE_FILE).write_text(json.dumps({"global_step": 3, "num_tokens": 0, "sampler": {}}))
     return folders
 
 
@@ -520,14 +541,14 @@ def test_what_a_killed_process_left_is_cleared_up(tmp_path: Path, kind: str) -> 
     gone = dead_process()
     owner = {"gone": gone, "pid used again": replace(HERE, started=HERE.started - 1), "earlier version": gone.pid}[kind]
     left(tmp_path, owner)
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+    assert newest(tmp_path) == tmp_path / "checkpoint-3"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3"]
 
 
 @pytest.mark.parametrize("owner", [HERE, HERE.pid, *ELSEWHERE.values()], ids=["alive", "earlier", *ELSEWHERE])
 def test_what_may_be_alive_is_left_alone(tmp_path: Path, owner: Owner | int) -> None:
     folders = left(tmp_path, owner)
-    assert newest_checkpoint(tmp_path) is None
+    assert newest(tmp_path) is None
     assert sorted(tmp_path.iterdir()) == sorted(folders)
 
 
@@ -535,7 +556,7 @@ def test_what_may_be_alive_is_left_alone(tmp_path: Path, owner: Owner | int) -> 
 def test_whoever_has_the_run_folder_clears_up_what_others_left(tmp_path: Path, owner: Owner) -> None:
     """Its checkpoints alone: what has another name may be any Trainer's save()."""
     *_, other = left(tmp_path, owner)
-    assert newest_checkpoint(tmp_path, is_ours=True) == tmp_path / "checkpoint-3"
+    assert newest(tmp_path, is_ours=True) == tmp_path / "checkpoint-3"
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "checkpoint-3"]
 
 

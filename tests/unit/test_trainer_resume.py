@@ -337,8 +337,10 @@ def test_newest_checkpoint_is_the_one_with_the_most_steps(tmp_path) -> None:
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-x", ".checkpoint-99.1.tmp"):
         (tmp_path / name).mkdir()
         if name != "checkpoint-11":
-            (tmp_path / name / "trainer_state.json").write_text("{}")
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+            state = {"global_step": 9 if name == "checkpoint-9" else 10, "num_tokens": 0, "sampler": {}}
+            (tmp_path / name / "trainer_state.json").write_text(json.dumps(state))
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None and newest.folder == tmp_path / "checkpoint-10"
 
 
 def test_state_of_a_checkpoint(make_trainer) -> None:

@@ -17,7 +17,7 @@ from hybrid_rl.extras.evaluations.evaluations import EVAL_FILE, Evaluation
 from hybrid_rl.logging.run_folder import RunFolder
 from hybrid_rl.metrics.metric_sums import finite
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.run.evaluation import are_sets
+from hybrid_rl.run.evaluation import are_sets, rows_of
 from hybrid_rl.run.prepare import Run, prepare
 from hybrid_rl.run.start import make_collector, make_evaluator, start_workers
 from hybrid_rl.run.tenancy import make_way
@@ -122,9 +122,9 @@ def _evaluated(run: Run, model: str, step: int | None, folder: Path, closing: co
     evaluator = make_evaluator(run, policy, make_collector(run, generating, sampler))
     generating.update_weights(0)
     policy.label = "the evaluation"
-    metrics, sets = evaluator.evaluate(run.eval_rows, 0, TrainerState(0, 1, 0.0), folder, kept=None)
+    metrics, sets = evaluator.evaluate(rows_of(run.data.eval), 0, TrainerState(0, 1, 0.0), folder, kept=None)
     leaves = {key.path.rpartition(".")[2]: key.value for key in key_values(run.config)}
-    settings = {name: leaves[name] for name in SETTINGS if name in leaves} | {"rewards": run.reward_names}
+    settings = {name: leaves[name] for name in SETTINGS if name in leaves} | {"rewards": run.rewards.entries.names}
     made = Evaluation(model, sets, settings, finite(metrics), step, folder)
     (folder / EVAL_FILE).write_text(json.dumps(made.to_json()) + "\n", encoding="utf-8")
     return made

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hybrid_rl.algos import Needs
-from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import ranks_apart, rollout_ranks
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import critic_path, ranks_apart, rollout_ranks, teacher_path
 from hybrid_rl.config.sizes import memory_bytes
-from hybrid_rl.errors import ConfigError, ModelError
+from hybrid_rl.errors import ModelError
 from hybrid_rl.extras.plan.handoff_plan import HandoffPlan, adapter_handoff, plan_handoff, trace_files
 from hybrid_rl.extras.plan.rates import GPUS, Rates, rates_of_device
 from hybrid_rl.extras.plan.request import Machine, planned_config
@@ -46,10 +45,7 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     config = planned_config(words, machine)
     if layouts is not None:
         trace_files(layouts)  # also for engines that need none: a path that is wrong is an error now, not with vLLM
-    teacher = getattr(config.advantage, "teacher_path", None)
-    if teacher is None and Needs.TEACHER_LOGPROBS in config.advantage.needs:
-        raise ConfigError("distillation has no teacher: set advantage.teacher_path to its name or folder")
-    critic = config.critic.critic_path if isinstance(config.critic, ValueHeadConfig) else None
+    teacher, critic = teacher_path(config), critic_path(config)
     for path in (config.model.path, teacher, critic):
         if path is not None:
             _check_settings(path, config)

@@ -57,7 +57,7 @@ class View:
         prompts = f"{len(data):,} prompts" if hasattr(data, "__len__") else "a stream of prompts"
         return {
             "model": f"{model}, {run.num_parameters:,} parameters{adapters}",
-            "rewards": ", ".join(run.reward_names) or "none",
+            "rewards": ", ".join(run.rewards.entries.names) or "none",
             "data": f"{prompts}; {self._position.num_tokens:,} tokens so far",
             "folder": str(self._crew.folder),
             "next": "; ".join(self._advice()),

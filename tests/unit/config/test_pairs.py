@@ -138,7 +138,7 @@ def test_so_do_rewards_of_single_tokens(loss: dict[str, Any], estimator: dict[st
 def test_weights_may_be_given_for_rewards_that_come_with_samples() -> None:
     def setup_of(*weights: float) -> list[float] | None:
         config = resolved(reward_weights=list(weights))
-        setup, _ = check_rewards([per_completion], config, (), has_eval=False, sources=[GivenReward("Shop")])
+        setup = check_rewards([per_completion], config, (), has_eval=False, sources=[GivenReward("Shop")])
         return setup.weights(config.rewards.reward_weights)
 
     assert (setup_of(2.0), setup_of(2.0, 0.1)) == ([2.0, 1.0], [2.0, 0.1])

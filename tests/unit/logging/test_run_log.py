@@ -13,6 +13,7 @@ import torch
 
 from hybrid_rl.batch import Batch, store
 from hybrid_rl.checkpoint.owners import LOCK_FILE, FolderLock, Owner
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import TrainerConfig, load_config, resolve, to_dict
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.logging.run_folder import read_jsonl
@@ -25,6 +26,10 @@ GONE = (HERE.host, HERE.kernel, HERE.namespace, HERE.pid, HERE.started + 1)  # i
 
 def config(folder: Path, **keys: Any) -> TrainerConfig:
     return resolve(*load_config({"output_dir": str(folder), "run_name": "run", "max_steps": 5, **keys}))
+
+
+def saved(folder: Path, step: int, **state: Any) -> Checkpoint:
+    return Checkpoint(folder / f"checkpoint-{step}", {"global_step": step, **state})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -78,7 +83,7 @@ def test_a_resumed_run_that_cannot_start_changes_nothing(tmp_path: Path, resume:
     folder = run_until(tmp_path, 4)
     before = files(folder)
     resume = "auto" if resume == "auto" else str(folder / "checkpoint-2")
-    log = RunLog(config(tmp_path, seed=2, resume=resume), 5, folder / "checkpoint-2")
+    log = RunLog(config(tmp_path, seed=2, resume=resume), 5, saved(folder, 2))
     assert log.path == folder
     log.close()
     assert files(folder) == before
@@ -88,7 +93,7 @@ def test_a_resumed_run_that_starts_drops_the_later_records(tmp_path: Path, monke
     folder = run_until(tmp_path, 4)
     monkeypatch.setattr("hybrid_rl.extras.pictures.curves.draw", lambda *_: pytest.fail("there is nothing new to draw"))
     before = files(folder)
-    log = RunLog(config(tmp_path, seed=2, resume="auto"), 5, folder / "checkpoint-2")
+    log = RunLog(config(tmp_path, seed=2, resume="auto"), 5, saved(folder, 2))
     log.begin(2)
     log.stop()
     assert files(folder) == before  # it was only looked at
@@ -133,7 +138,7 @@ def branched(folder: Path) -> tuple[Path, dict[str, bytes]]:
 
 def test_what_another_branch_left_is_set_aside_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, expected = branched(tmp_path)
-    log = RunLog(config(tmp_path, resume=str(folder / "checkpoint-2")), 5, folder / "checkpoint-2")
+    log = RunLog(config(tmp_path, resume=str(folder / "checkpoint-2")), 5, saved(folder, 2))
     log.begin(2)
     assert caplog.text == ""
     log.take_up()
@@ -174,7 +179,7 @@ def test_a_run_that_is_killed_while_it_sets_aside_goes_on_as_if_it_were_not(
         folder, expected = branched(tmp_path / str(number))
         for attempt in range(2):
             keys = {"resume": str(folder / "checkpoint-2")}
-            log = RunLog(config(tmp_path / str(number), **keys), 5, folder / "checkpoint-2")
+            log = RunLog(config(tmp_path / str(number), **keys), 5, saved(folder, 2))
             log.begin(2)
             with monkeypatch.context() as patch, contextlib.suppress(Killed):
                 if attempt == 0:
@@ -204,7 +209,7 @@ def test_a_config_that_cannot_be_read_is_told(
     (folder / "config.yaml").unlink()
     if damage in texts:
         (folder / "config.yaml").write_text(texts[damage])
-    log = RunLog(config(tmp_path, seed=9, resume="auto"), 5, folder / "checkpoint-2")
+    log = RunLog(config(tmp_path, seed=9, resume="auto"), 5, saved(folder, 2))
     log.begin(2)
     assert f"{folder / 'config.yaml'}: {told}" in caplog.text
     log.take_up()
@@ -217,7 +222,7 @@ def test_lines_that_cannot_be_read_are_told_as_what_they_are(tmp_path: Path, cap
     folder = run_until(tmp_path, 2)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
-    log = RunLog(config(tmp_path, resume="auto"), 5, folder / "checkpoint-2")
+    log = RunLog(config(tmp_path, resume="auto"), 5, saved(folder, 2))
     log.begin(2)
     log.metrics(3, {"reward": 9.0})
     log.close()
@@ -256,7 +261,7 @@ def test_the_time_before_the_first_step_is_recorded_once(tmp_path: Path, is_reco
     """A checkpoint of step 0 may be older or newer than the record of it."""
     folder = run_until(tmp_path, 1 if is_recorded else -1)
     (folder / "checkpoint-0").mkdir()
-    log = RunLog(config(tmp_path, resume="auto"), 5, folder / "checkpoint-0")
+    log = RunLog(config(tmp_path, resume="auto"), 5, saved(folder, 0))
     assert log.begin(0) == is_recorded
     log.close()
 
@@ -305,18 +310,18 @@ def test_a_run_whose_config_was_lost_goes_on_where_it_was(tmp_path: Path) -> Non
     folder = run_until(tmp_path, 4)
     (folder / "config.yaml").unlink()
     for resume in ("auto", str(folder / "checkpoint-2")):
-        log = RunLog(config(tmp_path, resume=resume), 5, folder / "checkpoint-2")
+        log = RunLog(config(tmp_path, resume=resume), 5, saved(folder, 2))
         assert log.path == folder
         log.close()
     (folder / "metrics.jsonl").unlink()
-    assert RunLog(config(tmp_path, resume=resume), 5, folder / "checkpoint-2").path == folder  # by run_name
+    assert RunLog(config(tmp_path, resume=resume), 5, saved(folder, 2)).path == folder  # by run_name
 
 
 def test_a_checkpoint_elsewhere_begins_a_folder_of_its_own(tmp_path: Path) -> None:
     """No run that could continue is beside it."""
     kept = tmp_path / "kept" / "checkpoint-2"
     kept.mkdir(parents=True)
-    log = RunLog(config(tmp_path / "runs", resume=str(kept)), 5, kept)
+    log = RunLog(config(tmp_path / "runs", resume=str(kept)), 5, Checkpoint(kept, {"global_step": 2}))
     assert log.path == tmp_path / "runs" / "run"
     log.close()
     assert files(tmp_path / "kept") == {} and list((tmp_path / "runs").iterdir()) == []
@@ -395,10 +400,11 @@ def test_a_resume_says_that_held_groups_keep_their_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: list[int], lines: int
 ) -> None:
     folder = run_until(tmp_path, 2)
-    log = RunLog(config(tmp_path, max_completion_length=4), 5, folder / "checkpoint-2")
+    before = to_dict(config(tmp_path, max_completion_length=40))
+    checkpoint = saved(folder, 2, config=before, collector={"held": held})
+    log = RunLog(config(tmp_path, max_completion_length=4), 5, checkpoint)
     shown: list[str] = []
     monkeypatch.setattr(log.display, "message", shown.append)
-    before = to_dict(config(tmp_path, max_completion_length=40))
-    log.announce_resume({"global_step": 2, "config": before, "collector": {"held": held}})
+    log.announce_resume(checkpoint)
     log.close()
     assert shown.count("2 held groups will finish under the old max_completion_length") == lines

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hybrid_rl import Trainer
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.engines.replayed import assert_learned_alike, gaps_by_version
@@ -284,7 +285,7 @@ def test_what_is_held_outlives_the_weights_of_the_best_step(make):
     rows = [row | {"number": number} for number, row in enumerate(sums(40))]
     trainer = make(rows=rows, oversample=2, save_steps=1, max_steps=3)
     used = [number for _ in range(3) for number in numbers_of(trainer.step().batch)]
-    trainer.policy.load(trainer.run_folder / "checkpoint-1")  # as load_best_model_at_end does
+    trainer.policy.load(Checkpoint.read(trainer.run_folder / "checkpoint-1"))  # as load_best_model_at_end does
     trainer.generating.update_weights_again(3)
     trainer.max_steps = 5
     used += [number for _ in range(2) for number in numbers_of(trainer.step().batch)]

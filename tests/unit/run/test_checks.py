@@ -56,5 +56,5 @@ def test_the_tokenizer_of_a_reward_model_is_held_to_its_file(tmp_path: Path) -> 
     with pytest.raises(ModelError, match=r"makes 'Whatis2plus3\?' of .* Pass reward_processing_classes='"):
         check_rewards([spread, build_model()], config, None, has_eval=False, processing_classes=[None, theirs])
     for given in (path, tmp_path):
-        setup, _ = check_rewards(build_model(), config, None, has_eval=False, processing_classes=given)
+        setup = check_rewards(build_model(), config, None, has_eval=False, processing_classes=given)
         assert setup.functions[0].tokenizer("What is 10?")["input_ids"] == ids_by_hand("What is 10?")

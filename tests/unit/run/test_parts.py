@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, WorkerError
 from hybrid_rl.extras.views.run_view import View
@@ -183,7 +184,7 @@ def test_work_goes_on_after_one_loss_but_not_after_two(monkeypatch: pytest.Monke
 
     @restarts.dataclass(frozen=True)
     class Prepared:
-        resume: Path | None = None
+        checkpoint: Checkpoint | None = None
         module: None = None
 
     def start(finish: Any) -> None:
@@ -192,13 +193,13 @@ def test_work_goes_on_after_one_loss_but_not_after_two(monkeypatch: pytest.Monke
 
     given = parts(position, run=Prepared(), folder=tmp_path, end=lambda: done.append("ended"), start=start, lost=None)
     given.is_taken_up, given.finish = False, lambda: done.append("started")
-    given.resume = lambda checkpoint, step: done.append(f"log at {step}")
+    given.resume = lambda checkpoint: done.append(f"log at {checkpoint}")
     recovery = Recovery(given, given, given, stopper)  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match="second"):
         for number, attempt in enumerate(recovery.attempts()):
             with attempt:
                 raise WorkerError(["first", "second"][number])
-    assert done == ["ended", "log at 0", "started"] and recovery.metrics() == {"restarts": 1.0}
+    assert done == ["ended", "log at None", "started"] and recovery.metrics() == {"restarts": 1.0}
     assert not position.save_due and not stopper.is_asked and given.lost is None
 
 
@@ -233,7 +234,8 @@ def test_a_crew_tells_of_the_run_and_keeps_rollouts_when_asked(monkeypatch: pyte
 
 def test_a_view_tells_the_step_and_how_to_go_on(tmp_path: Path) -> None:
     data = SimpleNamespace(train=[1, 2])
-    run = SimpleNamespace(adapters=None, choice=SimpleNamespace(path="m"), data=data, num_parameters=1, reward_names=[])
+    rewards = SimpleNamespace(entries=SimpleNamespace(names=[]))
+    run = SimpleNamespace(adapters=None, choice=SimpleNamespace(path="m"), data=data, num_parameters=1, rewards=rewards)
     given = parts(
         Position(max_steps=3, step=1),
         run=run,

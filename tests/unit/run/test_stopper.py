@@ -22,7 +22,7 @@ def made(folder: Path, *, is_over: bool = False, evaluated_step: int = 0) -> tup
         folder=folder,
         policy=SimpleNamespace(has_ended=False),
         guard=SimpleNamespace(is_torn=False),
-        run=SimpleNamespace(resume=None),
+        run=SimpleNamespace(checkpoint=None),
         display=SimpleNamespace(message=done.append),
         work=["fit()"],
         lost=None,
