@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.prompts import PromptEncoder, PromptRow
-from hybrid_rl.rewards import EngineJudge, cosine_reward, exact_match, format_reward, math_reward
+from hybrid_rl.rewards import EngineJudge, RewardList, cosine_reward, exact_match, format_reward, math_reward
 from hybrid_rl.run.causes import Scoring
 from tests.support.tiny import build_tokenizer
 
@@ -39,7 +39,7 @@ def run_of(functions: Any, tokenizer: Any = None, prompt: Any = "1+2=") -> Any:
     ids = tuple(PromptEncoder(tokenizer, max_prompt_length=None).encode([prompt])[0])
     return SimpleNamespace(
         config=TrainerConfig(),
-        rewards=SimpleNamespace(functions=functions),
+        rewards=SimpleNamespace(entries=RewardList.of(functions)),
         choice=SimpleNamespace(tokenizer=tokenizer),
         data=SimpleNamespace(first=PromptRow(0, prompt, ids, {})),
         is_chat=not isinstance(prompt, str),
