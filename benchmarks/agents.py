@@ -44,6 +44,7 @@ from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 from hybrid_rl.rewards import TrainerState  # noqa: E402
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask  # noqa: E402
+from hybrid_rl.rollout.episodes import EpisodeSettings  # noqa: E402
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream  # noqa: E402
 
 TURNS = 8
@@ -141,16 +142,9 @@ class Sides:
         self._client = EngineClient(self._engine)
         self._plan: Plan | None = None
         self._begun: Counter[int] = Counter()  # trajectories of each prompt
-        self._rollout = TrajectoryStream(
-            self._client,
-            None,
-            PlainText(build_tokenizer()),
-            self._agent,
-            Limits(MAX_LENGTH - PROMPT_TOKENS, MAX_LENGTH),
-            seed=given.seed,
-            config=AgentConfig(),
-            max_running=given.running,
-        )
+        chat, limits = PlainText(build_tokenizer()), Limits(MAX_LENGTH - PROMPT_TOKENS, MAX_LENGTH)
+        settings = EpisodeSettings(chat, self._agent, limits, AgentConfig(), given.seed, given.running)
+        self._rollout = TrajectoryStream(self._client, None, settings)
 
     def close(self) -> None:
         """End the agents' thread and the engine."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hybrid_rl.agents.trajectory import Sample, Trajectory
-from hybrid_rl.batch import Jagged, SampleKey
+from hybrid_rl.batch import SampleKey
 from hybrid_rl.data.prompts import Messages, Prompt
-from hybrid_rl.engines.base import EngineStats
+from hybrid_rl.engines.base import EngineStats, FinishedSample
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardInput
 from hybrid_rl.rewards.calling import CallOutcome, as_json
 from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rewards.results import THE_AGENT, Part
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.sample_columns import columns_of
 
 AGENT = "agent"  # the name of rewards that agents give, and the reason of failures
 # End reasons whose counts are metrics.
@@ -175,48 +176,36 @@ def has_turn_reward(trajectory: Trajectory) -> bool:
 
 def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: Decode) -> dict[str, Any]:
     """Make the columns of trajectories, sample by sample, before anything is scored."""
-    rows = [(attempt, sample) for attempt in attempts for sample in attempt.samples]
-    completions = Jagged.from_rows([sample.token_ids for _, sample in rows], torch.int64)
-    prompts = Jagged.from_rows([list(sample.prompt_ids) for _, sample in rows], torch.int64)
-    keys = torch.tensor([key for attempt in attempts for key in attempt.keys], dtype=torch.int64).view(-1, 2)
+    turns = [(attempt, number, sample) for attempt in attempts for number, sample in enumerate(attempt.samples)]
+    told = [conversation_of(attempt, decode, number) for attempt, number, _ in turns]
+    columns = columns_of(
+        [
+            replace(attempt.task.row, prompt=prompt, prompt_ids=sample.prompt_ids)
+            for (attempt, _, sample), (prompt, _) in zip(turns, told, strict=True)
+        ],
+        [attempt.group for attempt, _, _ in turns],
+        [FinishedSample(a.identity, s.token_ids, s.logprobs, s.versions, "stop") for a, _, s in turns],
+        call.params.temperature,
+    )
+    masks = torch.tensor([is_policys for _, _, sample in turns for is_policys in sample.mask], dtype=torch.bool)
+    versions = [[version for version in sample.versions if version >= 0] for _, _, sample in turns]
 
-    def aligned(name: str, dtype: torch.dtype) -> Jagged:
-        values = [value for _, sample in rows for value in getattr(sample, name)]
-        return completions.with_values(torch.tensor(values, dtype=dtype))
+    def numbers(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64)
 
-    def numbers(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64)
-
-    told = [conversation_of(attempt, decode, number) for attempt, number in _numbered(attempts)]
-    versions = [[version for version in sample.versions if version >= 0] for _, sample in rows]
-    return {
-        "prompt_ids": prompts,
-        "completion_ids": completions,
-        "completion_mask": aligned("mask", torch.bool),
-        "rollout_logprobs": aligned("logprobs", torch.float32),
-        "policy_version": aligned("versions", torch.int64),
+    return columns | {
+        "completion_mask": columns["completion_ids"].with_values(masks),
         # A sample without any token of the policy is as old as its rollout.
-        "oldest_version": numbers([min(of_sample, default=call.version) for of_sample in versions]),
-        "prompt_length": prompts.lengths,
-        "completion_length": completions.lengths,
-        "policy_length": numbers([sum(sample.mask) for _, sample in rows]),
-        "temperature": torch.full((len(rows),), call.params.temperature, dtype=torch.float64),
-        "group": numbers([attempt.group for attempt, _ in rows]),
-        "trajectory": keys[:, 0],
-        "turn": keys[:, 1],
-        "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _ in rows],
-        "prompt": [prompt for prompt, _ in told],
-        "completion": [decode(sample.token_ids) for _, sample in rows],
+        "oldest_version": numbers(min(of_sample, default=call.version) for of_sample in versions),
+        "policy_length": numbers(sum(sample.mask) for _, _, sample in turns),
+        "turn": numbers(number for _, number, _ in turns),
+        "finish_reason": [attempt.trajectory.end_reason or "stop" for attempt, _, _ in turns],
+        "completion": [decode(sample.token_ids) for _, _, sample in turns],
         "conversation": [
             _conversation(attempt, number, completion, decode)
-            for (attempt, number), (_, completion) in zip(_numbered(attempts), told, strict=True)
+            for (attempt, number, _), (_, completion) in zip(turns, told, strict=True)
         ],
-        "row": [dict(attempt.task.row.columns) for attempt, _ in rows],
     }
-
-
-def _numbered(attempts: Sequence[Attempt]) -> list[tuple[Attempt, int]]:
-    return [(attempt, number) for attempt in attempts for number in range(len(attempt.samples))]
 
 
 def _conversation(attempt: Attempt, number: int, completion: str | Messages, decode: Decode) -> dict[str, Any]:

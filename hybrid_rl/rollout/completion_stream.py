@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow
@@ -22,15 +22,7 @@ from hybrid_rl.rollout.held_files import check_tokens
 from hybrid_rl.rollout.held_json import check, read_fields
 from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.lengths import expected_length
-from hybrid_rl.rollout.sample_columns import (
-    MAX_SUBMISSIONS,
-    columns_of,
-    first_in_full,
-    logged_means,
-    reward_columns,
-    reward_input,
-    whole_groups,
-)
+from hybrid_rl.rollout.sample_columns import MAX_SUBMISSIONS, columns_of, reward_input
 from hybrid_rl.rollout.stream import GroupStream, awaited
 
 Scoring = Future[list[tuple[int, Part]]]
@@ -38,23 +30,36 @@ Scoring = Future[list[tuple[int, Part]]]
 
 @dataclass(eq=False)
 class CompletionGroup:
-    """A group of samples of one prompt. born: the training step that began it. requests: by trajectory, as they were at
-    first; finished: samples by trajectory; begun: the beginnings of the others. whole_in: the state of the run when it
-    became whole, which reward functions are told; scoring: their calls. texts, inputs: of its finished samples, decoded
-    and as reward functions are given them, made once. expected: tokens that earlier completions had on average; None =
-    not known."""
+    """A group of samples of one prompt, of which checkpoints keep the arguments. born: the training step that began it.
+    params: of all its samples; seeds: of each, by trajectory; finished: samples by trajectory; begun: the beginnings of
+    the others. whole_in: the state of the run when it became whole, which reward functions are told. expected: tokens
+    that earlier completions had on average; None = not known.
+
+    requests: by trajectory, as they were at first. scoring: calls of reward functions. texts, inputs: of its finished
+    samples, decoded and as reward functions are given them, made once."""
+
+    has_agents: ClassVar = False
 
     row: PromptRow
     group: int
     born: int
-    requests: dict[int, RolloutRequest]
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seeds: dict[int, int]
     finished: dict[int, FinishedSample] = field(default_factory=dict)
     begun: dict[int, Beginning] = field(default_factory=dict)
     whole_in: TrainerState | None = None
-    scoring: Scoring | None = None
-    texts: dict[int, str] = field(default_factory=dict)
-    inputs: dict[int, RewardInput] = field(default_factory=dict)
     expected: int | None = None
+    requests: dict[int, RolloutRequest] = field(init=False)
+    scoring: Scoring | None = field(init=False, default=None)
+    texts: dict[int, str] = field(init=False, default_factory=dict)
+    inputs: dict[int, RewardInput] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.requests = {
+            trajectory: RolloutRequest(trajectory, self.prompt_ids, replace(self.params, seed=seed), group=self.group)
+            for trajectory, seed in self.seeds.items()
+        }
 
     @property
     def is_whole(self) -> bool:
@@ -90,9 +95,8 @@ class CompletionGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were generated for it."""
-        finished = sum(len(sample.completion_ids) for sample in self.finished.values())
-        return finished + self.num_begun
+        """Tokens of its completions that are whole."""
+        return sum(len(sample.completion_ids) for sample in self.finished.values())
 
     @property
     def num_begun(self) -> int:
@@ -112,15 +116,14 @@ class CompletionGroup:
 
     def prompt(self, data_rank: int) -> HeldPrompt:
         """Return what the driver knows of it. data_rank: which of the ranks that have samples of their own holds it."""
-        params = next(iter(self.requests.values())).params
-        oldest = self.oldest_version
-        return HeldPrompt(self.row, len(self.requests), params.temperature, oldest, data_rank, self.num_missing)
+        oldest, temperature = self.oldest_version, self.params.temperature
+        return HeldPrompt(self.row, len(self.seeds), temperature, oldest, data_rank, self.num_missing)
 
     def remaining(self) -> Iterator[RolloutRequest]:
         """Yield requests for the rest of its samples."""
         for trajectory, request in self.requests.items():
             if trajectory not in self.finished:
-                yield dataclasses.replace(request, begun=self.begun.get(trajectory, Beginning()))
+                yield replace(request, begun=self.begun.get(trajectory, Beginning()))
 
     def missing(self, request: RolloutRequest) -> int:
         """Return how many tokens may be expected of one of its `remaining` requests yet. Examples are its samples that
@@ -141,73 +144,36 @@ class CompletionGroup:
             self.finished[sample.id] = sample
             self.begun.pop(sample.id, None)
 
-    def drop(self) -> None:
+    def end(self) -> None:
         """Forget rewards that nobody waits for. Calls that run already run to their end."""
         if self.scoring is not None:
             self.scoring.cancel()
 
     def copied(self) -> CompletionGroup:
         """Return a copy that can go on while this one stays as it is: a step may be taken back."""
-        changing: Any = {name: {**getattr(self, name)} for name in ("finished", "begun", "texts", "inputs")}
-        return dataclasses.replace(self, **changing)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything but pending rewards, in what JSON can hold exactly."""
-        first = next(iter(self.requests.values()))
-        return {
-            "row": dataclasses.asdict(self.row),
-            "group": self.group,
-            "born": self.born,
-            "prompt_ids": list(first.prompt_ids),
-            "params": dataclasses.asdict(first.params),
-            "seeds": {trajectory: request.params.seed for trajectory, request in self.requests.items()},
-            "finished": {trajectory: dataclasses.asdict(sample) for trajectory, sample in self.finished.items()},
-            "begun": {trajectory: dataclasses.asdict(one) for trajectory, one in self.begun.items()},
-            "whole_in": None if self.whole_in is None else dataclasses.asdict(self.whole_in),
-            "expected": self.expected,
-        }
+        found = copy(self)
+        for name in ("finished", "begun", "texts", "inputs"):
+            setattr(found, name, {**getattr(self, name)})
+        return found
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> CompletionGroup:
-        """Make the group that `to_json` described. Raises CheckpointError, with a key, for anything else."""
-        kept = read_fields(_Kept, fields, "")
-        check_tokens(kept.prompt_ids, "prompt_ids")
-        check(bool(kept.prompt_ids), "prompt_ids", kept.prompt_ids, "at least one token")
-        check_tokens(kept.row.prompt_ids, "row.prompt_ids")
-        check(bool(kept.seeds), "seeds", kept.seeds, "the seeds of a group's samples")
-        for trajectory, sample in kept.finished.items():
+        """Make the group that a checkpoint has. Raises CheckpointError, with a key, for anything else."""
+        group = read_fields(cls, fields, "")
+        check_tokens(group.prompt_ids, "prompt_ids")
+        check(bool(group.prompt_ids), "prompt_ids", group.prompt_ids, "at least one token")
+        check_tokens(group.row.prompt_ids, "row.prompt_ids")
+        check(bool(group.seeds), "seeds", group.seeds, "the seeds of a group's samples")
+        for trajectory, sample in group.finished.items():
             key = f"finished.{trajectory}"
-            check(trajectory in kept.seeds and sample.id == trajectory, f"{key}.id", sample.id, "one of the samples")
+            check(trajectory in group.seeds and sample.id == trajectory, f"{key}.id", sample.id, "one of the samples")
             check(sample.finish_reason != "abort", f"{key}.finish_reason", "abort", "that of a whole sample")
             check_tokens(sample.completion_ids, f"{key}.completion_ids", sample.versions, sample.logprobs)
-        for trajectory, begun in kept.begun.items():
-            is_open = trajectory in kept.seeds and trajectory not in kept.finished
+        for trajectory, begun in group.begun.items():
+            is_open = trajectory in group.seeds and trajectory not in group.finished
             check(is_open, f"begun.{trajectory}", begun, "of an unfinished sample")
             check_tokens(begun.token_ids, f"begun.{trajectory}.token_ids", begun.versions, begun.logprobs)
-        requests = {
-            trajectory: RolloutRequest(
-                trajectory, kept.prompt_ids, dataclasses.replace(kept.params, seed=seed), group=kept.group
-            )
-            for trajectory, seed in kept.seeds.items()
-        }
-        rest: Any = {"whole_in": kept.whole_in, "expected": kept.expected}
-        return cls(kept.row, kept.group, kept.born, requests, kept.finished, kept.begun, **rest)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What `CompletionGroup.to_json` gives."""
-
-    row: PromptRow
-    group: int
-    born: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    seeds: dict[int, int]
-    finished: dict[int, FinishedSample]
-    begun: dict[int, Beginning]
-    whole_in: TrainerState | None
-    expected: int | None = None
+        return group
 
 
 def in_order(groups: Iterable[CompletionGroup]) -> list[RolloutRequest]:
@@ -226,6 +192,7 @@ class CompletionStream(GroupStream[CompletionGroup]):
     are NaN until `merge_late` adds their scores.
     """
 
+    group_type = CompletionGroup
     _handle: Handle | None = None  # of what the engine runs
     _by_request: Mapping[int, CompletionGroup] = {}
     _tokens_again = 0  # that the engine computes again before what is held goes on
@@ -245,7 +212,6 @@ class CompletionStream(GroupStream[CompletionGroup]):
         group_of = {trajectory: group for group in groups for trajectory in group.requests}
         requests = [request for group in groups for request in group.requests.values()]
         futures: list[Scoring] = []
-        unscored: dict[int, list[RewardInput]] = {}  # of groups that are not whole yet
         ready: list[RewardInput] = []
         num_unfinished = len(requests)
         progress.count(len(requests), "samples")
@@ -258,15 +224,15 @@ class CompletionStream(GroupStream[CompletionGroup]):
                     num_unfinished -= len(events)
                     progress.advance(len(events))
                     for event in events:
-                        group_of[event.id].finished[event.id] = event
-                        self._text(group_of[event.id], event.id)
-                    if rewards is None:
-                        continue
-                    finished = [self._input(group_of[event.id], event.id) for event in events]
-                    if rewards.score_by == "group":
-                        finished = whole_groups(unscored, finished, call.num_generations)
-                    ready += finished
-                    if ready and (len(ready) * MAX_SUBMISSIONS >= len(requests) or not num_unfinished):
+                        group = group_of[event.id]
+                        group.finished[event.id] = event
+                        self._text(group, event.id)
+                        if rewards is not None and rewards.score_by != "group":
+                            ready.append(self._input(group, event.id))
+                        elif rewards is not None and group.is_whole:
+                            ready += [self._input(group, trajectory) for trajectory in group.requests]
+                    is_due = len(ready) * MAX_SUBMISSIONS >= len(requests) or not num_unfinished
+                    if rewards is not None and ready and is_due:
                         futures.append(rewards.submit(ready, call.state))
                         ready = []
             use = self._client.take_use()
@@ -282,13 +248,11 @@ class CompletionStream(GroupStream[CompletionGroup]):
         return groups, MetricSums()
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> CompletionGroup:
-        requests = {}
-        for generation in range(call.num_generations):
-            seed = derive_seed(self._seed, call.params.seed, call.purpose, task.place, generation)
-            trajectory, params = call.trajectory(task, generation), replace(call.params, seed=seed)
-            prompt_ids = tuple(task.row.prompt_ids)
-            requests[trajectory] = RolloutRequest(trajectory, prompt_ids, params, group=call.group(task))
-        return CompletionGroup(task.row, call.group(task), call.state.global_step, requests, expected=task.expected)
+        parts, row = (self._seed, call.params.seed, call.purpose, task.place), task.row
+        numbers = range(call.num_generations)
+        seeds = {call.trajectory(task, number): derive_seed(*parts, number) for number in numbers}
+        whose = (call.group(task), call.state.global_step, tuple(row.prompt_ids), call.params)
+        return CompletionGroup(row, *whose, seeds, expected=task.expected)
 
     def _start(self, groups: Sequence[CompletionGroup], call: RolloutCall) -> None:
         self._by_request = {trajectory: group for group in groups for trajectory in group.requests}
@@ -336,21 +300,11 @@ class CompletionStream(GroupStream[CompletionGroup]):
     def _num_begun(self, groups: Sequence[CompletionGroup]) -> int:
         return sum(group.num_begun for group in groups)
 
-    def _num_left(self, groups: Sequence[CompletionGroup]) -> int:
-        return sum(group.num_tokens for group in groups)
-
     def _use(self) -> SlotUse:
         use = self._client.take_use()
         if use.cost is not None:
             use.cost.tokens_again, use.cost.waited_seconds = self._tokens_again, self._waited_seconds
         return use
-
-    def _drop(self, groups: Sequence[CompletionGroup]) -> None:
-        for group in groups:
-            group.drop()
-
-    def _read_group(self, fields: Mapping[str, Any]) -> CompletionGroup:
-        return CompletionGroup.of_json(fields)
 
     # ---------------------------------------------------------------------------------------------------- rewards
 
@@ -386,6 +340,4 @@ class CompletionStream(GroupStream[CompletionGroup]):
         if rewards is None:
             return Batch(columns), RolloutReport(timings.seconds)
         result = rewards.join([self._input(*place) for place in places], parts)
-        batch = Batch({**columns, **reward_columns(result, is_dense=rewards.is_dense)})
-        report = RolloutReport(timings.seconds, first_in_full(result.failures), logged_means(result), result.retried)
-        return self._judged(batch, report, timings, call)
+        return self._rewarded(columns, result, timings, call)

@@ -21,7 +21,7 @@ from hybrid_rl.engines.base import FinishedSample, SamplingParams
 from hybrid_rl.errors import DataError, ModelError, shorten
 from hybrid_rl.metrics.metric_sums import Timings
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
-from hybrid_rl.rollout.sample_columns import sample_columns
+from hybrid_rl.rollout.sample_columns import columns_of
 
 COMPLETION_COLUMN = "completion"
 DEMONSTRATION = "demonstration"  # in the place of a reward function's name: each has the reward 1
@@ -179,15 +179,15 @@ class Demonstrations:
 
         Raises DataError for a completion of more than params.max_tokens tokens, and what the encoder raises.
         """
-        timings = Timings()
+        timings, rows, groups = Timings(), [task.row for task in tasks], [call.group(task) for task in tasks]
         with timings.measure("rollout"):
             samples = []
-            for task, ids in zip(tasks, self._encoder.encode([t.row for t in tasks], call.params), strict=True):
+            for task, ids in zip(tasks, self._encoder.encode(rows, call.params), strict=True):
                 if len(ids) > call.params.max_tokens:
                     raise overlong_error(1, len(ids), task.row.index, call.params)
                 trajectory, size = call.trajectory(task, 0), len(ids)
                 samples.append(FinishedSample(trajectory, ids, [0.0] * size, [-1] * size, "stop"))
-            columns = sample_columns(tasks, samples, call)
+            columns = columns_of(rows, groups, samples, call.params.temperature)
             columns["completion"] = [self._decode(sample.completion_ids) for sample in samples]
             columns["rewards"] = torch.ones(len(samples), dtype=torch.float64)
             columns["function_rewards"] = [[1.0] for _ in samples]

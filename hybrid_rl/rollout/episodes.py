@@ -13,10 +13,10 @@ from typing import Any
 
 from hybrid_rl.agents.client import AgentClient, ChatFormat, Limits, TrajectoryEndedError
 from hybrid_rl.agents.episode import Agent, Episode
-from hybrid_rl.agents.floor import RolloutClient, RolloutFunction, checked_trajectories, offered
+from hybrid_rl.agents.floor import RolloutClient, RolloutFunction, check_rollout_func, checked_trajectories, offered
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.config.agent_keys import AgentConfig
-from hybrid_rl.errors import AgentError, DataError
+from hybrid_rl.errors import AgentError, ConfigError, DataError
 from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.process import progress
 from hybrid_rl.process.threads import CANCEL_SECONDS
@@ -24,25 +24,44 @@ from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState
 from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.agent_columns import AGENT, Attempt, reward_input
 from hybrid_rl.rollout.call import RolloutCall
-from hybrid_rl.rollout.sample_columns import MAX_SUBMISSIONS, whole_groups
+from hybrid_rl.rollout.sample_columns import MAX_SUBMISSIONS
 from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 
 logger = logging.getLogger("hybrid_rl")
 
+OPEN_PER_PLACE = 2  # trajectories under way for each that the engine runs at once: so many may wait for tools
+
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What all calls have in common. agent, rollout_func: one of them is None. seed: of the run. max_open: trajectories
-    that are under way at once. tokenizer: offered to rollout_func."""
+    """How trajectories are made. agent: makes one; rollout_func: all of those of a call, or of a held group, instead of
+    an agent. limits: of a trajectory; its length is that of the call. seed: of the run. max_running: sequences that the
+    engine runs at once. tokenizer: offered to rollout_func. turn_rewards_problem: why turns may have no rewards of
+    their own, a ConfigError if they get one; "" = they may.
 
-    turns: EngineTurns
+    Raises ConfigError for a rollout_func that is not `async def`, and for neither or both of agent and rollout_func.
+    """
+
     chat: ChatFormat
     agent: Agent | None
-    rollout_func: RolloutFunction | None
+    limits: Limits
     config: AgentConfig
     seed: int
-    max_open: int
-    tokenizer: Any
+    max_running: int
+    rollout_func: RolloutFunction | None = None
+    tokenizer: Any = None
+    turn_rewards_problem: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.agent is None) == (self.rollout_func is None):
+            raise ConfigError("a rollout of agents takes either an agent or a rollout_func")
+        if self.rollout_func is not None:
+            check_rollout_func(self.rollout_func)
+
+    @property
+    def max_open(self) -> int:
+        """Trajectories that are under way at once."""
+        return self.config.max_open_trajectories or OPEN_PER_PLACE * self.max_running
 
 
 class Room:
@@ -91,13 +110,14 @@ class Room:
 class Episodes:
     """The trajectories of one call of `TrajectoryStream.run`, or of one group that is held, on the event loop.
 
-    limits: of each trajectory; rewards: None = nothing is scored. room: for those that are under way. state: of the
-    run, which reward functions are told. max_submissions: calls of reward functions, if they score one by one. advance:
-    called when a trajectory has ended. inputs: of reward functions, by trajectory; parts: what they returned. made_at:
-    when the last trajectory ended. asked: what trajectories ask.
+    turns: of the engine. limits: of each trajectory; rewards: None = nothing is scored. room: for those that are under
+    way. state: of the run, which reward functions are told. max_submissions: calls of reward functions, if they score
+    one by one. advance: called when a trajectory has ended. inputs: of reward functions, by trajectory; parts: what
+    they returned. made_at: when the last trajectory ended. asked: what trajectories ask.
     """
 
     settings: EpisodeSettings
+    turns: EngineTurns
     attempts: Sequence[Attempt]
     call: RolloutCall
     rewards: RewardRunner | None
@@ -111,7 +131,7 @@ class Episodes:
     made_at: float = 0.0
     asked: list[TrajectoryTokens] = field(default_factory=list)
     _scoring: list[asyncio.Task[list[tuple[int, Part]]]] = field(default_factory=list)
-    _unscored: dict[int, list[RewardInput]] = field(default_factory=dict)  # of groups that are not whole yet
+    _unscored: dict[int, list[RewardInput]] = field(default_factory=dict)  # by group, until it is whole
     _ready: list[RewardInput] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -152,9 +172,9 @@ class Episodes:
         group = call.first_id if attempt is None else attempt.group
         place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
         priority = call.first_id if attempt is None else attempt.identity  # the oldest first
-        tokens = TrajectoryTokens(settings.turns, call, seed=settings.seed, group=group, priority=priority)
+        tokens = TrajectoryTokens(self.turns, call, seed=settings.seed, group=group, priority=priority)
         self.asked.append(tokens)
-        settings.turns.enter(tokens)
+        self.turns.enter(tokens)
         client = AgentClient(
             tokens,
             settings.chat,
@@ -162,7 +182,7 @@ class Episodes:
             self.limits,
             place=place,
             generation=generation,
-            is_open=lambda: settings.turns.is_open,
+            is_open=lambda: self.turns.is_open,
         )
         return client, tokens
 
@@ -199,7 +219,7 @@ class Episodes:
 
     async def _pass(self, seconds: float) -> None:
         """Wait until so much time has passed in which the policy answers."""
-        turns = self.settings.turns
+        turns = self.turns
         end = turns.seconds() + seconds
         while (left := end - turns.seconds()) > 0:
             await asyncio.sleep(max(left, 0.01))
@@ -280,7 +300,10 @@ class Episodes:
         # One that has failed has no completion to be scored, or to be compared with others.
         whole = [found]
         if rewards.score_by == "group":
-            whole = whole_groups(self._unscored, whole, self.call.num_generations)
+            members = self._unscored.setdefault(found.group, [])
+            members.append(found)
+            is_whole = len(members) == self.call.num_generations
+            whole = sorted(members, key=lambda member: member.key) if is_whole else []
         failed = {one.identity for one in self.attempts if one.failure}
         self._ready += [sample for sample in whole if sample.key.trajectory not in failed]
         # What waits for an environment may wait for those that are to be scored.

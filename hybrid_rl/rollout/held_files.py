@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybrid_rl.data.prompts import PromptRow, shorten
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError
-from hybrid_rl.rollout.held_json import check, read
+from hybrid_rl.rollout.held_json import check, plain, read
 from hybrid_rl.rollout.hold_rule import AnyGroup, Group
 
 HELD_FILE = "held-"  # begins the name of a rank's file in a checkpoint
@@ -45,7 +45,7 @@ def held_text(groups: Sequence[Group]) -> str:
     """Return the groups that a rank holds as JSON. Raises CheckpointError for a row of a dataset that it cannot
     hold."""
     try:
-        return json.dumps([group.to_json() for group in groups])
+        return json.dumps([plain(group) for group in groups])
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"a held group cannot be saved: {error}; leave columns that are no text, numbers, lists or dicts of these "
@@ -63,23 +63,20 @@ def save_held(folder: Path, rank: int, groups: Sequence[Group]) -> None:
     write_held(folder, rank, held_text(groups))
 
 
-def load_held(
-    folder: Path, rank: int, num_ranks: int, read_group: Callable[[Mapping[str, Any]], AnyGroup], *, has_agents: bool
-) -> list[AnyGroup]:
+def load_held(folder: Path, rank: int, num_ranks: int, kind: type[AnyGroup]) -> list[AnyGroup]:
     """Read this rank's share of the groups that were held when a checkpoint was written: its own ones, or if there were
-    more or fewer ranks, all groups dealt out in order. read_group: makes a group of what its `to_json` gave.
-    has_agents: whether this run's samples are trajectories of agents. Raises ConfigError for groups of the other kind.
-    Raises CheckpointError for a file that is damaged, with the place and key of what is, or holds a group twice."""
+    more or fewer ranks, all groups dealt out in order. kind: of this run's groups. Raises ConfigError for the other
+    one, CheckpointError for a file that is damaged, with the place and key of what is, or holds a group twice."""
     of_ranks, known = [], set[int]()
     for path in sorted(folder.glob(f"{HELD_FILE}*.json")):
         try:
             written = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; resume from another checkpoint") from error
-        _check_kind(written, has_agents=has_agents)
+        _check_kind(written, has_agents=kind.has_agents)
         try:
             groups = read(list[Any], written, "the file")
-            of_ranks.append([_read_group(read_group, one, place) for place, one in enumerate(groups)])
+            of_ranks.append([_read_group(kind, one, place) for place, one in enumerate(groups)])
             for group in of_ranks[-1]:
                 if group.group in known:
                     raise CheckpointError(f"group {group.group} is there twice, here or in a file before")
@@ -102,8 +99,8 @@ def _check_kind(groups: Any, *, has_agents: bool) -> None:
         )
 
 
-def _read_group(read_group: Callable[[Mapping[str, Any]], AnyGroup], found: Any, place: int) -> AnyGroup:
+def _read_group(kind: type[AnyGroup], found: Any, place: int) -> AnyGroup:
     try:
-        return read_group(found)
+        return kind.of_json(found)
     except CheckpointError as error:
         raise CheckpointError(f"group {place}: {error}") from error

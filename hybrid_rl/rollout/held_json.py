@@ -52,12 +52,19 @@ def read(kind: Any, found: Any, key: str) -> Any:
     return {_read_key(of_key, name, key): read(of_value, one, f"{key}.{name}") for name, one in found.items()}
 
 
+def plain(value: Any) -> Any:
+    """Return a value with the arguments of each dataclass in it as a dict: what `read` makes one of."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    return {name: plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
 def read_fields(kind: type[T], found: Any, key: str) -> T:
     """Return the dataclass whose fields an object of JSON has. Raises CheckpointError if one is missing or unknown, or
     is another value."""
     if type(found) is not dict:
         return _refuse(key, found, "an object with keys")
-    fields: Any = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields: Any = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     for name in found:
         if name not in fields:
             raise CheckpointError(f"{_path(key, name)} is no key of it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import Counter
@@ -19,9 +18,14 @@ from hybrid_rl.controller import enter_device
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.process.threads import CANCEL_SECONDS, LoopThread, LoopWatch
-from hybrid_rl.rollout.turns import IDLE_SECONDS, SHARED_IDLE_SECONDS, Ask, EngineTurns, TrajectoryTokens
-
-logger = logging.getLogger("hybrid_rl")
+from hybrid_rl.rollout.turns import (
+    IDLE_SECONDS,
+    SHARED_IDLE_SECONDS,
+    Ask,
+    EngineTurns,
+    TrajectoryTokens,
+    warn_of_thread,
+)
 
 # Agents that have been answered are waited for before the engine goes on, so that instant tools make the same rollout
 # every time. What takes longer is not worth waiting for: so long in a rollout, and this share of its time besides.
@@ -261,17 +265,11 @@ class HeldTurns(EngineTurns):
         loop.stop()
         loop.thread.join(2 * CANCEL_SECONDS)
         if loop.thread.is_alive():
-            logger.warning(
-                "agents did not end within %.0f s after they were cancelled: a call blocks their event loop, or "
-                "catches asyncio.CancelledError and goes on; their thread is left behind, perhaps still running",
-                2 * CANCEL_SECONDS,
-            )
+            warn_of_thread()
         for ask in left:  # of agents that ask from another event loop
             ask.resolve(TrajectoryEndedError("abort"))
 
-    def close(self) -> None:
-        """End all coroutines, the event loop and its thread. Idempotent."""
-        self.release()
+    close = release
 
 
 async def _turns() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.errors import ConfigError, counted
@@ -26,9 +26,11 @@ class HeldPrompt:
 
 
 class Group(Protocol):
-    """A group that may be held, as the rule sees it. group: its id; born: the training step that began it;
-    oldest_version: of its tokens, None if it has none; num_tokens: that were generated for it; num_missing: that may be
-    expected to be generated yet."""
+    """A group that may be held, as the rule sees it. has_agents: whether its samples are trajectories of agents. group:
+    its id; born: the training step that began it; oldest_version: of its tokens, None if it has none; num_tokens: of
+    what is whole of it; num_missing: that may be expected to be generated yet."""
+
+    has_agents: ClassVar[bool]
 
     @property
     def group(self) -> int: ...
@@ -42,7 +44,9 @@ class Group(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def num_missing(self) -> int: ...
-    def to_json(self) -> dict[str, Any]: ...
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> Self: ...
+    def end(self) -> None: ...
 
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)

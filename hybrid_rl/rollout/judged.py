@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.batch import Batch, Trajectories
@@ -36,67 +37,57 @@ def judge_encoder(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
     return encode
 
 
+@dataclass(frozen=True)
 class JudgeRound:
     """Same arguments as GroupStream. Runs inside the session in which the samples were made, whose prefixes its
     prompts find."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        rewards: RewardRunner,
-        decode: Callable[[Sequence[int]], str],
-        encode: Encode,
-        *,
-        seed: int,
-        max_length: int | None,
-    ) -> None:
-        self._client = client
-        self._judges = rewards.entries.judges
-        self._names = rewards.names
-        self._decode = decode
-        self._encode = encode
-        self._seed = seed
-        self._max_length = max_length
+    client: EngineClient
+    rewards: RewardRunner
+    decode: Callable[[Sequence[int]], str]
+    encode: Encode
+    seed: int
+    max_length: int | None
 
     def run(self, batch: Batch, call: RolloutCall, failures: Sequence[RewardFailure] = ()) -> LateScores:
         """Return the scores of this rank's trajectories, None for those that failed before they had a completion. Ranks
         that share an engine must all call this, with or without samples. failures: so far."""
         batch = Trajectories.of(batch).last_turns(batch)
-        keys = sample_keys(batch)
+        keys, judges, names = sample_keys(batch), self.rewards.entries.judges, self.rewards.names
         failed = failed_before(failures)
         questions = {
             place: [q for q in self._questions(judge, batch) if not failed & {keys[i].trajectory for i in q.samples}]
-            for place, judge in self._judges.items()
+            for place, judge in judges.items()
         }
         requests: dict[tuple[int, int], RolloutRequest] = {}
         too_long: list[RewardFailure] = []
-        for number, (place, judge) in enumerate(self._judges.items()):
+        for number, (place, judge) in enumerate(judges.items()):
             for index, question in enumerate(questions[place]):
                 trajectories = [keys[sample].trajectory for sample in question.samples]
                 request = self._request(number, judge, question, trajectories, call)
-                if self._max_length is None or len(request.prompt_ids) + judge.max_tokens <= self._max_length:
+                if self.max_length is None or len(request.prompt_ids) + judge.max_tokens <= self.max_length:
                     requests[place, index] = request
                     continue
                 detail = (
                     f"the judge's prompt has {len(request.prompt_ids)} tokens and its answer up to {judge.max_tokens}, "
-                    f"but the engine takes {self._max_length}; shorten the judge's prompt, lower its max_tokens or "
+                    f"but the engine takes {self.max_length}; shorten the judge's prompt, lower its max_tokens or "
                     f"max_completion_length, or use a model with more positions"
                 )
-                too_long += [RewardFailure(self._names[place], keys[i], "long", detail) for i in question.samples]
+                too_long += [RewardFailure(names[place], keys[i], "long", detail) for i in question.samples]
         answers: dict[int, str] = {}
         with progress.doing("judges", len(requests), "answers"):
-            for events in self._client.stream(list(requests.values()), call.version):
-                answers.update((event.id, self._decode(event.completion_ids)) for event in events)
+            for events in self.client.stream(list(requests.values()), call.version):
+                answers.update((event.id, self.decode(event.completion_ids)) for event in events)
                 progress.advance(len(events))
         values: dict[int, list[float | None]] = {}
         logged = MetricSums()
-        for place, judge in self._judges.items():
+        for place, judge in judges.items():
             asked = [index for index in range(len(questions[place])) if (place, index) in requests]
             parsed: list[float | None | Exception] = [None] * len(questions[place])
             for index in asked:
                 parsed[index] = judge.style.read(answers[requests[place, index].id])
             num_unparsed = sum(parsed[index] is None for index in asked)
-            logged.mean(f"{self._names[place]}/unparsed", num_unparsed, len(asked))
+            logged.mean(f"{names[place]}/unparsed", num_unparsed, len(asked))
             values[place] = judge.style.scores(questions[place], parsed, batch.num_samples)
         return LateScores(values, too_long, logged)
 
@@ -105,7 +96,7 @@ class JudgeRound:
         names = dict.fromkeys(name for row in rows for name in row)
         columns = {name: [row.get(name) for row in rows] for name in names}
         completions = shown_completions(batch)
-        tails = (self._decode(ids[-TAIL_TOKENS:].tolist()) for ids in batch["prompt_ids"])
+        tails = (self.decode(ids[-TAIL_TOKENS:].tolist()) for ids in batch["prompt_ids"])
         openings = [
             "" if isinstance(completion, list) else opening_of(prompt, tail)
             for prompt, completion, tail in zip(batch["prompt"], completions, tails, strict=True)
@@ -118,12 +109,12 @@ class JudgeRound:
         """Make one request. number: of the judge; trajectories: those it is asked about, of one group. Ids
         are unique over ranks and judges; noise depends only on the places of these trajectories in the rollout."""
         places = [call.number_of(trajectory) for trajectory in trajectories]
-        other = places[-1] % call.num_generations
-        identity = FIRST_JUDGE_ID - ((trajectories[0] * len(self._judges) + number) * call.num_generations + other)
+        other, num_judges = places[-1] % call.num_generations, len(self.rewards.entries.judges)
+        identity = FIRST_JUDGE_ID - ((trajectories[0] * num_judges + number) * call.num_generations + other)
         params = SamplingParams(
             max_tokens=judge.max_tokens,
             temperature=judge.temperature,
             stop_token_ids=call.params.stop_token_ids,
-            seed=derive_seed(self._seed, call.params.seed, call.purpose, "judge", number, *places),
+            seed=derive_seed(self.seed, call.params.seed, call.purpose, "judge", number, *places),
         )
-        return RolloutRequest(identity, tuple(self._encode(question.prompt)), params)
+        return RolloutRequest(identity, tuple(self.encode(question.prompt)), params)

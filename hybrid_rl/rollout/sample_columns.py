@@ -14,7 +14,6 @@ from hybrid_rl.engines.base import FinishedSample
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rewards import RewardFailure, RewardInput, RewardResult
 from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
-from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 
 # A submission wakes threads that take the interpreter from the engine; so finished samples wait until they are one in
 # so many of the rollout, or its last.
@@ -29,27 +28,6 @@ def reward_input(
     return RewardInput(
         SampleKey(sample.id), row.prompt, text, sample.completion_ids, row.columns, group=group, opening=opening
     )
-
-
-def whole_groups(
-    unscored: dict[int, list[RewardInput]], finished: Sequence[RewardInput], num_generations: int
-) -> list[RewardInput]:
-    """Return the samples of groups that are whole now, in order of generation; the others wait in `unscored`."""
-    whole: list[RewardInput] = []
-    for sample in finished:
-        members = unscored.setdefault(sample.group, [])
-        members.append(sample)
-        if len(members) == num_generations:
-            whole += sorted(unscored.pop(sample.group), key=lambda member: member.key)
-    return whole
-
-
-def sample_columns(
-    tasks: Sequence[RolloutTask], samples: Sequence[FinishedSample], call: RolloutCall
-) -> dict[str, Any]:
-    """Make the columns of finished samples, one task each, before anything is scored."""
-    groups = [call.group(task) for task in tasks]
-    return columns_of([task.row for task in tasks], groups, samples, call.params.temperature)
 
 
 def columns_of(

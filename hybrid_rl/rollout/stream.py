@@ -34,12 +34,13 @@ from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, PeerFailedError
 from hybrid_rl.metrics.metric_sums import MetricSums, Timings
 from hybrid_rl.process.interrupts import interrupt_requested
-from hybrid_rl.rewards import RewardRunner
+from hybrid_rl.rewards import RewardResult, RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.held_files import load_held
 from hybrid_rl.rollout.hold_rule import AnyGroup, Ending, HoldRule, Standing
 from hybrid_rl.rollout.judged import Encode, JudgeRound
 from hybrid_rl.rollout.late import merge_late
+from hybrid_rl.rollout.sample_columns import first_in_full, logged_means, reward_columns
 
 Gather = Callable[[Any], list[Any]]
 POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
@@ -56,7 +57,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
     Raises ConfigError for a judge without `encode`.
     """
 
-    has_agents = False
+    group_type: type[AnyGroup]
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
 
     def load(self, step: int, folder: Path, rank: int, num_ranks: int) -> None:
         """Hold after a training step what the checkpoint in this folder holds (`load_held`)."""
-        self.hold(step, load_held(folder, rank, num_ranks, self._read_group, has_agents=self.has_agents))
+        self.hold(step, load_held(folder, rank, num_ranks, self.group_type))
 
     def close(self) -> None:
         """End what is alive between calls; idempotent."""
@@ -171,7 +172,9 @@ class GroupStream(ABC, Generic[AnyGroup]):
         report.use, report.num_missing = use, 0 if rule.drops else sum(group.num_missing for group in left)
         self._held = {at: held for at, held in self._held.items() if at >= step - 1} | {step: left}
         if rule.drops:
-            self._drop(left)
+            self._release()  # nothing is alive that the next step needs
+            for group in left:
+                group.end()
             self._held[step] = []
         return batch, report
 
@@ -244,7 +247,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
         """Return what this rank does not deliver, which it holds or drops. How old the tokens of a step are is counted
         by the update (staleness/...)."""
         metrics, what = MetricSums(), "dropped" if drops else "held"
-        num_left = self._num_left(left)
+        num_left = self._num_begun(left) + sum(group.num_tokens for group in left)
         metrics.total(f"buffer/{what}_groups", len(left))
         metrics.total(f"buffer/{what}_tokens", num_left)
         if not drops:
@@ -255,17 +258,22 @@ class GroupStream(ABC, Generic[AnyGroup]):
         """Return what the engine did in the present call, as far as a kind of groups has metrics of it."""
         return MetricSums()
 
-    def _judged(
-        self, batch: Batch, report: RolloutReport, timings: Timings, call: RolloutCall
+    def _rewarded(
+        self, columns: Mapping[str, Any], result: RewardResult, timings: Timings, call: RolloutCall
     ) -> tuple[Batch, RolloutReport]:
-        """Return a scored batch with the scores of judges that are the engine itself: their round is in the session in
-        which the samples were made, after all of them."""
-        if self._judges is None or self._rewards is None or not call.is_scored:
-            return batch, report
-        with timings.measure("judge"):
-            late = self._judges.run(batch, call, report.failures)
-        report.logged.merge(late.logged)
-        batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
+        """Return samples with their rewards, and with the scores of judges that are the engine itself: their round is
+        in the session in which the samples were made, after all of them. columns: `extra` is what their makers gave."""
+        assert self._rewards is not None
+        made = reward_columns(result, is_dense=self._rewards.is_dense)
+        if "extra" in columns:
+            made["extra"] = [own | extra for own, extra in zip(columns["extra"], made["extra"], strict=True)]
+        batch = Batch({**columns, **made})
+        report = RolloutReport(timings.seconds, first_in_full(result.failures), logged_means(result), result.retried)
+        if self._judges is not None:
+            with timings.measure("judge"):
+                late = self._judges.run(batch, call, report.failures)
+            report.logged.merge(late.logged)
+            batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
         return batch, report
 
     # --------------------------------------------------------------------------------------- groups of one kind
@@ -304,20 +312,8 @@ class GroupStream(ABC, Generic[AnyGroup]):
         """Return how many tokens were broken off of what the groups wait for."""
 
     @abstractmethod
-    def _num_left(self, groups: Sequence[AnyGroup]) -> int:
-        """Return how many tokens were generated for groups that are not taken."""
-
-    @abstractmethod
     def _use(self) -> SlotUse:
         """Return how full the engine was since the groups began or went on."""
-
-    @abstractmethod
-    def _drop(self, groups: Sequence[AnyGroup]) -> None:
-        """Forget groups that nobody waits for."""
-
-    @abstractmethod
-    def _read_group(self, fields: Mapping[str, Any]) -> AnyGroup:
-        """Make a group of what its `to_json` gave."""
 
     def _answering(self, version: int) -> AbstractContextManager[None]:
         """Return a context in which the engine answers with weights of this version."""

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from hybrid_rl.agents.client import ChatFormat, Limits
-from hybrid_rl.agents.episode import Agent
-from hybrid_rl.agents.floor import RolloutFunction, check_rollout_func
+from hybrid_rl.agents.client import Limits
 from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.batch import Batch
-from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.metrics.metric_sums import MetricSums, Timings, now
 from hybrid_rl.process import progress
-from hybrid_rl.rewards import RewardFailure, RewardRunner
+from hybrid_rl.rewards import RewardRunner
 from hybrid_rl.rollout.agent_columns import (
     AGENT,
     Attempt,
@@ -41,35 +37,37 @@ from hybrid_rl.rollout.held_files import check_tokens
 from hybrid_rl.rollout.held_json import read_fields
 from hybrid_rl.rollout.held_turns import HeldTurns
 from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
-from hybrid_rl.rollout.sample_columns import first_in_full, logged_means, reward_columns
+from hybrid_rl.rollout.sample_columns import first_in_full
 from hybrid_rl.rollout.stream import GroupStream, awaited
 from hybrid_rl.rollout.turns import EngineTurns
 
 logger = logging.getLogger("hybrid_rl")
 
-OPEN_PER_PLACE = 2  # trajectories under way for each that the engine runs at once: so many may wait for tools
-
 
 @dataclass(eq=False)
 class TrajectoryGroup:
-    """The trajectories of one prompt. call: the rollout that began them. episodes, running: while they are alive;
-    is_whole: whether all had ended when `look` was called last."""
+    """The trajectories of one prompt, of which checkpoints keep the arguments: what it takes to begin them again.
+    place, call: of the prompt, in the rollout that began them. episodes, running: while they are alive; is_whole:
+    whether all had ended when `look` was called last."""
 
-    task: RolloutTask
+    has_agents: ClassVar = True
+
+    place: int
+    row: PromptRow
     call: RolloutCall
-    episodes: Episodes | None = None
-    running: Future[None] | None = None
-    is_whole: bool = False
+    episodes: Episodes | None = field(init=False, default=None)
+    running: Future[None] | None = field(init=False, default=None)
+    is_whole: bool = field(init=False, default=False)
+
+    @property
+    def task(self) -> RolloutTask:
+        """Its prompt, as the rollout was given it."""
+        return RolloutTask(self.place, self.row)
 
     @property
     def group(self) -> int:
         """Its id."""
         return self.call.group(self.task)
-
-    @property
-    def row(self) -> PromptRow:
-        """Its prompt."""
-        return self.task.row
 
     @property
     def born(self) -> int:
@@ -109,26 +107,12 @@ class TrajectoryGroup:
         """Forget its trajectories, which have ended."""
         self.episodes, self.running, self.is_whole = None, None, False
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what it takes to begin it again, in what JSON can hold exactly."""
-        call = {name: value for name, value in dataclasses.asdict(self.call).items() if name != "hold"}
-        return {"place": self.task.place, "row": dataclasses.asdict(self.row), "call": call}
-
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> TrajectoryGroup:
-        """Make the group that `to_json` described. Raises CheckpointError, with a key, for anything else."""
-        kept = read_fields(_Kept, fields, "")
-        check_tokens(kept.row.prompt_ids, "row.prompt_ids")
-        return cls(RolloutTask(kept.place, kept.row), kept.call)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What `TrajectoryGroup.to_json` gives."""
-
-    place: int
-    row: PromptRow
-    call: RolloutCall
+        """Make the group that a checkpoint has. Raises CheckpointError, with a key, for anything else."""
+        group = read_fields(cls, fields, "")
+        check_tokens(group.row.prompt_ids, "row.prompt_ids")
+        return group
 
 
 class TrajectoryStream(GroupStream[TrajectoryGroup]):
@@ -140,54 +124,24 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     of a trajectory once its coroutine is gone: a resumed run, and a step that was taken back, begin it again; so does
     everything that is held after an error.
 
-    agent: makes one trajectory; rollout_func: all of those of a call, or of a held group, instead of an agent. limits:
-    of a trajectory; its length is that of the call. max_running: sequences that the engine runs at once. tokenizer:
-    offered to rollout_func. turn_rewards_problem: why turns may have no rewards of their own ("" = they may), which
-    `run` raises as ConfigError. options: the other arguments of GroupStream.
-
-    Raises ConfigError for a judge without `encode`, for a rollout_func that is not `async def`, and for neither or both
-    of agent and rollout_func.
+    options: the other arguments of GroupStream. Raises ConfigError for a judge without `encode`.
     """
 
-    has_agents = True
+    group_type = TrajectoryGroup
 
     def __init__(
         self,
         client: EngineClient,
         rewards: RewardRunner | None,
-        chat: ChatFormat,
-        agent: Agent | None,
-        limits: Limits,
-        *,
-        seed: int,
-        config: AgentConfig,
-        max_running: int,
-        rollout_func: RolloutFunction | None = None,
-        tokenizer: Any = None,
-        turn_rewards_problem: str = "",
+        settings: EpisodeSettings,
         **options: Any,
     ) -> None:
-        if (agent is None) == (rollout_func is None):
-            raise ConfigError("a rollout of agents takes either an agent or a rollout_func")
-        if rollout_func is not None:
-            check_rollout_func(rollout_func)
-        self._agent, self._limits, self._turn_rewards_problem = agent, limits, turn_rewards_problem
-        self._turns, self._held_turns = EngineTurns(client), HeldTurns(client)
-        self._settings = EpisodeSettings(
-            turns=self._turns,
-            chat=chat,
-            agent=agent,
-            rollout_func=rollout_func,
-            config=config,
-            seed=seed,
-            max_open=config.max_open_trajectories or OPEN_PER_PLACE * max_running,
-            tokenizer=tokenizer,
-        )
+        self._turns, self._held_turns, self._settings = EngineTurns(client), HeldTurns(client), settings
         self._alive_after: int | None = None  # the step after which trajectories that are alive are held
         self._room, self._before = Room(1), client.stats()  # of held trajectories; when the present step began
         self._num_ended = 0  # trajectories of the present call
         self._is_closed = self._has_warned = False
-        super().__init__(client, rewards, chat.decode, seed=seed, **options)
+        super().__init__(client, rewards, settings.chat.decode, seed=settings.seed, **options)
 
     def score_with(self, rewards: RewardRunner | None) -> None:
         """Score with these functions from now on. What is held begins again: environments of what was scored have
@@ -197,14 +151,14 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
 
     def sample_at(self, temperature: float) -> None:
         """Let agents that ask over HTTP get answers at this temperature from now on; others follow the call."""
-        if isinstance(self._agent, HttpAgent):
-            self._agent.sample_at(temperature)
+        if isinstance(self._settings.agent, HttpAgent):
+            self._settings.agent.sample_at(temperature)
 
     def close(self) -> None:
         """Cancel what is held, close the agent, if it has a method for that, and end the event loops that agents run
         on; idempotent."""
         self._release()
-        close = getattr(self._agent, "close", None)
+        close = getattr(self._settings.agent, "close", None)
         if close is not None and not self._is_closed:
             close()
         self._is_closed = True
@@ -247,9 +201,8 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     ) -> Episodes:
         """Return the trajectories of these prompts, none of which has begun."""
         attempts = [Attempt.begun(task, number, call) for task in tasks for number in range(call.num_generations)]
-        rewards, limits = self._rewards if call.is_scored else None, limits_of(self._limits, tasks, call)
-        settings = replace(self._settings, turns=turns)
-        return Episodes(settings, attempts, call, rewards, limits, room, call.state, **options)
+        rewards, limits = self._rewards if call.is_scored else None, limits_of(self._settings.limits, tasks, call)
+        return Episodes(self._settings, turns, attempts, call, rewards, limits, room, call.state, **options)
 
     # ------------------------------------------------------------------------------------------ groups of a rule
 
@@ -275,11 +228,11 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
                 "or an error, and when other reward functions are set",
                 num_again,
             )
-        groups = [group if group.episodes else TrajectoryGroup(group.task, group.call) for group in held]
+        groups = [group if group.episodes else TrajectoryGroup(group.place, group.row, group.call) for group in held]
         return groups, metrics
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> TrajectoryGroup:
-        return TrajectoryGroup(task, replace(call, hold=None))
+        return TrajectoryGroup(task.place, task.row, replace(call, hold=None))
 
     def _start(self, groups: Sequence[TrajectoryGroup], call: RolloutCall) -> None:
         num_samples = sum(group.call.num_generations for group in groups)
@@ -332,14 +285,8 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     def _num_begun(self, groups: Sequence[TrajectoryGroup]) -> int:
         return self._held_turns.num_begun
 
-    def _num_left(self, groups: Sequence[TrajectoryGroup]) -> int:
-        return self._held_turns.num_begun + sum(group.num_tokens for group in groups)
-
     def _use(self) -> SlotUse:
         return SlotUse(self._client.take_use().num_steps)  # slots are empty while tools work
-
-    def _drop(self, groups: Sequence[TrajectoryGroup]) -> None:
-        self._release()  # nothing is alive that the next step needs
 
     def _release(self) -> None:
         """Cancel everything that is alive. Environments are given back."""
@@ -347,9 +294,6 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         self._alive_after = None
         for group in (group for groups in self._held.values() for group in groups):
             group.end()
-
-    def _read_group(self, fields: Mapping[str, Any]) -> TrajectoryGroup:
-        return TrajectoryGroup.of_json(fields)
 
     # ---------------------------------------------------------------------------------------------------- rewards
 
@@ -361,44 +305,25 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         rewards = self._rewards if call.is_scored else None
         if rewards is None:
             return Batch(columns), RolloutReport(timings.seconds, first_in_full(failed))
-        batch, report = self._joined(columns, attempts, failed, made, rewards)
-        report.seconds = timings.seconds
-        return self._judged(batch, report, timings, call)
-
-    def _joined(
-        self,
-        columns: dict[str, Any],
-        attempts: Sequence[Attempt],
-        failed: Sequence[RewardFailure],
-        all_episodes: Sequence[Episodes],
-        rewards: RewardRunner,
-    ) -> tuple[Batch, RolloutReport]:
-        """Join rewards of functions with those that agents gave. failed: of agents."""
-        inputs = sample_inputs(
-            attempts, {key: one for episodes in all_episodes for key, one in episodes.inputs.items()}
-        )
-        parts = [part for episodes in all_episodes for part in episodes.parts]
-        if self._turn_rewards_problem and any(has_turn_reward(attempt.trajectory) for attempt in attempts):
+        problem = self._settings.turn_rewards_problem
+        if problem and any(has_turn_reward(attempt.trajectory) for attempt in attempts):
             raise ConfigError(
                 "an agent or rollout_func gave a reward to a turn (add_reward(value, turn)), which "
-                f"{self._turn_rewards_problem}; or give it to the trajectory: add_reward(value)"
+                f"{problem}; or give it to the trajectory: add_reward(value)"
             )
+        inputs = sample_inputs(attempts, {key: one for episodes in made for key, one in episodes.inputs.items()})
+        parts = [part for episodes in made for part in episodes.parts]
         own = [place for place, source in rewards.entries.given.items() if source.name == AGENT]
         if own:
-            parts = [*parts, *((own[0], part) for part in own_rewards(attempts, inputs))]
+            parts += ((own[0], part) for part in own_rewards(attempts, inputs))
         elif any(has_own_reward(attempt.trajectory) for attempt in attempts):
             raise ConfigError(f"an agent gave rewards, but GivenReward({AGENT!r}) is not among the reward functions")
-        result = rewards.join(inputs, parts, failed)
-        made = reward_columns(result, is_dense=rewards.is_dense)
-        said = [
-            attempt.trajectory.extra if key == attempt.keys[-1] else {} for attempt in attempts for key in attempt.keys
+        columns["extra"] = [
+            {name: as_written(value) for name, value in attempt.trajectory.extra.items() if key == attempt.keys[-1]}
+            for attempt in attempts
+            for key in attempt.keys
         ]
-        made["extra"] = [
-            {name: as_written(value) for name, value in of_agent.items()} | extra
-            for of_agent, extra in zip(said, made["extra"], strict=True)
-        ]
-        report = RolloutReport({}, first_in_full(result.failures), logged_means(result), result.retried)
-        return Batch({**columns, **made}), report
+        return self._rewarded(columns, rewards.join(inputs, parts, failed), timings, call)
 
 
 def _num_ended(groups: Sequence[TrajectoryGroup]) -> int:

@@ -154,11 +154,7 @@ class EngineTurns:
             self._client.cancel(handle)
             ask.resolve(TrajectoryEndedError("abort"))
         if not ended.wait(2 * CANCEL_SECONDS) and self._loop is not None:
-            logger.warning(
-                "agents did not end within %.0f s after they were cancelled: a call blocks their event loop, or "
-                "catches asyncio.CancelledError and goes on; their thread is left behind, perhaps still running",
-                2 * CANCEL_SECONDS,
-            )
+            warn_of_thread()
             self._loop.stop()
             self._loop = None
 
@@ -168,6 +164,15 @@ class EngineTurns:
             self._loop.stop()
             self._loop.thread.join(JOIN_SECONDS)
             self._loop = None
+
+
+def warn_of_thread() -> None:
+    """Warn of agents that go on after they were cancelled."""
+    logger.warning(
+        "agents did not end within %.0f s after they were cancelled: a call blocks their event loop, or catches "
+        "asyncio.CancelledError and goes on; their thread is left behind, perhaps still running",
+        2 * CANCEL_SECONDS,
+    )
 
 
 async def _tidy(main: Callable[[], Coroutine[Any, Any, T]], ended: threading.Event) -> T:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import ChatFormat, Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.plain_text import PlainText
-from hybrid_rl.agents.server.http_agent import HttpAgent
-from hybrid_rl.engines.engine_client import EngineClient
-from hybrid_rl.rewards import RewardRunner
-from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
+from hybrid_rl.rollout.episodes import EpisodeSettings
 from hybrid_rl.workers.setup import WorkerSetup
 
 
-def trajectory_stream(
-    setup: WorkerSetup, client: EngineClient, rewards: RewardRunner, **options: Any
-) -> TrajectoryStream:
-    """Make it from the setup of a worker. options: arguments of GroupStream. Raises ConfigError for agents that cannot
-    be used."""
-    config = setup.config
-    agents = setup.agents
+def episode_settings(setup: WorkerSetup) -> EpisodeSettings:
+    """Return how the agents of a worker make trajectories. Raises ConfigError for agents that cannot be used."""
+    config, agents = setup.config, setup.agents
     assert agents is not None
     limits = Limits(
         config.rollout.max_completion_length,
@@ -29,18 +20,16 @@ def trajectory_stream(
         config.agents.max_tool_calling_iterations,
         setup.max_length - config.rollout.max_completion_length,
     )
-    return TrajectoryStream(
-        client,
-        rewards,
+    return EpisodeSettings(
         chat_format(setup),
         None if agents.rollout_func is not None else make_agent(setup),
         limits,
-        config=config.agents,
+        config.agents,
+        config.seed,
         max_running=max(1, config.rollout.max_num_seqs // config.rollout.ranks_per_engine),
         rollout_func=agents.rollout_func,
         tokenizer=setup.tokenizer,
         turn_rewards_problem=agents.turn_rewards_problem,
-        **options,
     )
 
 

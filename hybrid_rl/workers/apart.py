@@ -274,7 +274,7 @@ class RolloutGroup(GeneratingGroup):
 
     def held_apart(self, step: int) -> list[str]:
         """Return what these ranks hold after a training step."""
-        return self.held_texts(step)
+        return self._ranks.call(RolloutWorker.held_texts, step)
 
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
         """Go on with a configuration that differs in what may change between steps, on both sides."""

@@ -28,8 +28,9 @@ from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.judged import judge_encoder
 from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.stream import GroupStream
+from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from hybrid_rl.training.sharding.build import build_model
-from hybrid_rl.workers.agent_rollout import trajectory_stream
+from hybrid_rl.workers.agent_rollout import episode_settings
 from hybrid_rl.workers.base import WorkerBase
 from hybrid_rl.workers.handoff_probe import HandoffProbe
 from hybrid_rl.workers.replicas import check_replicas
@@ -83,11 +84,11 @@ class GeneratingWorker(WorkerBase):
         longest = model.length_limit
         limits = (setup.engine_length, self._engine.kv_cache_tokens, *([] if longest is None else [longest.num_tokens]))
         encode = judge_encoder(setup.tokenizer, config.data.chat_template_kwargs)
-        options: Any = {"seed": config.seed, "gather": context.gather, "encode": encode, "max_length": min(limits)}
+        options: Any = {"gather": context.gather, "encode": encode, "max_length": min(limits)}
         self._stream: GroupStream[Any] = (
-            CompletionStream(self._client, self._rewards, setup.decode, **options)
+            CompletionStream(self._client, self._rewards, setup.decode, seed=config.seed, **options)
             if setup.agents is None
-            else trajectory_stream(setup, self._client, self._rewards, **options)
+            else TrajectoryStream(self._client, self._rewards, episode_settings(setup), **options)
         )
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, config, context)

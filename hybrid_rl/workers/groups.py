@@ -94,10 +94,6 @@ class GeneratingGroup(RankGroup):
         """Do the same for a version that the engines already hold, if somebody else has changed their weights."""
         return self._ranks.call(GeneratingWorker.update_weights_again, version)
 
-    def held_texts(self, step: int) -> list[str]:
-        """Return what each rank holds after a training step, as checkpoints have it."""
-        return self._ranks.call(GeneratingWorker.held_texts, step)
-
     def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
         """Return the prompts of the groups that all ranks hold after a training step, by group. folder: of a checkpoint
         of that step; go on with what it holds. Raises CheckpointError for damaged files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.support.inside.wrapping import Wrapper, wrap
@@ -83,7 +84,7 @@ def set_settings(stream: Any, settings: Any) -> None:
 
 def refuse_turn_rewards(stream: Any, why: str) -> None:
     """Have rewards of turns refused, as if the loss could not use them."""
-    stream._turn_rewards_problem = why
+    stream._settings = replace(stream._settings, turn_rewards_problem=why)
 
 
 def wrap_begin(patch: pytest.MonkeyPatch, wrapper: Wrapper) -> None:

@@ -20,6 +20,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.rewards import GivenReward, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.episodes import EpisodeSettings
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from tests.support.engines.engine_settings import inplace_settings
 from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of
@@ -57,19 +58,17 @@ class Rig:
         self.client = EngineClient(self.engine)
         given = [GivenReward("agent", is_dense=True)]
         self.rewards = RewardRunner([*(functions or []), *given], **rewards)
-        self.rollout = TrajectoryStream(
-            self.client,
-            self.rewards,
+        settings_of_episodes = EpisodeSettings(
             chat or PlainText(TOKENIZER),
             agent,
             Limits(MAX_TOKENS, MAX_LENGTH),
-            seed=seed,
-            config=AgentConfig(**(config or {})),
-            max_running=max_num_seqs,
-            rollout_func=rollout_func,
-            tokenizer=TOKENIZER,
-            encode=ids_of,
+            AgentConfig(**(config or {})),
+            seed,
+            max_num_seqs,
+            rollout_func,
+            TOKENIZER,
         )
+        self.rollout = TrajectoryStream(self.client, self.rewards, settings_of_episodes, encode=ids_of)
 
     def run(self, num_generations: int = 3, tasks: Sequence[RolloutTask] = TASKS, **options: Any) -> Any:
         params = SamplingParams(MAX_TOKENS, stop_token_ids=(EOS_ID,))

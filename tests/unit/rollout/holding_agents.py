@@ -14,6 +14,7 @@ from hybrid_rl.agents.client import Limits
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.engines.engine_client import EngineClient
+from hybrid_rl.rollout.episodes import EpisodeSettings
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from tests.unit.rollout.holding import MAX_TOKENS, STOP, Lengths, Run, Step, logprob_of, token_of
 
@@ -72,10 +73,9 @@ class AgentRun(Run):
         super().__init__(*arguments)
 
     def _rank(self, client: EngineClient, gather: Callable[[Any], list[Any]]) -> Any:
-        rewards, chat = Lengths(), Numbers()
-        named: Any = {"config": AgentConfig(**self.keys), "max_running": self.setting.slots}
-        arguments: Any = (client, rewards, chat, self.environments.agent, Limits(MAX_TOKENS, 10**4))
-        return TrajectoryStream(*arguments, seed=7, gather=gather, **named)
+        rewards, chat, limits, config = Lengths(), Numbers(), Limits(MAX_TOKENS, 10**4), AgentConfig(**self.keys)
+        settings = EpisodeSettings(chat, self.environments.agent, limits, config, 7, self.setting.slots)
+        return TrajectoryStream(client, rewards, settings, gather=gather)
 
     def close(self) -> None:
         for rank in self.ranks:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from hybrid_rl.config import resolve
 from hybrid_rl.config.load import load_config
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.base import Beginning, FinishedSample, SamplingParams
 from hybrid_rl.errors import CheckpointError, ConfigError
 from hybrid_rl.rewards import TrainerState
-from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.completion_stream import CompletionGroup
 from hybrid_rl.rollout.held_files import load_held, save_held
+from hybrid_rl.rollout.held_json import plain
 from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 from hybrid_rl.rollout.trajectory_stream import TrajectoryGroup
 
@@ -24,7 +25,7 @@ ROW = PromptRow(3, [{"role": "user", "content": "ü"}], (4, 5), {"answer": 1.5, 
 
 def group(number, *, born=1, oldest=None, is_whole=False):
     """A group of one sample with two tokens, the first of version `oldest`; None: it has no token yet."""
-    found = CompletionGroup(ROW, number, born, {number: RolloutRequest(number, (4, 5), SamplingParams(8))})
+    found = CompletionGroup(ROW, number, born, (4, 5), SamplingParams(8), {number: 0})
     if is_whole:
         found.take(FinishedSample(number, [6, 1], [-0.5, -1.0], [oldest, oldest], "stop"))
     elif oldest is not None:
@@ -133,28 +134,23 @@ def rule_of(rng):
 
 
 def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):
-    requests = {
-        number: RolloutRequest(number, (4, 5), SamplingParams(8, stop_token_ids=(1,), seed=2**62 + number), group=9)
-        for number in (7, 8)
-    }
-    kept = CompletionGroup(ROW, 9, 2, requests, whole_in=TrainerState(2, 5, 1 / 3))
+    seeds = {number: 2**62 + number for number in (7, 8)}
+    params = SamplingParams(8, stop_token_ids=(1,))
+    kept = CompletionGroup(ROW, 9, 2, (4, 5), params, seeds, whole_in=TrainerState(2, 5, 1 / 3))
     kept.take(FinishedSample(8, [6, 1], [-0.1, -1e-40], [0, 1], "stop"))
     kept.take(FinishedSample(7, [6], [-0.3], [1], "abort"))
     save_held(tmp_path, 0, [group(11), kept])
     save_held(tmp_path, 1, [group(10)])
-    found = load_held(tmp_path, 0, 2, CompletionGroup.of_json, has_agents=False)[1]
+    found = load_held(tmp_path, 0, 2, CompletionGroup)[1]
     assert vars(found) == vars(kept)
     assert [request.begun for request in found.remaining()] == [Beginning((6,), (-0.3,), (1,))]
     # As many ranks read what they wrote, in its order; others deal all groups out.
-    shares = [
-        [load_held(tmp_path, rank, ranks, CompletionGroup.of_json, has_agents=False) for rank in range(ranks)]
-        for ranks in (2, 3, 1)
-    ]
+    shares = [[load_held(tmp_path, rank, ranks, CompletionGroup) for rank in range(ranks)] for ranks in (2, 3, 1)]
     ids = [[[one.group for one in share] for share in of_ranks] for of_ranks in shares]
     assert ids == [[[11, 9], [10]], [[9], [10], [11]], [[9, 10, 11]]]
     (tmp_path / "held-0002.json").write_text((tmp_path / "held-0001.json").read_text())
     with pytest.raises(CheckpointError, match=r"held-0002.json is damaged: group 10 is there twice"):
-        load_held(tmp_path, 0, 1, CompletionGroup.of_json, has_agents=False)
+        load_held(tmp_path, 0, 1, CompletionGroup)
 
 
 GONE = object()
@@ -209,8 +205,7 @@ def edited(found, path, value):
     ],
 )
 def test_a_file_that_was_edited_is_refused_by_its_name_and_key(path, value, says, tmp_path):
-    requests = {number: RolloutRequest(number, (4, 5), SamplingParams(8, seed=number), group=9) for number in (7, 8)}
-    kept = CompletionGroup(ROW, 9, 2, requests, whole_in=TrainerState(2, 5, 1 / 3))
+    kept = CompletionGroup(ROW, 9, 2, (4, 5), SamplingParams(8), {7: 7, 8: 8}, whole_in=TrainerState(2, 5, 1 / 3))
     kept.take(FinishedSample(8, [6, 1], [-0.1, -0.2], [0, 1], "stop"))
     kept.take(FinishedSample(7, [6], [-0.3], [1], "abort"))
     save_held(tmp_path, 0, [kept])
@@ -218,7 +213,7 @@ def test_a_file_that_was_edited_is_refused_by_its_name_and_key(path, value, says
     found = json.loads(file.read_text())
     file.write_text(json.dumps(edited(found, path, value) if path else value))
     with pytest.raises(CheckpointError) as raised:
-        load_held(tmp_path, 0, 1, CompletionGroup.of_json, has_agents=False)
+        load_held(tmp_path, 0, 1, CompletionGroup)
     assert says in str(raised.value) and str(file) in str(raised.value)
 
 
@@ -235,14 +230,14 @@ def test_a_file_that_was_edited_is_refused_by_its_name_and_key(path, value, says
 )
 def test_so_is_a_file_of_trajectories(path, value, says, tmp_path):
     call = RolloutCall(2, SamplingParams(8, stop_strings=("a",)), 3, TrainerState(2, 5, 0.5), "train/2", 40)
-    kept = TrajectoryGroup(RolloutTask(1, ROW), call)
+    kept = TrajectoryGroup(1, ROW, call)
     save_held(tmp_path, 0, [kept])
-    found = load_held(tmp_path, 0, 1, TrajectoryGroup.of_json, has_agents=True)
+    found = load_held(tmp_path, 0, 1, TrajectoryGroup)
     assert vars(found[0]) == vars(kept)
     file = tmp_path / "held-0000.json"
-    file.write_text(json.dumps([edited(kept.to_json(), path, value)]))
+    file.write_text(json.dumps([edited(plain(kept), path, value)]))
     with pytest.raises(CheckpointError) as raised:
-        load_held(tmp_path, 0, 1, TrajectoryGroup.of_json, has_agents=True)
+        load_held(tmp_path, 0, 1, TrajectoryGroup)
     assert says in str(raised.value) and str(file) in str(raised.value)
 
 
@@ -255,4 +250,4 @@ def test_groups_of_a_run_with_other_arguments_are_refused_by_these(has_agents, t
     made, now = ("without", "with") if has_agents else ("with", "without")
     group = TrajectoryGroup if has_agents else CompletionGroup
     with pytest.raises(ConfigError, match=f"begun {made} tools=, .*; this run is one {now} them: pass the same"):
-        load_held(tmp_path, 0, 1, group.of_json, has_agents=has_agents)
+        load_held(tmp_path, 0, 1, group)

@@ -317,7 +317,7 @@ def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
     for step in range(1, 5):
         batch, metrics = trainer.step()
         held = stream_of(trainer).held(step)
-        num_held = sum(group.num_tokens for group in held)
+        num_held = sum(group.num_tokens + group.num_begun for group in held)
         num_new = int(batch["completion_length"].sum())
         assert metrics["buffer/held_share"] == pytest.approx(num_held / (num_held + num_new))
         num_trained, num_before = num_trained + num_new, num_made

@@ -16,7 +16,7 @@ from hybrid_rl.controller.dispatch import Dispatch
 from hybrid_rl.controller.exchange import cut
 from hybrid_rl.data.mixture import DATASET_COLUMN
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.base import Beginning, FinishedSample, SamplingParams
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardRunner, TrainerState
@@ -24,6 +24,7 @@ from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionGroup, CompletionStream, in_order
 from hybrid_rl.rollout.dealing import TaskList
+from hybrid_rl.rollout.held_json import plain
 from hybrid_rl.rollout.lengths import LengthRecord, expected_length, group_lengths
 from tests.support.inside.rollouts import begin_group, loads_of, set_lengths, wrap_begin
 from tests.unit.engines.engines import inplace, prompt
@@ -151,8 +152,7 @@ def test_held_groups_start_with_what_is_begun_and_then_with_what_takes_longest()
 
     def group(number, num_samples, expected=None):
         ids = range(10 * number, 10 * number + num_samples)
-        requests = {one: RolloutRequest(one, (4,), CALL.params, group=number) for one in ids}
-        return CompletionGroup(row(number), number, 1, requests, expected=expected)
+        return CompletionGroup(row(number), number, 1, (4,), CALL.params, dict.fromkeys(ids, 0), expected=expected)
 
     def end(id_, num_tokens, reason):
         return FinishedSample(id_, [7] * num_tokens, [-1.0] * num_tokens, [0] * num_tokens, reason)
@@ -164,7 +164,7 @@ def test_held_groups_start_with_what_is_begun_and_then_with_what_takes_longest()
     assert [request.id for request in in_order(groups)] == [11, 10, 20, 21, 12, 1, 2]
     assert [one.num_missing for one in groups] == [12, 17 + 15 + 20, 80]
     assert [one.prompt(3).num_missing for one in groups] == [12, 52, 80]
-    again = [CompletionGroup.of_json(one.to_json()) for one in groups]
+    again = [CompletionGroup.of_json(plain(one)) for one in groups]
     assert [one.num_missing for one in again] == [12, 52, 80]
     assert in_order(again)[1].begun == Beginning((7,) * 25, (-1.0,) * 25, (0,) * 25)
 
