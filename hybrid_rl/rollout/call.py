@@ -49,10 +49,6 @@ class RolloutCall:
         """Return the id of a trajectory of a prompt. generation: its number there, from 0."""
         return self.first_id + task.place * self.num_generations + generation
 
-    def number_of(self, trajectory: int) -> int:
-        """Return the place of a trajectory among all of this rollout. Noise may depend on it, but not on the id."""
-        return trajectory - self.first_id
-
 
 @dataclass
 class RolloutReport:

@@ -169,8 +169,8 @@ class Collector:
             made = self._counted(answer, round_call, tally)
             rows = [begun[group] for group in sorted(begun)]
             if round_call.hold is not None:
-                rows = self._open.deliver(made, begun, state.global_step, drops=round_call.hold.drops)
-                self._open.load(state.global_step, {part: report.num_missing for part, report in enumerate(answer[1])})
+                loads = {part: report.num_missing for part, report in enumerate(answer[1])}
+                rows = self._open.deliver(made, begun, state.global_step, loads, drops=round_call.hold.drops)
             self._observe(plan.sampler, rows, made)
             parts += refill.kept(rows, made)
             del answer, made  # so that nothing keeps the dropped samples while the next are made

@@ -13,7 +13,7 @@ from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, SamplingParams, SlotUse, derive_seed
 from hybrid_rl.engines.engine_client import Handle
-from hybrid_rl.metrics.metric_sums import MetricSums, Timings
+from hybrid_rl.metrics.metric_sums import Timings
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState
 from hybrid_rl.rewards.results import Part
@@ -242,10 +242,10 @@ class CompletionStream(GroupStream[CompletionGroup]):
 
     # ------------------------------------------------------------------------------------------ groups of a rule
 
-    def _going_on(self, step: int) -> tuple[list[CompletionGroup], MetricSums]:
+    def _going_on(self, step: int) -> list[CompletionGroup]:
         groups = [group.copied() for group in self.held(step)]
         self._tokens_again = sum(group.num_again for group in groups)
-        return groups, MetricSums()
+        return groups
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> CompletionGroup:
         parts, row = (self._seed, call.params.seed, call.purpose, task.place), task.row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rl.batch import Batch, Trajectories
@@ -34,19 +34,15 @@ def generations_of(batch: Batch) -> list[Generation]:
     """Return the samples of a batch one by one, in order; of a trajectory of several the last one. One without any
     token of the policy has an empty completion."""
     batch = Trajectories.of(batch).last_turns(batch)
+    has_agents = "conversation" in batch
+    shown = batch["conversation"] if has_agents else [{}] * batch.num_samples
+    lengths = batch["policy_length" if has_agents else "completion_length"].tolist()
     columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
-    made = [
-        Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason)
-        for prompt, text, ids, logprobs, reason in zip(*(batch[name] for name in columns), strict=True)
-    ]
-    if "conversation" not in batch:
-        return made
-    told = zip(made, batch["conversation"], batch["policy_length"].tolist(), strict=True)
     return [
-        replace(
-            one if length else replace(one, completion="", completion_ids=[], logprobs=[]),
-            messages=shown["messages"],
-            error=shown["error"],
+        Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason, said.get("messages"), said.get("error"))
+        if length
+        else Generation(prompt, "", [], [], reason, said.get("messages"), said.get("error"))
+        for length, said, (prompt, text, ids, logprobs, reason) in zip(
+            lengths, shown, zip(*(batch[name] for name in columns), strict=True), strict=True
         )
-        for one, shown, length in told
     ]

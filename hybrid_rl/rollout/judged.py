@@ -108,7 +108,7 @@ class JudgeRound:
     ) -> RolloutRequest:
         """Make one request. number: of the judge; trajectories: those it is asked about, of one group. Ids
         are unique over ranks and judges; noise depends only on the places of these trajectories in the rollout."""
-        places = [call.number_of(trajectory) for trajectory in trajectories]
+        places = [trajectory - call.first_id for trajectory in trajectories]
         other, num_judges = places[-1] % call.num_generations, len(self.rewards.entries.judges)
         identity = FIRST_JUDGE_ID - ((trajectories[0] * num_judges + number) * call.num_generations + other)
         params = SamplingParams(

@@ -17,8 +17,7 @@ class OpenPrompts:
     what was held after the one before, with the same ids: ids order groups, and judges' noise depends on them."""
 
     def __init__(self) -> None:
-        self._open: dict[int, dict[int, PromptRow]] = {}
-        self._loads: dict[int, dict[int, int]] = {}
+        self._open: dict[int, tuple[dict[int, PromptRow], Mapping[int, int]]] = {}  # with the loads of ranks
         self._first = (0, 0)  # the last step that was begun, and its first id
 
     def begin(self, step: int, next_id: int) -> int:
@@ -29,30 +28,26 @@ class OpenPrompts:
 
     def held(self, step: int) -> dict[int, PromptRow]:
         """Return the prompts that are held after a training step, by group."""
-        return self._open.get(step, {})
+        return self._open.get(step, ({}, {}))[0]
 
     def deliver(
-        self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int, *, drops: bool = False
+        self, batch: AnyBatch, begun: Mapping[int, PromptRow], step: int, loads: Mapping[int, int], *, drops: bool
     ) -> list[PromptRow]:
         """Return the prompts of the groups of a batch, in its order, and note that the others are held, or dropped.
-        begun: all prompts by group."""
+        begun: all prompts by group. loads: as `loads` returns them."""
         groups = batch["group"].unique_consecutive().tolist()
         left = {} if drops else {group: row for group, row in begun.items() if group not in {*groups}}
-        self._open = {at: held for at, held in self._open.items() if at >= step - 1} | {step: left}
+        self._open = {at: held for at, held in self._open.items() if at >= step - 1} | {step: (left, loads)}
         return [begun[group] for group in groups]
 
     def loads(self, step: int) -> Mapping[int, int]:
         """Return how many tokens each rank may be expected to generate for what it holds after a training step, by its
         number among those that have samples of their own."""
-        return self._loads.get(step, {})
-
-    def load(self, step: int, loads: Mapping[int, int]) -> None:
-        """Note how many tokens ranks may be expected to generate for what they hold after a training step."""
-        self._loads = {at: found for at, found in self._loads.items() if at >= step - 1} | {step: dict(loads)}
+        return self._open.get(step, ({}, {}))[1]
 
     def check(self, was: Mapping[str, float], now: Mapping[str, float]) -> None:
         """Check that settings are what they were, if groups are held. Raises ConfigError."""
-        if any(self._open.values()):
+        if any(held for held, _ in self._open.values()):
             _check_same(was, now)
 
     def state_dict(self, step: int, next_id: int) -> dict[str, Any]:
@@ -88,11 +83,10 @@ class OpenPrompts:
             for prompt in held.values():
                 _check_same({name: getattr(prompt, name) for name in settings}, settings)
             rule.check(held.values(), step)
-        self._open = {step: {group: prompt.row for group, prompt in held.items()}}
         loads = Counter[int]()
         for prompt in held.values():
             loads[prompt.data_rank] += prompt.num_missing
-        self._loads = {step: dict(loads)}
+        self._open = {step: ({group: prompt.row for group, prompt in held.items()}, loads)}
 
 
 def _check_same(was: Mapping[str, float], now: Mapping[str, float]) -> None:

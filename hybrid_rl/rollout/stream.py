@@ -121,7 +121,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
         assert rule is not None, "nothing else has a next step"
         ending = Ending(rule, learner, is_outdated)
         try:
-            groups, metrics, _ = self._groups(step, tasks, call)
+            groups, metrics = self._groups(step, tasks, call)
             with self._client.session(), self._answering(call.version):
                 everywhere = self._generate(groups, call, ending)
             self._held[step] = groups
@@ -153,8 +153,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
 
     def _run_step(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
         step, timings = call.state.global_step, Timings()
-        groups, metrics, begun_again = self._groups(step if call.is_refill else step - 1, tasks, call)
-        metrics.merge(begun_again)
+        groups, metrics = self._groups(step if call.is_refill else step - 1, tasks, call)
         with self._client.session():
             with timings.measure("rollout"), self._answering(call.version):
                 self._generate(groups, call, Ending(rule, call.version))
@@ -178,17 +177,15 @@ class GroupStream(ABC, Generic[AnyGroup]):
             self._held[step] = []
         return batch, report
 
-    def _groups(
-        self, step: int, tasks: Sequence[RolloutTask], call: RolloutCall
-    ) -> tuple[list[AnyGroup], MetricSums, MetricSums]:
-        """Return what goes on after a step, with the groups of new prompts; metrics of how many tokens it has that were
-        broken off; and those of what had to begin again, which count in the step that takes groups."""
+    def _groups(self, step: int, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[list[AnyGroup], MetricSums]:
+        """Return what goes on after a step, with the groups of new prompts; and metrics of how many tokens it has that
+        were broken off."""
         self._waited_seconds = 0.0
-        (groups, begun_again), metrics = self._going_on(step), MetricSums()
+        groups, metrics = self._going_on(step), MetricSums()
         if call.hold is None or not call.hold.drops:
             metrics.total("buffer/continued_tokens", self._num_begun(groups))
         self._client.take_use()
-        return [*groups, *(self._begin(task, call) for task in tasks)], metrics, begun_again
+        return [*groups, *(self._begin(task, call) for task in tasks)], metrics
 
     def _chosen(self, groups: Sequence[AnyGroup], call: RolloutCall, rule: HoldRule) -> set[int]:
         """Return the ids of the groups that the step takes, of all ranks."""
@@ -279,8 +276,8 @@ class GroupStream(ABC, Generic[AnyGroup]):
     # --------------------------------------------------------------------------------------- groups of one kind
 
     @abstractmethod
-    def _going_on(self, step: int) -> tuple[list[AnyGroup], MetricSums]:
-        """Return the groups that are held after a step, in a state in which they can go on, and metrics."""
+    def _going_on(self, step: int) -> list[AnyGroup]:
+        """Return the groups that are held after a step, in a state in which they can go on."""
 
     @abstractmethod
     def _begin(self, task: RolloutTask, call: RolloutCall) -> AnyGroup:

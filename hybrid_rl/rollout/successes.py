@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybrid_rl.batch import TRUNCATIONS, AnyBatch, SampleKey, Trajectories
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.metrics.eval_samples import EvalSamples, grouped
+from hybrid_rl.evaluation.eval_samples import EvalSamples, grouped
+from hybrid_rl.rollout.lengths import policy_lengths
 
 ANSWER = "extracted_answer"  # the column of log_extra in which a reward function leaves what it read in a completion
 
@@ -98,16 +99,13 @@ def eval_samples(
     """
     found = Trajectories.of(batch)
     group = batch["group"][found.first]
-    lengths = torch.zeros(found.num_trajectories, dtype=torch.int64).index_add(
-        0, found.index, batch["policy_length" if "policy_length" in batch else "completion_length"]
-    )
     right = None if rule is None else rule.of(batch)
     by_trajectory = {key.trajectory: answer for key, answer in sorted(answers, key=lambda pair: pair[0])}
     reasons = [batch["finish_reason"][sample] for sample in found.last.tolist()]
     return grouped(
         (group - group.min()).tolist(),
         None if right is None else right.tolist(),
-        lengths.tolist(),
+        policy_lengths(batch).tolist(),
         [reason not in TRUNCATIONS for reason in reasons],
         [by_trajectory.get(one) for one in batch["trajectory"][found.first].tolist()] if by_trajectory else None,
         [row_key(row) for row in rows],

@@ -56,11 +56,12 @@ class Tally:
         uses = [report.use for report in reports]
         self._uses.append(SlotUse.of_ranks(uses))
         self._seconds_won.append(None if self._won is None else self._won.of(uses, batch))
-        if not call.purpose.endswith(GREEDY):
+        if not call.purpose.endswith(GREEDY):  # metrics, and what functions log, are of the policy's own samples
             self._left = MetricSums()
             for report in reports:
                 self._metrics.merge(report.metrics)
                 self._left.merge(report.left)
+                self._logged.merge(report.logged)
         failures = [
             replace(failure, key=SampleKey(failure.key.trajectory - self._first_id, failure.key.turn))
             for report in reports
@@ -91,9 +92,6 @@ class Tally:
                 *(call.purpose, "1 sample has" if num_failed == 1 else f"{num_failed} samples have"),
                 *("is" if num_failed == 1 else "are", format_failures(failures)),
             )
-        if not call.purpose.endswith(GREEDY):  # what functions log is of the policy's own samples
-            for report in reports:
-                self._logged.merge(report.logged)
 
     def use(self) -> dict[str, float]:
         """Return how full the engine was, and what holding has won."""

@@ -139,7 +139,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         self._turns, self._held_turns, self._settings = EngineTurns(client), HeldTurns(client), settings
         self._alive_after: int | None = None  # the step after which trajectories that are alive are held
         self._room, self._before = Room(1), client.stats()  # of held trajectories; when the present step began
-        self._num_ended = 0  # trajectories of the present call
+        self._num_ended = self._num_again = 0  # trajectories of the present call; those that it begins once more
         self._is_closed = self._has_warned = False
         super().__init__(client, rewards, settings.chat.decode, seed=settings.seed, **options)
 
@@ -209,17 +209,17 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     def _run_step(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
         self._before, self._room.most_open = self._client.stats(), self._room.num_open
         batch, report = super()._run_step(tasks, call, rule)
+        report.metrics.total("buffer/restarted_trajectories", self._num_again)
         self._alive_after = None if rule.drops else call.state.global_step
         return batch, report
 
-    def _going_on(self, step: int) -> tuple[list[TrajectoryGroup], MetricSums]:
+    def _going_on(self, step: int) -> list[TrajectoryGroup]:
         if self._alive_after != step:
             self._release()
         if self._alive_after is None:
             self._room = Room(self._settings.max_open, self._settings.config.max_environments)
-        held, metrics = self.held(step), MetricSums()
-        num_again = sum(group.call.num_generations for group in held if group.episodes is None)
-        metrics.total("buffer/restarted_trajectories", num_again)
+        held = self.held(step)
+        self._num_again = num_again = sum(group.call.num_generations for group in held if group.episodes is None)
         if num_again and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -228,8 +228,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
                 "or an error, and when other reward functions are set",
                 num_again,
             )
-        groups = [group if group.episodes else TrajectoryGroup(group.place, group.row, group.call) for group in held]
-        return groups, metrics
+        return [group if group.episodes else TrajectoryGroup(group.place, group.row, group.call) for group in held]
 
     def _begin(self, task: RolloutTask, call: RolloutCall) -> TrajectoryGroup:
         return TrajectoryGroup(task.place, task.row, replace(call, hold=None))

@@ -75,26 +75,20 @@ def start_workers(
         # On one rank too: its head is not that of a language model.
         critic=_recipe(critic_path(run.config), run.config),
     )
-    policy, generating = _started(run, setup, log_folder, closing)
-    if run.choice.adapter is not None and (record := base_record(run.choice.adapter)) is not None:
-        policy.check_base(record, f"the adapter {run.choice.adapter}")
-    return policy, generating
-
-
-def _started(
-    run: Run, setup: WorkerSetup, log_folder: Path, closing: contextlib.ExitStack
-) -> tuple[PolicyGroup, GeneratingGroup]:
     if isinstance(run.config.controller, RayControllerConfig):
         if run.agents is not None:
             run.agents.close()  # ranks make their own environments
-        return _start_on_ray(run, setup, log_folder, closing)
-    # A module of this process is trained in place; a named one is loaded here. All other models go to its device.
-    module = run.choice.load(run.config, local_device(run.config.model.device))
-    device = module.device
-    setup = replace(setup, model=module, teacher=_loaded(teacher_path(run.config), run.config, device))
-    group = HybridGroup(LocalBackend("policy", partial(HybridWorker, setup), device), has_scores=setup.has_scores)
-    closing.callback(group.close)
-    return group, group
+        policy, generating = _start_on_ray(run, setup, log_folder, closing)
+    else:
+        # A module of this process is trained in place; a named one is loaded here. All other models go to its device.
+        module = run.choice.load(run.config, local_device(run.config.model.device))
+        device, teacher = module.device, _loaded(teacher_path(run.config), run.config, module.device)
+        make_worker = partial(HybridWorker, replace(setup, model=module, teacher=teacher))
+        policy = generating = HybridGroup(LocalBackend("policy", make_worker, device), has_scores=setup.has_scores)
+        closing.callback(generating.close)
+    if run.choice.adapter is not None and (record := base_record(run.choice.adapter)) is not None:
+        policy.check_base(record, f"the adapter {run.choice.adapter}")
+    return policy, generating
 
 
 def starting(display: ProgressDisplay, config: TrainerConfig, folder: Path) -> contextlib.AbstractContextManager[None]:

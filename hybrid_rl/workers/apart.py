@@ -116,9 +116,6 @@ class RolloutWorker(GeneratingWorker):
     def _expected(self, version: int) -> Tensor | None:
         return self._reader.probe
 
-    def _require_weights(self, version: int) -> None:
-        """Do nothing: they were taken, and no phase of these ranks puts them to sleep."""
-
     @dispatch(split="items", collect="all")
     def go_ahead(
         self, tasks: list[RolloutTask], call: RolloutCall, root: Path
@@ -155,16 +152,8 @@ class _TrainingRanks:
 
     def __init__(self, ranks: Backend, cause: Callable[[], BaseException | None]) -> None:
         self._ranks, self._cause = ranks, cause
-        self.role, self.num_ranks = ranks.role, ranks.num_ranks
-
-    @property
-    def label(self) -> str:
-        """The current work of the driver."""
-        return self._ranks.label
-
-    @label.setter
-    def label(self, label: str) -> None:
-        self._ranks.label = label
+        self.role, self.num_ranks, self.label = ranks.role, ranks.num_ranks, ranks.label
+        self.close = ranks.close
 
     @property
     def has_ended(self) -> bool:
@@ -173,6 +162,7 @@ class _TrainingRanks:
 
     def call(self, method: Callable[..., object], *args: Any) -> Any:
         """Run a dispatched method on all ranks."""
+        self._ranks.label = self.label
         try:
             return self._ranks.call(method, *args)
         except Exception as error:
@@ -180,10 +170,6 @@ class _TrainingRanks:
             if cause is None:
                 raise
             raise cause from error
-
-    def close(self) -> None:
-        """End all ranks."""
-        self._ranks.close()
 
 
 class RolloutGroup(GeneratingGroup):
@@ -274,7 +260,7 @@ class RolloutGroup(GeneratingGroup):
 
     def held_apart(self, step: int) -> list[str]:
         """Return what these ranks hold after a training step."""
-        return self._ranks.call(RolloutWorker.held_texts, step)
+        return self.held_texts(step)
 
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
         """Go on with a configuration that differs in what may change between steps, on both sides."""

@@ -157,9 +157,9 @@ class GeneratingWorker(WorkerBase):
         """Return the trainer's half of the probe (`HandoffProbe.expected`), None if this handoff is not probed. All
         ranks give it, or none. Collective."""
 
-    @abstractmethod
     def _require_weights(self, version: int) -> None:
-        """See to it that the engine has the weights of a version that was handed over. Collective."""
+        """See to it that the engine has the weights of a version that was handed over, if any phase puts them to sleep.
+        Collective."""
 
     def _is_probed(self, version: int) -> bool:
         """Whether this handoff is probed. All ranks are, or none; a rank that failed alone makes all probe."""

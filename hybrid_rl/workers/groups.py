@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ class GeneratingGroup(RankGroup):
     def update_weights_again(self, version: int) -> list[dict[str, float]]:
         """Do the same for a version that the engines already hold, if somebody else has changed their weights."""
         return self._ranks.call(GeneratingWorker.update_weights_again, version)
+
+    def held_texts(self, step: int) -> list[str]:
+        """Return what each rank holds after a training step, as checkpoints have it."""
+        return self._ranks.call(GeneratingWorker.held_texts, step)
 
     def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
         """Return the prompts of the groups that all ranks hold after a training step, by group. folder: of a checkpoint
@@ -252,7 +257,7 @@ class PolicyGroup(RankGroup):
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
-        self._ranks.call(HybridWorker.load, checkpoint.folder.resolve(), checkpoint.base)
+        self._ranks.call(HybridWorker.load, replace(checkpoint, folder=checkpoint.folder.resolve()))
 
 
 class HybridGroup(PolicyGroup, GeneratingGroup):

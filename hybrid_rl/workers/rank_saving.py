@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rl.checkpoint.background import BackgroundWrite, Progress
 from hybrid_rl.checkpoint.base_model import base_hashes, check_base, config_numbers, keep_base
-from hybrid_rl.checkpoint.reading import BASE
+from hybrid_rl.checkpoint.reading import BASE, Checkpoint
 from hybrid_rl.checkpoint.snapshot import Room, SaveModel
 from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint, write_model
 from hybrid_rl.config.buffer_keys import HeldConfig
@@ -181,11 +181,11 @@ class SavingWorker(GeneratingWorker):
             check_base(record, hashes, what, numbers)
 
     @dispatch(collect="leader")
-    def load(self, folder: Path, base: Mapping[str, Any] | None) -> None:
-        """Continue from a checkpoint. base: of its adapters (`keep_base`). Raises CheckpointError if it is damaged, or
-        of another model."""
-        self._version = None
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint. Raises CheckpointError if it is damaged, or of another model."""
+        self._version, folder = None, checkpoint.folder
         with self.phase(self._cycle.save):
-            self._compare_base(base, f"the adapter of {folder}")
+            if is_adapted(self._actor.model.module):
+                self._compare_base(checkpoint.base, f"the adapter of {folder}")
             self._actor.load(folder)
             self._roles.load_models(folder)
