@@ -25,8 +25,6 @@ from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup
 
-CarryOn = Callable[[Checkpoint], None]
-
 
 class Crew:
     """A run as it is set now, its workers, and what the driver has made to work with them.
@@ -56,7 +54,7 @@ class Crew:
         """The configuration, as it is set now."""
         return self.run.config
 
-    def start(self, finish: Callable[[], None], carry_on: CarryOn | None = None) -> None:
+    def start(self, finish: Callable[[], None], carry_on: Callable[[Checkpoint], None] | None = None) -> None:
         """Start the workers, and put them where the checkpoint is from which the run resumes.
 
         finish: called before they end. carry_on: takes the checkpoint before its weights are loaded; None at a
@@ -85,7 +83,7 @@ class Crew:
         """End the workers."""
         self._workers.close()
 
-    def _restore(self, checkpoint: Checkpoint, carry_on: CarryOn | None) -> None:
+    def _restore(self, checkpoint: Checkpoint, carry_on: Callable[[Checkpoint], None] | None) -> None:
         position, state, folder = self.position, checkpoint.state, checkpoint.folder.resolve()
         if carry_on is not None:
             carry_on(checkpoint)

@@ -311,21 +311,7 @@ def prepare(
         raise ConfigError(
             f"rollout.engine={resolved.rollout.engine} needs {library[0]}, which is not installed: {library[1]}"
         )
-    # Locked before it is read: a run that is just ending may still write a checkpoint.
-    folder = resumed_folder(resolved.resume, resolved.output_dir, resolved.run_name)
-    is_ours, lock = folder is not None and has_folder(folder), None
-    if folder is not None and folder.is_dir() and not is_ours:
-        lock, is_ours = FolderLock(folder), True
-        closing.callback(lock.release)
-    checkpoint = find_checkpoint(resolved.resume, resolved.output_dir, resolved.run_name, is_ours=is_ours)
-    if checkpoint is not None:
-        note_checkpoint()
-    elif resolved.resume == "auto" and resolved.save_steps is None:
-        logger.warning(
-            "resume=auto finds no checkpoint, and save_steps is not set, so this run writes none%s, and a later resume "
-            "will not find one either; set save_steps, or call trainer.save()",
-            "" if resolved.save_before is None else " (unless save_before ends it early)",
-        )
+    checkpoint, lock = to_resume(resolved, closing)
     choice = choose_model(model, tokenizer, resolved)
     check_stop_strings(resolved.rollout.stop_strings, choice.tokenizer)
     check_teacher(resolved, choice.tokenizer)
@@ -381,6 +367,27 @@ def prepare(
         made_by,
         given,
     )
+
+
+def to_resume(config: TrainerConfig, closing: contextlib.ExitStack) -> tuple[Checkpoint | None, FolderLock | None]:
+    """Return the checkpoint to go on from, and the lock on its run folder, if this process has no Trainer of that.
+    closing: releases it. Raises CheckpointError."""
+    # Locked before it is read: a run that is just ending may still write a checkpoint.
+    folder = resumed_folder(config.resume, config.output_dir, config.run_name)
+    is_ours, lock = folder is not None and has_folder(folder), None
+    if folder is not None and folder.is_dir() and not is_ours:
+        lock, is_ours = FolderLock(folder), True
+        closing.callback(lock.release)
+    checkpoint = find_checkpoint(config.resume, config.output_dir, config.run_name, is_ours=is_ours)
+    if checkpoint is not None:
+        note_checkpoint()
+    elif config.resume == "auto" and config.save_steps is None:
+        logger.warning(
+            "resume=auto finds no checkpoint, and save_steps is not set, so this run writes none%s, and a later resume "
+            "will not find one either; set save_steps, or call trainer.save()",
+            "" if config.save_before is None else " (unless save_before ends it early)",
+        )
+    return checkpoint, lock
 
 
 def phases_of(config: TrainerConfig, rewards: RewardSetup) -> MemoryPhases:

@@ -95,10 +95,8 @@ class Recovery:
         """Return the checkpoint from which to go on; None for the beginning. Raises HybridRLError if that is gone, and
         CheckpointError for a damaged one."""
         # Until the first step is logged the checkpoints of a resumed folder may belong to another branch.
-        checkpoint = newest_checkpoint(self._crew.folder, is_ours=True) if self._log.is_taken_up else None
-        if checkpoint is not None:
-            checkpoint = check_resumed(checkpoint, is_auto=True)
-        checkpoint = checkpoint or self._crew.run.checkpoint
+        newest = newest_checkpoint(self._crew.folder, is_ours=True) if self._log.is_taken_up else None
+        checkpoint = self._crew.run.checkpoint if newest is None else check_resumed(newest, is_auto=True)
         if checkpoint is None and steps_of(self._crew.run.module) != self._first_steps:
             raise HybridRLError(
                 f"after training step {loss.step}: {loss.cause}. There is no checkpoint yet, and the module that was "

@@ -165,9 +165,8 @@ class Trainer:
 
     def _start(self, run: Run, callbacks: tuple[Callback, ...], closing: contextlib.ExitStack) -> None:
         """Make the parts of the run, and start its workers."""
-        folder = resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name)
         check_restarts(run.config, is_in_place=run.module is not None)
-        make_way(run.config, folder)
+        make_way(run.config, resumed_folder(run.config.resume, run.config.output_dir, run.config.run_name))
         warn_of_training(run.module, is_resumed=run.checkpoint is not None)
         sampler = make_sampler(run)
         self._position = position = Position(run.max_steps)
