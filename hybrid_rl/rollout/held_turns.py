@@ -6,9 +6,8 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -113,16 +112,11 @@ class HeldTurns(EngineTurns):
 
     # ------------------------------------------------------------------------------------------------- rollouts
 
-    @contextmanager
-    def rollout(self, version: int) -> Iterator[None]:
-        """Answer with weights of this version, inside a session of the client. Ends at `suspend`, or with the block."""
+    def begin(self, version: int) -> None:
+        """Answer with weights of this version, inside a session of the client, until `suspend` or `release`."""
         self._impatience, self._failure = 0.0, None
         with self._lock:
             self._version, self._since = version, time.monotonic()
-        try:
-            yield
-        finally:
-            self._end()
 
     def _end(self) -> None:
         with self._lock:
@@ -255,6 +249,7 @@ class HeldTurns(EngineTurns):
     def release(self) -> None:
         """Cancel all coroutines, and wait until they have ended; nobody is answered any more. Call it when the engine
         has none of their requests. Idempotent."""
+        self._end()
         with self._lock:
             left = [*self._asks.values(), *self._waiting]
             self._asks, self._waiting, loop, self._loop = {}, [], self._loop, None

@@ -24,7 +24,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic
 
@@ -122,7 +121,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
         ending = Ending(rule, learner, is_outdated)
         try:
             groups, metrics = self._groups(step, tasks, call)
-            with self._client.session(), self._answering(call.version):
+            with self._client.session():
                 everywhere = self._generate(groups, call, ending)
             self._held[step] = groups
             metrics.merge(self._left_metrics(groups, drops=False))
@@ -155,7 +154,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
         step, timings = call.state.global_step, Timings()
         groups, metrics = self._groups(step if call.is_refill else step - 1, tasks, call)
         with self._client.session():
-            with timings.measure("rollout"), self._answering(call.version):
+            with timings.measure("rollout"):
                 self._generate(groups, call, Ending(rule, call.version))
             use = self._use()
             chosen = self._chosen(groups, call, rule)
@@ -311,10 +310,6 @@ class GroupStream(ABC, Generic[AnyGroup]):
     @abstractmethod
     def _use(self) -> SlotUse:
         """Return how full the engine was since the groups began or went on."""
-
-    def _answering(self, version: int) -> AbstractContextManager[None]:
-        """Return a context in which the engine answers with weights of this version."""
-        return nullcontext()
 
     def _release(self) -> None:
         """End everything that is alive: what is held begins again, or goes on from its tokens."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -234,6 +233,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         return TrajectoryGroup(task.place, task.row, replace(call, hold=None))
 
     def _start(self, groups: Sequence[TrajectoryGroup], call: RolloutCall) -> None:
+        self._held_turns.begin(call.version)
         num_samples = sum(group.call.num_generations for group in groups)
         self._num_ended = _num_ended(groups)
         progress.count(num_samples - self._num_ended, "trajectories")
@@ -262,9 +262,6 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
 
     def _break_off(self) -> None:
         self._held_turns.suspend()
-
-    def _answering(self, version: int) -> AbstractContextManager[None]:
-        return self._held_turns.rollout(version)
 
     def _taken(
         self, groups: Sequence[TrajectoryGroup], timings: Timings, call: RolloutCall

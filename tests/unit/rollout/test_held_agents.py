@@ -181,7 +181,8 @@ def test_a_rank_steps_its_engine_when_its_agents_are_gone(monkeypatch):
 
     turns.start(nothing).result()
     turns.release()
-    with client.session(), turns.rollout(0):
+    with client.session():
+        turns.begin(0)
         turns.step()
         turns.check()
         assert turns.is_idle
@@ -238,9 +239,10 @@ def test_the_time_of_a_trajectory_does_not_run_between_rollouts(monkeypatch):
     client: Any = None
     turns, seen = held_turns.HeldTurns(client), []
     for _ in range(2):
-        with turns.rollout(0):
-            now[0] += 3
-            seen.append(turns.seconds())
+        turns.begin(0)
+        now[0] += 3
+        seen.append(turns.seconds())
+        turns.release()
         now[0] += 50
         seen.append(turns.seconds())
     assert seen == [3, 3, 6, 6]
