@@ -177,11 +177,11 @@ def has_turn_reward(trajectory: Trajectory) -> bool:
 def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: Decode) -> dict[str, Any]:
     """Make the columns of trajectories, sample by sample, before anything is scored."""
     turns = [(attempt, number, sample) for attempt in attempts for number, sample in enumerate(attempt.samples)]
-    told = [conversation_of(attempt, decode, number) for attempt, number, _ in turns]
+    conversations = [conversation_of(attempt, decode, number) for attempt, number, _ in turns]
     columns = columns_of(
         [
             replace(attempt.task.row, prompt=prompt, prompt_ids=sample.prompt_ids)
-            for (attempt, _, sample), (prompt, _) in zip(turns, told, strict=True)
+            for (attempt, _, sample), (prompt, _) in zip(turns, conversations, strict=True)
         ],
         [attempt.group for attempt, _, _ in turns],
         [FinishedSample(a.identity, s.token_ids, s.logprobs, s.versions, "stop") for a, _, s in turns],
@@ -203,7 +203,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
         "completion": [decode(sample.token_ids) for _, _, sample in turns],
         "conversation": [
             _conversation(attempt, number, completion, decode)
-            for (attempt, number, _), (_, completion) in zip(turns, told, strict=True)
+            for (attempt, number, _), (_, completion) in zip(turns, conversations, strict=True)
         ],
     }
 

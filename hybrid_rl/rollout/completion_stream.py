@@ -151,10 +151,10 @@ class CompletionGroup:
 
     def copied(self) -> CompletionGroup:
         """Return a copy that can go on while this one stays as it is: a step may be taken back."""
-        found = copy(self)
+        group = copy(self)
         for name in ("finished", "begun", "texts", "inputs"):
-            setattr(found, name, {**getattr(self, name)})
-        return found
+            setattr(group, name, {**getattr(self, name)})
+        return group
 
     @classmethod
     def of_json(cls, fields: Mapping[str, Any]) -> CompletionGroup:

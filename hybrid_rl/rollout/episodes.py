@@ -215,7 +215,7 @@ class Episodes:
             running.result()  # an AgentError
         self.advance()
         self._ended(attempt)
-        tokens.leave()
+        self.turns.leave(tokens)
 
     async def _pass(self, seconds: float) -> None:
         """Wait until so much time has passed in which the policy answers."""
@@ -242,9 +242,9 @@ class Episodes:
             await self._pass(seconds)
             tokens.close("time")
 
-        whole = Attempt(self.attempts[0].task, 0, 0, Trajectory()) if self.attempts else None
-        if whole is None:
+        if not self.attempts:
             return
+        whole = Attempt(self.attempts[0].task, 0, 0, Trajectory())
 
         async def ask() -> None:
             keywords = offered(
@@ -283,7 +283,7 @@ class Episodes:
             attempt.trajectory.end("stop")
             self._ended(attempt)
         for tokens in self.asked:
-            tokens.leave()
+            self.turns.leave(tokens)
 
     # ------------------------------------------------------------------------------------------------- rewards
 
@@ -291,17 +291,17 @@ class Episodes:
         """Have a trajectory scored, together with others that ended before."""
         if attempt.trajectory.end_reason == "error" and not attempt.failure:
             attempt.failure = AGENT
-        found = self.inputs[attempt.identity] = reward_input(attempt, self.settings.chat.decode)
+        sample_input = self.inputs[attempt.identity] = reward_input(attempt, self.settings.chat.decode)
         rewards = self.rewards
         if rewards is None or attempt.failure or not rewards.reads_environments:
             self._release([attempt])
         if rewards is None:
             return
         # One that has failed has no completion to be scored, or to be compared with others.
-        whole = [found]
+        whole = [sample_input]
         if rewards.score_by == "group":
-            members = self._unscored.setdefault(found.group, [])
-            members.append(found)
+            members = self._unscored.setdefault(sample_input.group, [])
+            members.append(sample_input)
             is_whole = len(members) == self.call.num_generations
             whole = sorted(members, key=lambda member: member.key) if is_whole else []
         failed = {one.identity for one in self.attempts if one.failure}

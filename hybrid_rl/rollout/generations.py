@@ -35,14 +35,14 @@ def generations_of(batch: Batch) -> list[Generation]:
     token of the policy has an empty completion."""
     batch = Trajectories.of(batch).last_turns(batch)
     has_agents = "conversation" in batch
-    shown = batch["conversation"] if has_agents else [{}] * batch.num_samples
+    talks = batch["conversation"] if has_agents else [{}] * batch.num_samples
     lengths = batch["policy_length" if has_agents else "completion_length"].tolist()
     columns = ("prompt", "completion", "completion_ids", "rollout_logprobs", "finish_reason")
     return [
-        Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason, said.get("messages"), said.get("error"))
+        Generation(prompt, text, ids.tolist(), logprobs.tolist(), reason, talk.get("messages"), talk.get("error"))
         if length
-        else Generation(prompt, "", [], [], reason, said.get("messages"), said.get("error"))
-        for length, said, (prompt, text, ids, logprobs, reason) in zip(
-            lengths, shown, zip(*(batch[name] for name in columns), strict=True), strict=True
+        else Generation(prompt, "", [], [], reason, talk.get("messages"), talk.get("error"))
+        for length, talk, (prompt, text, ids, logprobs, reason) in zip(
+            lengths, talks, zip(*(batch[name] for name in columns), strict=True), strict=True
         )
     ]

@@ -76,7 +76,7 @@ def load_held(folder: Path, rank: int, num_ranks: int, kind: type[AnyGroup]) -> 
         _check_kind(written, has_agents=kind.has_agents)
         try:
             groups = read(list[Any], written, "the file")
-            of_ranks.append([_read_group(kind, one, place) for place, one in enumerate(groups)])
+            of_ranks.append([_read_group(kind, fields, place) for place, fields in enumerate(groups)])
             for group in of_ranks[-1]:
                 if group.group in known:
                     raise CheckpointError(f"group {group.group} is there twice, here or in a file before")
@@ -99,8 +99,8 @@ def _check_kind(groups: Any, *, has_agents: bool) -> None:
         )
 
 
-def _read_group(kind: type[AnyGroup], found: Any, place: int) -> AnyGroup:
+def _read_group(kind: type[AnyGroup], fields: Any, place: int) -> AnyGroup:
     try:
-        return kind.of_json(found)
+        return kind.of_json(fields)
     except CheckpointError as error:
         raise CheckpointError(f"group {place}: {error}") from error

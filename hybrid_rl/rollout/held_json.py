@@ -56,7 +56,7 @@ def plain(value: Any) -> Any:
     """Return a value with the arguments of each dataclass in it as a dict: what `read` makes one of."""
     if dataclasses.is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-    return {name: plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+    return {name: plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def read_fields(kind: type[T], found: Any, key: str) -> T:

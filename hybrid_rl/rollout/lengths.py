@@ -31,16 +31,16 @@ def rounded_mean(total: int, count: int) -> int:
 
 def policy_lengths(batch: AnyBatch) -> torch.Tensor:
     """Return the number of tokens that the policy made for each of M trajectories, int64 [M]."""
-    found = Trajectories.of(batch)
+    trajectories = Trajectories.of(batch)
     made = batch["policy_length" if "policy_length" in batch else "completion_length"].long()
-    return torch.zeros(found.num_trajectories, dtype=torch.int64).index_add(0, found.index, made)
+    return torch.zeros(trajectories.num_trajectories, dtype=torch.int64).index_add(0, trajectories.index, made)
 
 
 def group_lengths(batch: AnyBatch) -> list[int]:
     """Return the mean number of tokens that the policy made for a trajectory, of each group of a batch, in the order of
     the groups' ids."""
-    found, lengths = Trajectories.of(batch), policy_lengths(batch)
-    ids, group = batch["group"][found.first].unique(return_inverse=True)
+    trajectories, lengths = Trajectories.of(batch), policy_lengths(batch)
+    ids, group = batch["group"][trajectories.first].unique(return_inverse=True)
     totals = torch.zeros(len(ids), dtype=torch.int64).index_add(0, group, lengths).tolist()
     counts = group.bincount(minlength=len(ids)).tolist()
     return [rounded_mean(total, count) for total, count in zip(totals, counts, strict=True)]
@@ -49,8 +49,8 @@ def group_lengths(batch: AnyBatch) -> list[int]:
 def length_metrics(batch: AnyBatch) -> dict[str, float]:
     """Return metrics of the completions' lengths and ends, every trajectory counted once. Only tokens that the policy
     made count, as in TRL; clipped are those that a limit of tokens, tool calls or time cut off."""
-    found, lengths = Trajectories.of(batch), policy_lengths(batch).double()
-    reasons = [batch["finish_reason"][sample] for sample in found.last.tolist()]
+    trajectories, lengths = Trajectories.of(batch), policy_lengths(batch).double()
+    reasons = [batch["finish_reason"][sample] for sample in trajectories.last.tolist()]
     ended = torch.tensor([reason == "stop" for reason in reasons], dtype=torch.bool)
     metrics = {
         "completions/mean_length": float(lengths.mean()),

@@ -307,7 +307,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
                 "an agent or rollout_func gave a reward to a turn (add_reward(value, turn)), which "
                 f"{problem}; or give it to the trajectory: add_reward(value)"
             )
-        inputs = sample_inputs(attempts, {key: one for episodes in made for key, one in episodes.inputs.items()})
+        inputs = sample_inputs(attempts, {key: value for episodes in made for key, value in episodes.inputs.items()})
         parts = [part for episodes in made for part in episodes.parts]
         own = [place for place, source in rewards.entries.given.items() if source.name == AGENT]
         if own:

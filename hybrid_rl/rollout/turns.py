@@ -202,10 +202,6 @@ class TrajectoryTokens:
         self._open: set[asyncio.Task[Completion]] = set()
         self.oldest_version: int | None = None
 
-    def leave(self) -> None:
-        """Note that the trajectory has ended, with all that follows from it."""
-        self._turns.leave(self)
-
     async def complete(
         self, prompt_ids: Sequence[int], *, max_tokens: int, stop: Sequence[str], seed_parts: Sequence[int | str]
     ) -> Completion:
