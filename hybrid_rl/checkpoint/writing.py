@@ -29,6 +29,7 @@ from hybrid_rl.resharding.folders import (
     write_part,
 )
 
+Gather = Callable[[Any], list[Any]]
 # What safetensors and other ranks say of an error of the file system, which they pass on as text.
 _OF_DISK = re.compile(r"OSError|FileNotFoundError|PermissionError|Errno|os error|I/O error|not mounted")
 
@@ -37,45 +38,25 @@ def write_checkpoint(
     folder: Path,
     save_model: Callable[[Path], None],
     optimizer: Mapping[str, Any],
-    state: Mapping[str, Any],
+    state: Mapping[str, Any] | None,
     *,
     parts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     rank: int = 0,
-    gather: Callable[[Any], list[Any]] = lambda value: [value],
+    gather: Gather = lambda value: [value],
 ) -> None:
     """Write a checkpoint to `folder`. An existing checkpoint there is replaced only once the new one is complete and
     on the disk.
 
     Every rank calls it. save_model: writes the model into the folder that it is given. optimizer: a mapping of tensors,
     mappings of tensors by parameter name, and what JSON can hold; sharded tensors are written by all ranks. state: the
-    trainer's, written by rank 0. parts: optimizers of further models, each under the name of the folder that save_model
-    makes for it. gather: the values of all ranks, by rank; ranks agree through it, so that all succeed or none.
+    trainer's, written by rank 0; None for a model by itself. parts: optimizers of further models, each under the name
+    of the folder that save_model makes for it. gather: the values of all ranks, by rank; ranks agree through it, so
+    that all succeed or none.
 
     Raises CheckpointError on every rank (disk full, no permission ...), and PeerFailedError if another rank is gone;
     nothing half-written is left.
     """
-    _write(folder, save_model, {"": optimizer, **parts}, state, rank, gather)
-
-
-def write_model(
-    folder: Path,
-    save_model: Callable[[Path], None],
-    *,
-    rank: int = 0,
-    gather: Callable[[Any], list[Any]] = lambda value: [value],
-) -> None:
-    """Write a model by itself in the same way, without what a resumed run needs. It replaces only such a model."""
-    _write(folder, save_model, {}, None, rank, gather)
-
-
-def _write(
-    folder: Path,
-    save_model: Callable[[Path], None],
-    optimizers: Mapping[str, Mapping[str, Any]],
-    state: Mapping[str, Any] | None,
-    rank: int,
-    gather: Callable[[Any], list[Any]],
-) -> None:
+    optimizers = {} if state is None else {"": optimizer, **parts}
     what = "model" if state is None else "checkpoint"
     temporary, replaced = hidden_name(folder, "tmp"), hidden_name(folder, "old")
     is_leader = rank == 0
@@ -99,6 +80,11 @@ def _write(
         agree(lambda: complete(known) if is_leader else None)
 
 
+def write_model(folder: Path, save_model: Callable[[Path], None], *, rank: int, gather: Gather) -> None:
+    """Write a model by itself in the same way, without what a resumed run needs. It replaces only such a model."""
+    write_checkpoint(folder, save_model, {}, None, rank=rank, gather=gather)
+
+
 def begin_checkpoint(
     folder: Path,
     save_model: SaveModel,
@@ -108,7 +94,7 @@ def begin_checkpoint(
     parts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     model_bytes: int = 0,
     rank: int = 0,
-    gather: Callable[[Any], list[Any]] = lambda value: [value],
+    gather: Gather = lambda value: [value],
 ) -> BackgroundWrite | Room:
     """Take a snapshot of what `write_checkpoint` would write, and begin to write it while training goes on.
 
