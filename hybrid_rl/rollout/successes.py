@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import TRUNCATIONS, AnyBatch, SampleKey, Trajectories
 from hybrid_rl.data.prompts import PromptRow
-from hybrid_rl.evaluation.eval_samples import EvalSamples, grouped
+from hybrid_rl.metrics.eval_samples import EvalSamples, grouped
 from hybrid_rl.rollout.lengths import policy_lengths
 
 ANSWER = "extracted_answer"  # the column of log_extra in which a reward function leaves what it read in a completion

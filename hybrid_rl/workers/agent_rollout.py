@@ -6,6 +6,7 @@ from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.plain_text import PlainText
+from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.rollout.episodes import EpisodeSettings
 from hybrid_rl.workers.setup import WorkerSetup
 

@@ -185,7 +185,6 @@ class SavingWorker(GeneratingWorker):
         """Continue from a checkpoint. Raises CheckpointError if it is damaged, or of another model."""
         self._version, folder = None, checkpoint.folder
         with self.phase(self._cycle.save):
-            if is_adapted(self._actor.model.module):
-                self._compare_base(checkpoint.base, f"the adapter of {folder}")
+            self._compare_base(checkpoint.base, f"the adapter of {folder}")
             self._actor.load(folder)
             self._roles.load_models(folder)
