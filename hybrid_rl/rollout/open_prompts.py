@@ -50,9 +50,10 @@ class OpenPrompts:
         """Note how many tokens ranks may be expected to generate for what they hold after a training step."""
         self._loads = {at: found for at, found in self._loads.items() if at >= step - 1} | {step: dict(loads)}
 
-    def check(self, was: Mapping[str, float], now: Mapping[str, float]) -> None:
-        """Check that settings are what they were, if groups are held. Raises ConfigError."""
-        if any(self._open.values()):
+    def check(self, step: int, was: Mapping[str, float], now: Mapping[str, float]) -> None:
+        """Check that settings are what they were, if groups are held after a training step; what a step held that was
+        taken back is forgotten. Raises ConfigError."""
+        if self.held(step):
             _check_same(was, now)
 
     def state_dict(self, step: int, next_id: int) -> dict[str, Any]:
