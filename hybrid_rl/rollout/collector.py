@@ -123,15 +123,16 @@ class Collector:
         self._told: set[object] = set()
         self._open, self._lengths, self._won = OpenPrompts(), LengthRecord(), SecondsWon()
 
-    def after(self, other: Collector) -> Collector:
-        """Take the place of another collector: ids go on from its, and nothing is told twice. Returns this one.
+    def after(self, other: Collector, step: int) -> Collector:
+        """Take the place of another collector after a training step: ids go on from its, and nothing is told twice.
+        Returns this one.
 
         Raises ConfigError if groups are held that do not fit the plan of this one.
         """
         self._next_id, self._told = other._next_id, other._told
         self._open, self._lengths, self._won = other._open, other._lengths, other._won
         if self._plan is not None and other._plan is not None:
-            self._open.check(other._plan.kept, self._plan.kept)
+            self._open.check(step, other._plan.kept, self._plan.kept)
         return self
 
     def take(self, version: int, state: TrainerState) -> Collected:

@@ -45,9 +45,10 @@ class OpenPrompts:
         number among those that have samples of their own."""
         return self._open.get(step, ({}, {}))[1]
 
-    def check(self, was: Mapping[str, float], now: Mapping[str, float]) -> None:
-        """Check that settings are what they were, if groups are held. Raises ConfigError."""
-        if any(held for held, _ in self._open.values()):
+    def check(self, step: int, was: Mapping[str, float], now: Mapping[str, float]) -> None:
+        """Check that settings are what they were, if groups are held after a training step; what a step held that was
+        taken back is forgotten. Raises ConfigError."""
+        if self.held(step):
             _check_same(was, now)
 
     def state_dict(self, step: int, next_id: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Settings:
         if rewards is not None:
             after = dataclasses.replace(after, rewards=rewards, grades=Grades())
         num_steps = after.num_optimizer_steps, after.num_critic_steps
-        collector = make_collector(after, crew.generating, crew.sampler).after(crew.collector)
+        collector = make_collector(after, crew.generating, crew.sampler).after(crew.collector, self._position.step)
         with deferred_interrupt():  # or the ranks would have the new settings, and the driver the old ones
             crew.generating.reconfigure(config, num_steps, after.rewards if is_other else None)
             crew.run, crew.collector, self._changed = after, collector, (*self._changed, *made)

@@ -31,24 +31,6 @@ KEYS = {
 }
 
 
-def test_every_token_has_the_version_of_the_weights_that_made_it(tmp_path):
-    """Replayed through the weights of each version, by the model's own forward pass."""
-    model = build_model(**SHAPE)
-    with Trainer(model, spread, sums(40), tokenizer=build_tokenizer(), output_dir=str(tmp_path), **KEYS) as trainer:
-        weights, others, ages, num_mixed = {}, [], Counter[int](), 0
-        for step in range(1, KEYS["max_steps"] + 1):
-            weights[step - 1] = {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
-            batch = trainer.step().batch
-            gap, other_gap, found = gaps_by_version(build_model(**SHAPE), weights, batch, step - 1)
-            assert gap < 1e-5
-            others.append(other_gap)
-            ages.update(found)
-            num_mixed += sum(len(set(row.tolist())) > 1 for row in batch["policy_version"])
-        assert max(others) > 1e-2  # so weights of a neighbouring version would be noticed
-        assert ages[1] > 50 and max(ages) <= trainer.config.buffer.max_staleness
-        assert num_mixed
-
-
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 def test_ranks_that_share_an_engine_break_off_together(tmp_path, short_folder):

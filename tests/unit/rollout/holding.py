@@ -19,6 +19,7 @@ from hybrid_rl.controller import RankMesh
 from hybrid_rl.controller.dispatch import dispatch_of
 from hybrid_rl.controller.exchange import collect, cut
 from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines import engine_client
 from hybrid_rl.engines.base import EngineState, FinishedSample, Generation, RolloutRequest, SamplingParams
 from hybrid_rl.engines.coordinator import Coordinator
 from hybrid_rl.engines.engine_client import EngineClient
@@ -28,8 +29,10 @@ from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.calling import CallOutcome
 from hybrid_rl.rewards.results import RewardResult
 from hybrid_rl.rollout import hold_rule, stream
+from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionStream
+from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.held_files import save_held
 from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.workers.hybrid import HybridWorker
@@ -96,10 +99,10 @@ class KnownEngine(RolloutEngine):
     kv_cache_tokens = 10**6
     kv_cache_bytes = 0
 
-    def __init__(self, slots: int, max_num_waiting: int, script: Script, rank: int) -> None:
+    def __init__(self, slots: int, max_num_waiting: int) -> None:
         super().__init__(vocab_size=1000, limit=None, max_num_waiting=max_num_waiting, decode=None)
         self.state, self.policy_version = EngineState.READY, 0
-        self._slots, self._script, self._rank = slots, script, rank
+        self._slots = slots
         self._waiting: list[Generation] = []
         self._running: list[Generation] = []
 
@@ -122,10 +125,6 @@ class KnownEngine(RolloutEngine):
         self._waiting = [one for one in self._waiting if one not in leaving]
         if self._paused == "abort":
             return finished
-        if (left := self._script.engine_steps.get(self._rank)) is not None:
-            self._script.engine_steps[self._rank] = left - 1
-            if left <= 1:
-                raise RankFailedError(f"rank {self._rank}")
         while self._waiting and len(self._running) < self._slots:
             self._running.append(self._waiting.pop(0))
         for one in list(self._running):
@@ -169,7 +168,11 @@ class Exchange:
 
 
 class Lengths:
-    """In the place of reward functions: the length of a completion, and the step that a function was told."""
+    """In the place of reward functions: the length of a completion, the step that a function was told, and which of
+    several functions it is."""
+
+    def __init__(self, function: int = 0) -> None:
+        self._function = function
 
     names = ("length",)
     entries: Any = SimpleNamespace(judges=(), models=(), names=names, given={})
@@ -179,7 +182,8 @@ class Lengths:
 
     def submit(self, inputs: Sequence[Any], state: TrainerState) -> Future[Any]:
         future: Future[Any] = Future()
-        values: list[float | None] = [len(one.completion_ids) + state.global_step / 64 for one in inputs]
+        beside = state.global_step / 64 + 1000 * self._function
+        values: list[float | None] = [len(one.completion_ids) + beside for one in inputs]
         future.set_result([(0, (inputs, CallOutcome(values, {}, None, {}, [], {})))])
         return future
 
@@ -193,20 +197,19 @@ class Lengths:
 
 
 class Prompts:
-    """In the place of a sampler: prompts numbered from 0."""
+    """In the place of a sampler: prompts numbered from 0. limits: tokens that their completions may have."""
 
     epoch = 0.0
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, run: Run) -> None:
+        self.position, self.limits, self._run = 0, dict[int, int](), run
 
     def take(self, num_prompts: int) -> list[PromptRow]:
         assert num_prompts >= 1
+        numbers = range(self.position, self.position + num_prompts)
         self.position += num_prompts
-        return [
-            PromptRow(number, str(number), (number,), {"answer": number})
-            for number in range(self.position - num_prompts, self.position)
-        ]
+        self.limits.update(dict.fromkeys(numbers, self._run.setting.max_tokens))
+        return [self._run.row(number) for number in numbers]
 
     def observe(self, rows: Any, rates: Any) -> None:
         pass
@@ -218,7 +221,8 @@ class Prompts:
 @dataclass(frozen=True)
 class Setting:
     """A configuration that validate allows, and the machine under it. is_shared: all ranks step one engine. is_apart:
-    ranks that only generate make what is ahead. max_refills: groups whose samples are equally long are replaced."""
+    ranks that only generate make what is ahead. max_refills: groups whose samples are equally long are replaced.
+    is_in_turn: there is no rule, every step takes what it begins. function: which of several reward functions."""
 
     num_prompts: int
     num_generations: int
@@ -234,19 +238,17 @@ class Setting:
     drops: bool = False
     is_apart: bool = False
     max_refills: int = 0
+    is_in_turn: bool = False
+    max_tokens: int = MAX_TOKENS
+    temperature: float = 1.0
+    function: int = 0
 
     @property
-    def rule(self) -> HoldRule:
+    def rule(self) -> HoldRule | None:
+        if self.is_in_turn:
+            return None
         ahead = 0 if self.is_apart else self.ahead
         return HoldRule(self.num_prompts, self.max_staleness, ahead, self.order, self.check_steps, drops=self.drops)
-
-
-def with_refills(setting: Setting) -> Setting:
-    """Return a setting of which every third replaces groups whose samples are equally long; which one follows from the
-    setting itself."""
-    if random.Random(repr(setting)).random() < 0.7:
-        return setting
-    return replace(setting, max_refills=200, num_generations=max(2, setting.num_generations))
 
 
 @dataclass
@@ -258,20 +260,32 @@ class Step:
 
 
 class Run:
-    """A run whose driver, ranks and engines are this process. folder: of its checkpoint."""
+    """A run whose driver, ranks and engines are this process. folder: of its checkpoint. pending: what ranks that
+    generate beside training have to begin, by rank, and the call; None = nothing."""
+
+    stop_ids: tuple[int, ...] = (STOP,)
+    num_evaluated_tokens = 8
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         self.setting, self.folder, self.script = setting, folder, Script()
         self.step, self.steps = 0, list[Step]()
-        self.prompts, self.delivered = Prompts(), dict[int, list[int]]()
+        self.prompts, self.delivered = Prompts(self), dict[int, list[int]]()
+        self.pending: tuple[Sequence[Sequence[RolloutTask]], RolloutCall] | None = None
         self._start(setting.num_ranks)
 
+    def row(self, number: int) -> PromptRow:
+        """The prompt of a number."""
+        return PromptRow(number, str(number), (number,), {"answer": number})
+
+    def number_of(self, prompt_ids: Sequence[int]) -> int:
+        """The number of a prompt."""
+        return prompt_ids[0]
+
     def _start(self, num_ranks: int) -> None:
-        setting, self.num_ranks = self.setting, num_ranks
+        setting, self.num_ranks, self.pending = self.setting, num_ranks, None
         outer, inner = Exchange(num_ranks), Exchange(num_ranks)
-        self.engines, self.ranks = list[KnownEngine](), list[Any]()
+        self.engines, self.ranks = list[Any](), list[Any]()
         for rank in range(num_ranks):
-            engine = KnownEngine(setting.slots, setting.max_num_waiting, self.script, rank)
             together: Any = {
                 "gather": inner.of_rank(rank),
                 "gather_numbers": inner.of_rank(rank),
@@ -279,35 +293,54 @@ class Run:
             }
             is_shared = setting.is_shared and num_ranks > 1
             coordinator = Coordinator(rank=rank, num_ranks=num_ranks, **together) if is_shared else None
-            self.engines.append(engine)
-            self.ranks.append(self._rank(EngineClient(engine, coordinator=coordinator), outer.of_rank(rank)))
+            self.engines.append(self._engine(rank))
+            self.ranks.append(self._rank(EngineClient(self.engines[-1], coordinator=coordinator), outer.of_rank(rank)))
+        self.collector = self._collector(setting)
+
+    def _collector(self, setting: Setting) -> Collector:
         sampler: Any = self.prompts
         plan = StepPlan(
             sampler,
             setting.num_prompts,
             setting.num_generations,
-            SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(STOP,)),
+            SamplingParams(
+                max_tokens=setting.max_tokens, temperature=setting.temperature, stop_token_ids=self.stop_ids
+            ),
             max_refills=setting.max_refills,
             hold=setting.rule,
             num_extra=setting.ahead + setting.oversample,
             num_later=setting.ahead if setting.is_apart else 0,
         )
         workers: Any = self
-        self.collector = Collector(workers, ["length"], plan, max_failure_share=1.0, success=None)
+        return Collector(workers, ["length"], plan, max_failure_share=1.0, success=None)
+
+    def _engine(self, rank: int) -> Any:
+        return KnownEngine(self.setting.slots, self.setting.max_num_waiting)
 
     def _rank(self, client: EngineClient, gather: Callable[[Any], list[Any]]) -> Any:
-        rewards: Any = Lengths()
+        rewards: Any = Lengths(self.setting.function)
         return CompletionStream(client, rewards, lambda ids: str(len(ids)), seed=7, gather=gather)
 
-    def rollout(self, *args: Any) -> Any:
-        """Call the ranks as the worker group does."""
-        record = dispatch_of(HybridWorker.rollout)
-        parts = cut("rollout", record, args, self.num_ranks, lambda *_: [])
+    def publish(self) -> None:
+        """Give the engines the weights of the last step, unless they have them."""
+        for engine in self.engines:
+            engine.policy_version = self.step
+
+    def change(self, **settings: Any) -> None:
+        """Go on with other settings. Raises ConfigError if what is held cannot be joined with them."""
+        setting = replace(self.setting, **settings)
+        self.collector, self.setting = self._collector(setting).after(self.collector, self.step), setting
+        if "function" in settings:
+            for rank in self.ranks:
+                rank.score_with(Lengths(setting.function))
+
+    def on_ranks(self, work: Callable[[int], Any]) -> list[Any]:
+        """Call all ranks. Raises what a rank raised, the cause before its consequences."""
 
         def run(rank: int) -> Any:
             self.script.of_rank(rank)
             try:
-                return self.ranks[rank].run(*parts.arguments[rank])
+                return work(rank)
             except BaseException as error:
                 return error
 
@@ -317,27 +350,57 @@ class Run:
             with ThreadPoolExecutor(self.num_ranks) as pool:
                 answers = list(pool.map(run, range(self.num_ranks)))
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
-        if failures:
-            for kind in (KeyboardInterrupt, RankFailedError):
-                for failure in failures:
-                    if isinstance(failure, kind):
-                        raise failure
-            raise failures[0]
+        for kind in (KeyboardInterrupt, RankFailedError, BaseException):
+            for failure in failures:
+                if isinstance(failure, kind):
+                    raise failure
+        return answers
+
+    def rollout(self, *args: Any) -> Any:
+        """Call the ranks as the worker group does."""
+        record = dispatch_of(HybridWorker.rollout)
+        parts = cut("rollout", record, args, self.num_ranks, lambda *_: [])
+        answers = self.on_ranks(lambda rank: self.ranks[rank].run(*parts.arguments[rank]))
         mesh = RankMesh(dp_shard=self.num_ranks)
         batch, reports = collect("rollout", record, parts, mesh, dict(enumerate(answers)))
         _, call = args
-        if call.hold is not None:
+        if call.is_scored:
             earlier = self.delivered.get(call.state.global_step, []) if call.is_refill else []
-            prompts = {row.tolist()[0] for row in batch["prompt_ids"]}
+            prompts = {self.number_of(row.tolist()) for row in batch["prompt_ids"]}
             self.delivered[call.state.global_step] = [*earlier, *prompts]
         return batch, reports
+
+    def begin(self, tasks: TaskList, call: RolloutCall) -> None:
+        """Have the ranks begin these prompts beside training."""
+        self.pending = tasks.dealt(self.num_ranks), call
+
+    def go_ahead(self, looks: int | None = None) -> bool:
+        """Let the ranks generate the next batch. looks: of each rank, after which newer weights are there for it; None
+        = they come when it is done. Returns whether it was broken off, and goes on with newer weights."""
+        assert self.pending is not None
+        tasks, call = self.pending
+        learner, left = call.state.global_step, [looks] * self.num_ranks
+
+        def run(rank: int) -> bool:
+            def is_outdated() -> bool:
+                number = left[rank]
+                if number is None or call.version == learner:
+                    return False
+                left[rank] = number - 1
+                return number <= rank % 2  # some see them sooner
+
+            goes_on: bool = self.ranks[rank].go_ahead(tasks[rank], call, learner, is_outdated)[0]
+            return goes_on
+
+        (goes_on,) = {*self.on_ranks(run)}
+        self.pending = ([[]] * self.num_ranks, replace(call, version=learner)) if goes_on else None
+        return goes_on
 
     def one_step(self, *, scores: bool = True) -> None:
         """Collect and train: or, if that is interrupted or fails, take the step back and raise. scores: False = it is
         interrupted when it has collected."""
         position, step = self.prompts.position, self.step + 1
-        for engine in self.engines:
-            engine.policy_version = self.step
+        self.publish()
         try:
             batch = self.collector.take(self.step, TrainerState(step, 100, 0.0)).batch
             if not scores:
@@ -352,10 +415,9 @@ class Run:
 
     def evaluate(self) -> None:
         """Generate something else between two steps."""
-        rows = [PromptRow(place, "eval", (900 + place,), {}) for place in range(3)]
-        for engine in self.engines:
-            engine.policy_version = self.step
-        params = SamplingParams(max_tokens=8)
+        rows = [replace(self.row(900 + place), index=place) for place in range(3)]
+        self.publish()
+        params = SamplingParams(max_tokens=self.num_evaluated_tokens)
         self.collector.rollout(
             rows, 1, params, self.step, TrainerState(self.step, 100, 0.0), purpose="eval", is_scored=False
         )
@@ -366,12 +428,14 @@ class Run:
             old.unlink()
         for rank, rollout in enumerate(self.ranks):
             save_held(self.folder, rank, rollout.held(self.step))
-        self.saved = self.step, self.prompts.position, self.collector.state_dict(self.step), len(self.steps)
+        self.saved = self.step, self.prompts.position, self.collector.state_dict(self.step), self.setting
 
-    def kill(self, num_ranks: int | None = None) -> None:
-        """Lose everything but the checkpoint, and go on from there."""
-        self.step, self.prompts.position, state, num_steps = self.saved
-        del self.steps[num_steps:]
+    def kill(self, num_ranks: int | None = None, **settings: Any) -> None:
+        """Lose everything but the checkpoint, and go on from there. settings: that are others then. Raises ConfigError
+        if what is held cannot go on under them."""
+        self.step, self.prompts.position, state, setting = self.saved
+        self.setting = replace(setting, **settings)
+        del self.steps[self.step :]
         self.script.forgive()
         self._start(num_ranks or self.num_ranks)
         for rank, rollout in enumerate(self.ranks):
@@ -384,30 +448,15 @@ class Run:
         self.collector.load_state_dict(state, held, self.step)
 
     def _checked(self, batch: Batch) -> Step:
-        """Check every sample of a batch against what is known of it, and return them."""
-        setting, found = self.setting, Step(self.step)
-        ids, logprobs, versions = (
-            [row.tolist() for row in batch[name]] for name in ("completion_ids", "rollout_logprobs", "policy_version")
-        )
-        prompts = [row.tolist()[0] for row in batch["prompt_ids"]]
-        assert len(prompts) == setting.num_prompts * setting.num_generations
-        for place, prompt in enumerate(prompts):
-            generation = sum(other == prompt for other in prompts[:place])
-            tokens, made = ids[place], versions[place]
-            assert tokens[:-1] == [token_of(prompt, at) for at in range(len(tokens) - 1)]
-            assert tokens[-1] == STOP or len(tokens) == MAX_TOKENS
-            assert len(made) == len(tokens) and made == sorted(made)
-            assert logprobs[place] == [logprob_of(version, at) for at, version in enumerate(made)]
-            assert 0 <= self.step - min(made) <= setting.max_staleness, (self.step, made)
-            assert max(made) <= self.step
-            found.samples[prompt, generation] = (tuple(tokens), tuple(made), float(batch["rewards"][place]))
-        assert len({prompt for prompt, _ in found.samples}) == setting.num_prompts
-        assert len(found.samples) == len(prompts)
-        if setting.max_refills:
-            for prompt in {*prompts}:
-                lengths = {len(ids[place]) for place, other in enumerate(prompts) if other == prompt}
-                assert len(lengths) > 1, f"prompt {prompt} teaches nothing"
-        return found
+        """The samples of a batch, all of which are to be there."""
+        taken, numbers = Step(self.step), dict[int, int]()
+        columns = [[tuple(row.tolist()) for row in batch[name]] for name in ("completion_ids", "policy_version")]
+        prompts = [self.number_of(row.tolist()) for row in batch["prompt_ids"]]
+        for prompt, *sample in zip(prompts, *columns, batch["rewards"].tolist(), strict=True):
+            numbers[prompt] = numbers.get(prompt, -1) + 1
+            taken.samples[prompt, numbers[prompt]] = tuple(sample)
+        assert {*numbers.values()} == {self.setting.num_generations - 1} and len(numbers) == self.setting.num_prompts
+        return taken
 
     def check_prompts(self) -> None:
         """Nothing is lost and nothing used twice: what was trained on and what is held is what was begun."""
@@ -426,10 +475,10 @@ class Run:
             assert all(prompt // size == step for step, one in enumerate(self.steps) for prompt, _ in one.samples)
             return
         assert sorted(used + held) == list(range(self.prompts.position))
-        assert len(held) == self.setting.ahead + self.setting.oversample
+        assert not self.step or len(held) == self.setting.ahead + self.setting.oversample
 
 
 def listen(monkeypatch: Any, runs: Callable[[], Script]) -> None:
     """Let ranks ask the script of the present run whether they are interrupted."""
-    for module in (hold_rule, stream):
+    for module in (engine_client, hold_rule, stream):
         monkeypatch.setattr(module, "interrupt_requested", lambda: runs().interrupt_requested())

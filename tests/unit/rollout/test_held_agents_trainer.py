@@ -102,14 +102,12 @@ def own_loop() -> Any:
     return rollout
 
 
-@pytest.mark.parametrize("kind", ["environment", "async_level", "rollout_func", "agent"])
+@pytest.mark.parametrize("kind", ["environment", "rollout_func", "agent"])
 def test_every_token_has_the_version_of_the_weights_that_made_it(make: Any, kind: str) -> None:
     """Replayed through the weights of each version, by the model's own forward pass; answers were broken off, and a
     trajectory's turns are of several versions."""
     keys: dict[str, Any] = {}
-    if kind == "async_level":
-        keys = {"rollout.async_level": 1, "rollout.partial": False, "oversample": None}
-    elif kind == "rollout_func":
+    if kind == "rollout_func":
         keys = {"rollout_func": own_loop()}
     elif kind == "agent":
         keys = {"agent": asker}
@@ -123,7 +121,7 @@ def test_every_token_has_the_version_of_the_weights_that_made_it(make: Any, kind
         others.append(other_gap)
         ages.update(found)
         num_mixed += sum(len({*row.tolist()} - {-1}) > 1 for row in batch["policy_version"])
-    assert num_mixed or kind in ("async_level", "agent")  # an endpoint's answers take their time
+    assert num_mixed or kind == "agent"  # an endpoint's answers take their time
     assert max(others) > 1e-2 and ages[1] > 10 and max(ages) <= trainer.config.buffer.max_staleness
 
 

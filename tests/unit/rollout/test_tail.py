@@ -23,14 +23,15 @@ from hybrid_rl.rewards import RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionGroup, CompletionStream, in_order
-from hybrid_rl.rollout.dealing import TaskList
+from hybrid_rl.rollout.dealing import TaskList, split_off
 from hybrid_rl.rollout.held_json import plain
+from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.rollout.lengths import LengthRecord, expected_length, group_lengths
 from tests.support.inside.rollouts import begin_group, loads_of, set_lengths, wrap_begin
 from tests.unit.engines.engines import inplace, prompt
 from tests.unit.models.families import VOCABULARY
 from tests.unit.rollout import holding
-from tests.unit.rollout.holding import STOP, KnownEngine, Script
+from tests.unit.rollout.holding import STOP, KnownEngine
 from tests.unit.rollout.scripted import Workers
 
 CALL = RolloutCall(2, SamplingParams(40, stop_token_ids=(STOP,)), 0, TrainerState(1, 10, 0.0), "train/1", 0)
@@ -135,6 +136,20 @@ def test_dealing_gives_every_prompt_once_and_keeps_to_the_bound_of_the_greedy_ru
     assert by_counts > 1.3
 
 
+def test_the_next_batch_has_the_last_places_whatever_is_expected_of_prompts():
+    """The first step begins 2 prompts for itself and 2 for the next one; the longest of each start first, and are dealt
+    to ranks by tokens."""
+    rows = [PromptRow(number, str(number), (number,), {}) for number in range(4)]
+    rule = HoldRule(2, 1, ahead=2)
+    call = RolloutCall(1, SamplingParams(max_tokens=40), 0, TrainerState(1, 9, 0.0), "train/1", 0, hold=rule)
+    expected = (3, 9, 2, 30)
+    tasks = TaskList([RolloutTask(place, row, expected[place]) for place, row in enumerate(rows)], call, {1: 5})
+    present, following = split_off(tasks, 2)
+    assert [task.place for task in present] == [1, 0] and [task.place for task in following] == [3, 2]
+    assert [task.place for task in tasks] == [3, 1, 0, 2]
+    assert [[task.place for task in part] for part in present.dealt(2)] == [[1], [0]]
+
+
 def test_a_call_is_cut_as_its_list_says():
     """Lists without a wish of their own are still dealt one by one."""
     tasks = tasks_of([1, 30, 1])
@@ -173,7 +188,7 @@ def rolled_out(tasks, num_slots, num_ranks=1):
     """The samples of these prompts by trajectory, and the engine steps of each rank."""
     call, samples, steps = CALL, {}, []
     for part in tasks.dealt(num_ranks):
-        engine, count = KnownEngine(num_slots, 100, Script(), 0), 0
+        engine, count = KnownEngine(num_slots, 100), 0
         step = engine.step
 
         def counted_step(step=step):
@@ -203,7 +218,7 @@ def test_order_and_dealing_change_no_sample_and_save_engine_steps(monkeypatch):
 
     monkeypatch.setattr(holding, "length_of", length_of)
     unknown, known = tasks_of([None] * 6), tasks_of(by_prompt)
-    rollout = CompletionStream(EngineClient(KnownEngine(4, 100, Script(), 0)), None, str, seed=3)
+    rollout = CompletionStream(EngineClient(KnownEngine(4, 100)), None, str, seed=3)
     groups = [(begin_group(rollout, task, CALL), task.place) for task in known]
     seeds.update((request.params.seed, place) for group, place in groups for request in group.requests.values())
     late, (late_steps,) = rolled_out(unknown, 4)
