@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hybrid_rl.algos import KLInLoss, KLInReward, Needs, PolicyObjective
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig
 from hybrid_rl.config.lora_keys import LoraKeys
-from hybrid_rl.config.schema import TrainerConfig
+from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.errors import ConfigError
 
 # Columns that come from the learner's distribution before the update.
@@ -292,7 +292,8 @@ def teacher_path(config: TrainerConfig) -> str | None:
 
 def critic_path(config: TrainerConfig) -> str | None:
     """Return the name or folder of the model that the critic starts from, if that is not the policy."""
-    return getattr(config.critic, "critic_path", None)
+    critic = config.critic
+    return critic.critic_path if isinstance(critic, ValueHeadConfig) else None
 
 
 def rollout_ranks(config: TrainerConfig) -> int:
