@@ -112,8 +112,8 @@ def _read_names() -> set[str]:
         if file.parent.name == "config":
             if file.name not in ("validate.py", "algorithm.py"):
                 continue
-            # Checking a value is not using it; these two functions compute with it.
-            users = {"num_training_steps", "optimizer_steps_per_training_step"}
+            # Checking a value is not using it; these functions compute with it, or tell others.
+            users = {"num_training_steps", "optimizer_steps_per_training_step", "critic_path"}
             tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in users]
         for node in ast.walk(tree):
             # A record reads its own options.
