@@ -20,7 +20,7 @@ from hybrid_rl.compat.transformers import (
     remember_conversions,
 )
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.model_loading import auto_class
+from hybrid_rl.models.model_loading import auto_class, model_folder
 from hybrid_rl.weights.plain import plain
 from hybrid_rl.weights.sources import FolderSource, WeightSource, names_of_each
 
@@ -45,7 +45,8 @@ class ModelRecipe:
 
     @classmethod
     def of_folder(cls, path: str, *, trust_remote_code: bool = False) -> ModelRecipe:
-        """Describe the model of a folder or hub name; each process reads the files itself."""
+        """Describe the model of a folder, hub name or GGUF file; each process reads the files itself."""
+        path = model_folder(path)
         return cls(FolderSource(path), path, trust_remote_code)
 
     @classmethod

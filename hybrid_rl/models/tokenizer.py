@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.compat.transformers import cached_file_or_none
 from hybrid_rl.errors import ModelError
-from hybrid_rl.models.model_loading import loading, refuse_missing_folder, vocabulary_size
+from hybrid_rl.models.model_loading import loading, model_folder, vocabulary_size
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -32,7 +32,7 @@ PROBES = (
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model name or folder. A `tokenizer.json` is read as it stands: a class that would make
     other tokens of it is passed over. Raises ModelError if there is none, or if it loses spaces."""
-    refuse_missing_folder(path)
+    path = model_folder(path)
     if Path(path).is_dir() and not has_tokenizer(Path(path)):
         inside = [folder for folder in Path(path).glob("checkpoint-*") if folder.name.partition("-")[2].isdecimal()]
         if inside and not (Path(path) / "config.json").exists():

@@ -32,7 +32,7 @@ from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.attention.backends import check_machine
 from hybrid_rl.models.lora.folder import is_adapter_folder
 from hybrid_rl.models.lora.inject import is_adapter_name
-from hybrid_rl.models.model_loading import DTYPES, loading, refuse_missing_folder
+from hybrid_rl.models.model_loading import DTYPES, loading, model_folder
 from hybrid_rl.models.saving import check_saved
 from hybrid_rl.models.tokenizer import usable_tokenizer
 from hybrid_rl.rewards import RewardModelEntry, RewardRunner, overlong_penalty, with_model_entries
@@ -232,7 +232,7 @@ def _check_step_rewards(config: TrainerConfig, *, is_dense: bool, is_own_dense: 
 def load_settings(path: str, config: TrainerConfig) -> Any:
     """Load the config of a model by name or folder. Raises ModelError if it cannot be read, CheckpointError for the
     model of a damaged checkpoint."""
-    refuse_missing_folder(path)
+    path = model_folder(path)
     _refuse_adapter(path)
     check_model(Path(path))
     with loading("the config of model", path):

@@ -15,7 +15,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
 from hybrid_rl.models.lora.folder import AdapterSource
-from hybrid_rl.models.model_loading import DTYPES
+from hybrid_rl.models.model_loading import DTYPES, model_folder
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.tokenizer import usable_tokenizer
 from hybrid_rl.run.adapters import adapter_of, tokenizer_place, with_adapter
@@ -72,6 +72,7 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
     path = config.model.path if model is None else str(model)
     if path is None:
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
+    path = model_folder(path)
     check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
     tokenizer = tokenizer or load_tokenizer(tokenizer_place(path), trust_remote_code=config.model.trust_remote_code)
     path, adapter = adapter_of(path)

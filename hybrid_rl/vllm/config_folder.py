@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from transformers.utils import CONFIG_NAME
 
 from hybrid_rl.checkpoint.owners import Owner
 from hybrid_rl.compat.transformers import save_own_code
-from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.saving import stored_config
+from hybrid_rl.models.user_cache import user_cache
 
 MAX_FOLDERS = 64  # of a few kilobytes each
 UNFINISHED = ".new-"
@@ -32,7 +31,7 @@ def config_folder(module: PreTrainedModel) -> Path:
 
     Raises ConfigError if the cache is not this user's own, or cannot be written.
     """
-    root = _cache()
+    root = user_cache("vllm")
     _forget_unfinished(root)
     with tempfile.TemporaryDirectory(prefix=f"{UNFINISHED}{Owner.here().token}.", dir=root) as made:
         written = Path(made) / "config"
@@ -65,27 +64,6 @@ def _digest(folder: Path) -> str:
         for part in (path.relative_to(folder).as_posix().encode(), path.read_bytes()):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
-
-
-def _cache() -> Path:
-    """Return a folder that only this user can enter: under XDG_CACHE_HOME or ~/.cache, or among the temporary files if
-    neither can be written."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid_rl" / "vllm"
-    for root in (home, Path(tempfile.gettempdir()) / f"hybrid_rl-vllm-{os.getuid()}"):
-        try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(root, os.W_OK | os.X_OK):
-            break
-    else:
-        raise ConfigError(f"neither {home} nor {root} can be written; set XDG_CACHE_HOME to a folder that can")
-    found = root.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{root} is not a folder of this user's own; remove it, or change XDG_CACHE_HOME")
-    if found.st_mode & 0o077:
-        root.chmod(0o700)
-    return root
 
 
 def _forget_unfinished(root: Path) -> None:

@@ -44,7 +44,7 @@ def classifier_recipe(path: str, *, trust_remote_code: bool = False) -> ModelRec
     """
     recipe = ModelRecipe.of_folder(path, trust_remote_code=trust_remote_code)
     with loading("the config of reward model", path):
-        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config: Any = AutoConfig.from_pretrained(str(recipe.path), trust_remote_code=trust_remote_code)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ModelError(
             f"reward model {path!r}: transformers has no sequence classification for {config.model_type!r}; use a "
