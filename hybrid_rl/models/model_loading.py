@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -105,6 +106,8 @@ def model_folder(path: str) -> str:
     """
     if (file := gguf_file(Path(path))) is not None:
         return str(_converted(file.resolve()))
+    if path.lower().endswith(".gguf"):
+        raise ModelError(f"there is no GGUF file {path!r}")
     if Path(path).is_file():
         raise ModelError(f"model {path!r} is a file; name the folder that has the model's config.json, or a .gguf file")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -116,7 +119,7 @@ def model_folder(path: str) -> str:
 def gguf_file(path: Path) -> Path | None:
     """Return the GGUF file that a path means, if it means one. Raises ModelError if a folder has several, or it is
     a part of a model."""
-    files = [path] if path.is_file() and path.suffix == ".gguf" else []
+    files = [path] if path.is_file() and path.suffix.lower() == ".gguf" else []
     if path.is_dir() and not (path / "config.json").exists():
         files = [file for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")]
     if not files:
@@ -132,8 +135,8 @@ def _converted(file: Path) -> Path:
     status = file.stat()
     key = f"{file} {status.st_size} {status.st_mtime_ns} {transformers.__version__}"
     root = user_cache("gguf")
-    folder = root / f"{file.stem}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-    if folder.is_dir():
+    folder = root / f"{file.stem[:100]}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+    if any(folder.glob("*.safetensors")):
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"model {str(file)!r} needs the package that reads GGUF files: pip install 'hybrid_rl[gguf]'")
@@ -142,21 +145,23 @@ def _converted(file: Path) -> Path:
         _convert(file, Path(made) / "model")
         try:
             (Path(made) / "model").rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process was faster
-                raise
+        except OSError:  # another process was faster, or this is what somebody left of a folder
+            if not any(folder.glob("*.safetensors")):
+                shutil.rmtree(folder, ignore_errors=True)
+                (Path(made) / "model").rename(folder)
     return folder
 
 
 def _convert(file: Path, folder: Path) -> None:
-    source: Mapping[str, Any] = {"gguf_file": file.name}
+    # By itself: transformers would prefer a tokenizer.json beside it to the tokenizer in it.
+    alone, source = folder.with_name("alone"), {"gguf_file": file.name}
+    alone.mkdir()
+    (alone / file.name).symlink_to(file)
     with loading("GGUF file", str(file)), bars_hidden():
-        config = AutoConfig.from_pretrained(file.parent, **source)
-        model, info = auto_class(config).from_pretrained(
-            file.parent, dtype=torch.float32, output_loading_info=True, **source
-        )
+        config = AutoConfig.from_pretrained(alone, **source)
+        model, info = auto_class(config).from_pretrained(alone, dtype=torch.float32, output_loading_info=True, **source)
         complete(str(file), info)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        tokenizer = AutoTokenizer.from_pretrained(alone, **source)
         # They are plain numbers now; transformers would refuse to save what its config calls quantised.
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):

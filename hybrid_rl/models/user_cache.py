@@ -14,6 +14,7 @@ def user_cache(name: str) -> Path:
     """Return a folder of this name that only this user can enter: under XDG_CACHE_HOME or ~/.cache, or among the
     temporary files if neither can be written. Raises ConfigError if there is none."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid_rl" / name
+    home = home.absolute()
     for root in (home, Path(tempfile.gettempdir()) / f"hybrid_rl-{name}-{os.getuid()}"):
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -105,8 +106,20 @@ def test_a_file_is_converted_once_into_what_it_holds(tmp_path: Path, cache: Path
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     assert load_model(str(file), dtype="bfloat16").dtype == torch.bfloat16
     assert load_tokenizer(str(file)).decode(load_tokenizer(str(file)).encode("1+2=")) == "1+2="
+    (folder / "model.safetensors").unlink()
+    assert load_model(str(file), dtype="float32").dtype == torch.float32  # written again
     os.utime(file, (1, 1))  # another file by all appearances
     assert model_folder(str(file)) != str(folder)
+
+
+def test_what_lies_beside_a_file_is_not_of_it(tmp_path: Path) -> None:
+    write(tmp_path / "tiny.gguf")
+    ids = load_tokenizer(str(tmp_path / "tiny.gguf")).encode("12+3=")
+    rules = json.loads((Path(model_folder(str(tmp_path / "tiny.gguf"))) / "tokenizer.json").read_text())
+    rules["model"]["vocab"] |= {str(digit): (digit + 1) % 10 for digit in range(10)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    os.utime(tmp_path / "tiny.gguf", (1, 1))
+    assert load_tokenizer(str(tmp_path / "tiny.gguf")).encode("12+3=") == ids
 
 
 def test_a_run_saves_what_any_other_can_load(tmp_path: Path) -> None:
@@ -153,6 +166,8 @@ def test_files_that_cannot_be_converted(tmp_path: Path, cache: Path, monkeypatch
     (tmp_path / "text.gguf").write_text("no weights")
     with pytest.raises(ModelError, match=r"cannot load GGUF file .*text\.gguf"):
         model_folder(str(tmp_path / "text.gguf"))
+    with pytest.raises(ModelError, match="there is no GGUF file"):
+        model_folder("d/none.gguf")
     assert not any(cache.iterdir())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'hybrid_rl\[gguf\]'"):
