@@ -50,18 +50,18 @@ def print_keys(
     from hybrid_rl.extras.names.listing import all_keys
 
     keys = all_keys()
-    found = [key for key in keys if word and key.section == word]
-    found = found or [shown for key in keys if (shown := _matching(key, word))]
-    if not found:
+    shown_keys = [key for key in keys if word and key.section == word]
+    shown_keys = shown_keys or [shown for key in keys if (shown := _matching(key, word))]
+    if not shown_keys:
         near = difflib.get_close_matches(word, [key.name for key in keys], 1, LIKENESS)
         advice = f"did you mean {near[0]}?" if near else "`hybrid-rl keys` lists all"
         print(f"no key contains {word!r}; {advice}", file=sys.stderr)
         raise typer.Exit(1)
     console = wide_console()
     if console.is_terminal:
-        show_sections(console, found)
+        show_sections(console, shown_keys)
         return
-    lines = [line for key in found for line in (key, *key.entries)]
+    lines = [line for key in shown_keys for line in (key, *key.entries)]
     rows = (
         (k.path, k.default, k.values, (f"{k.when}: " if k.when else "") + k.doc, "; ".join(k.elsewhere)) for k in lines
     )

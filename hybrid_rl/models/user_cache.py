@@ -24,9 +24,9 @@ def user_cache(name: str) -> Path:
             break
     else:
         raise ConfigError(f"neither {home} nor {root} can be written; set XDG_CACHE_HOME to a folder that can")
-    found = root.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    status = root.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{root} is not a folder of this user's own; remove it, or change XDG_CACHE_HOME")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         root.chmod(0o700)
     return root

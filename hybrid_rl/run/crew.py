@@ -1,4 +1,4 @@
-"""The workers of a run, and what the driver works with them: all of it is made anew at a restart."""
+"""The workers of a run, and what the driver works with them: all of it is made again at a restart."""
 
 from __future__ import annotations
 

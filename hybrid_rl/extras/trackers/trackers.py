@@ -73,8 +73,8 @@ def check_trackers(report_to: Any) -> None:
 
 def _arguments(report_to: Any) -> dict[str, Any]:
     """Return the arguments of each tracker, by name. report_to: their names, or the arguments by name."""
-    given = report_to if isinstance(report_to, Mapping) else dict.fromkeys(report_to)
-    return {name: arguments or {} for name, arguments in given.items() if name != "none"}
+    by_name = report_to if isinstance(report_to, Mapping) else dict.fromkeys(report_to)
+    return {name: arguments or {} for name, arguments in by_name.items() if name != "none"}
 
 
 # ---------------------------------------------------------------------------------------------- where a tracker is
@@ -365,8 +365,8 @@ def upload(folder: str | Path, name: str, *, again: bool = False) -> int:
     if not (folder / METRICS).exists():
         raise ConfigError(f"{folder} has no {METRICS}; name the folder of a run")
     config = _config_of(folder)
-    given = config.get("report_to")
-    arguments = (given if isinstance(given, dict) else config.get(FORMER_KEY) or {}).get(name) or {}
+    trackers = config.get("report_to")
+    arguments = (trackers if isinstance(trackers, dict) else config.get(FORMER_KEY) or {}).get(name) or {}
     check_trackers({name: arguments})
     run = _tracked(name, folder, config, arguments, {} if again else read_state(folder), None)
     log_completions = config.get("log_completions")
