@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,10 +82,10 @@ class RemoteBackend:
             call_id, driver, timeout = next(self._ids), Driver.here(), options.collective_timeout
             seats = [Seat(role, rank, mesh, store, logs[rank], timeout, driver) for rank in range(self.num_ranks)]
             shared = self._share(data)
-            ranks.send("start", [(call_id, seat, shared, handles) for seat in seats])
+            send = partial(ranks.send, "start", [(call_id, seat, shared, handles) for seat in seats])
             # Imports and weights take time: the limit for starting applies if it is the longer one.
             patient = replace(options, watchdog_seconds=max(options.watchdog_seconds, options.start_seconds))
-            supervise(ranks, self._site, call_id, "the start of its worker", patient)
+            supervise(ranks, self._site, call_id, "the start of its worker", patient, send)
         except BaseException as error:
             self.close()
             note_of_ranks(error)
@@ -112,17 +113,15 @@ class RemoteBackend:
         parts = cut(name, record, args, self._mesh.num_data_ranks, self._splitter)
         call_id, known = next(self._ids), frozenset(getattr(parts.batch, "columns", ()))
         packed, answering_ranks = self._pack(name, parts.arguments), set(answering(record, self._mesh))
-        self._ranks.send(
-            "call",
-            [
-                (Call(call_id, name, known, rank in answering_ranks), *packed[self._mesh.data_rank(rank)])
-                for rank in range(self.num_ranks)
-            ],
-        )
+        messages = [
+            (Call(call_id, name, known, rank in answering_ranks), *packed[self._mesh.data_rank(rank)])
+            for rank in range(self.num_ranks)
+        ]
+        send = partial(self._ranks.send, "call", messages)
         doing = f"{name}(){self.label and f' at {self.label}'}"
         try:
             with progress.doing(name.replace("_", " ")):
-                values = supervise(self._ranks, self._site, call_id, doing, self._options)
+                values = supervise(self._ranks, self._site, call_id, doing, self._options, send)
         except BaseException as error:
             self._reason = summary_of(error)
             note_of_ranks(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -41,15 +41,19 @@ class Transport(Protocol):
         """End all ranks at once."""
 
 
-def supervise(transport: Transport, site: Site, call_id: int, doing: str, options: RayOptions) -> dict[int, Any]:
-    """Return the answers of all ranks to a call that was sent to them.
+def supervise(
+    transport: Transport, site: Site, call_id: int, doing: str, options: RayOptions, send: Callable[[], None]
+) -> dict[int, Any]:
+    """Send a call to all ranks, with `send`, and return their answers.
 
     Raises one error if it fails, after killing the ranks, unless all came back and can still talk to each other. A
     Ctrl-C is passed on to the ranks and raised here when they are back; a second one kills them.
     """
     watch = _Watch(transport, site, call_id, options)
-    try:
-        with deferred_interrupt():
+    # From before the call is sent: a Ctrl-C that came in between would leave ranks at work that nobody waits for.
+    with deferred_interrupt():
+        try:
+            send()
             watch.run()
             if failures := watch.failures.values():
                 is_broken = bool(watch.pending) or any(f.is_end or f.is_disconnected for f in failures)
@@ -58,13 +62,13 @@ def supervise(transport: Transport, site: Site, call_id: int, doing: str, option
                 elif all(map(_is_of_interrupt, failures)):
                     raise KeyboardInterrupt
                 raise error_of(site, doing, watch.failures)
-    except BaseException:
-        # A second Ctrl-C, or a SIGTERM: do not wait for the call under way.
-        if watch.pending:
-            transport.kill()
-        raise
-    finally:
-        progress.forget(site.role)
+        except BaseException:
+            # A second Ctrl-C, or a SIGTERM: do not wait for the call under way.
+            if watch.pending:
+                transport.kill()
+            raise
+        finally:
+            progress.forget(site.role)
     return watch.answers
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,11 @@ class Ranks:
         self.killed_at = self.now
 
 
-def run(ranks: Ranks, num_ranks: int, options: RayOptions = OPTIONS) -> dict[int, Any]:
+def run(
+    ranks: Ranks, num_ranks: int, options: RayOptions = OPTIONS, send: Callable[[], None] = lambda: None
+) -> dict[int, Any]:
     site = Site("policy", num_ranks, {rank: Path(f"{rank}.log") for rank in range(num_ranks)})
-    return supervise(ranks, site, 1, "update() at training step 3", options)
+    return supervise(ranks, site, 1, "update() at training step 3", options, send)
 
 
 def test_answers_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +171,24 @@ def test_after_a_ctrl_c_nobody_waits_longer_for_a_peer_that_is_gone(monkeypatch:
     with pytest.raises(WorkerError):
         run(ranks, 2)
     assert ranks.killed_at is not None and 20 < ranks.killed_at < 30
+
+
+def test_ctrl_c_while_a_call_is_sent_waits_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some have the call by then: they are asked to break off and live on, so that a checkpoint can still be saved."""
+    ranks = Ranks(monkeypatch, {})
+    with pytest.raises(KeyboardInterrupt):
+        run(ranks, 2, send=lambda: signal.raise_signal(signal.SIGINT))
+    assert [ids for _, ids, _ in ranks.interrupted] == [[0, 1]] and ranks.killed_at is None
+
+
+def test_a_call_that_could_not_be_sent_to_all_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("no room for the arguments")
+
+    ranks = Ranks(monkeypatch, {})
+    with pytest.raises(OSError, match="no room"):
+        run(ranks, 2, send=fail)
+    assert ranks.killed_at == 0.0
 
 
 def test_ctrl_c_comes_after_a_call_that_was_finished(monkeypatch: pytest.MonkeyPatch) -> None:
