@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ def smallest_product() -> int:
     return 1 << (22 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 24)
 
 
+@functools.cache
+def is_intel() -> bool:
+    """Whether MKL knows the processor. It then multiplies as fast as oneDNN, and transposed operands, which oneDNN
+    copies first, 1.4 to 1.8 times as fast: 1664 rows of 576 and 1536 columns at 287 instead of 166 GFLOP/s on two cores
+    of a Xeon (Sapphire Rapids). oneDNN keeps the other products, for its lead in heads with few rows."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return False
+
+
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute left @ right.T + bias. left: [M, K]; right: [N, K]; any strides; bias: [N]. Returns [M, N], for code that
     needs no autograd."""
@@ -41,6 +53,8 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def weight_gradient(grad: Tensor, rows: Tensor) -> Tensor:
     """Compute grad.T @ rows without autograd. grad: [M, N]; rows: [M, K]. Returns [N, K]."""
+    if is_intel():
+        return grad.t() @ rows
     # oneDNN falls back to a loop several hundred times slower if what is transposed here has gaps between its rows.
     grad, rows = grad.contiguous(), rows.contiguous()
     # It wants its left side contiguous, so the smaller of the two is the one to be transposed.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rl.compat import native
 from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.wide import wide_product, wide_weight_gradient
 from hybrid_rl.models.linear import product, weight_gradient
@@ -52,26 +53,31 @@ def head_backward(
     wants_hidden, wants_weight, wants_bias = wants[:3]
     grad_hidden = torch.empty_like(hidden) if wants_hidden else None
     # The head's gradient is summed over chunks: in fp32, whatever the parameters are.
-    grad_weight = torch.zeros_like(weight, dtype=precise(weight)) if wants_weight else None
+    grad_weight: Tensor | None = None
     grad_bias = torch.zeros_like(bias, dtype=precise(weight)) if bias is not None and wants_bias else None
     multiply, gradient = (
         (wide_product, wide_weight_gradient) if _is_wide(weight, options) else (product, weight_gradient)
     )
     for rows in chunks(hidden.shape[0], weight.shape[0]):
         grad, logits = gradient_of(rows)
-        grad = grad / temperature
+        if temperature != 1.0:
+            grad = grad / temperature
         if options.softcap is not None:
             assert logits is not None
             grad = grad * (1 - (logits / options.softcap) ** 2)
-        grad = grad * options.scale
+        if options.scale != 1.0:
+            grad = grad * options.scale
         if not _is_wide(weight, options):
             grad = grad.to(weight.dtype)
         if grad_hidden is not None:
             grad_hidden[rows] = multiply(grad, weight.t())
-        if grad_weight is not None:
-            grad_weight += gradient(grad, hidden[rows])
+        if wants_weight:
+            share = gradient(grad, hidden[rows]).to(precise(weight))
+            grad_weight = share if grad_weight is None else grad_weight.add_(share)
         if grad_bias is not None:
             grad_bias += grad.sum(0)
+    if wants_weight and grad_weight is None:  # there were no rows
+        grad_weight = torch.zeros_like(weight)
     return (
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -145,29 +151,49 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = [], []
+        fused = _fused(hidden, options)
+        parts = []
         for rows in chunks(hidden.shape[0], weight.shape[0]):
-            log_p = _log_softmax(hidden[rows], weight, bias, temperature, options)[0]
-            logprobs.append(log_p.gather(1, labels[rows, None])[:, 0])
-            entropy.append(-(log_p.exp() * finite_(log_p)).sum(1))
-        ctx.save_for_backward(hidden, weight, bias, labels)
+            if fused is not None:
+                logits = head_logits(hidden[rows], weight, bias, options).contiguous()
+                parts.append(fused[0](logits, labels[rows], 1 / temperature))
+            else:
+                log_p = _log_softmax(hidden[rows], weight, bias, temperature, options)[0]
+                logprobs = log_p.gather(1, labels[rows, None])[:, 0]
+                parts.append((logprobs, -(log_p.exp() * finite_(log_p)).sum(1), logprobs))
+        logprobs, entropy, log_sums = (
+            (torch.cat(part) for part in zip(*parts, strict=True))
+            if parts
+            else (hidden.new_zeros(0, dtype=precise(hidden)) for _ in range(3))
+        )
+        ctx.save_for_backward(hidden, weight, bias, labels, *([] if fused is None else [entropy, log_sums]))
         ctx.temperature, ctx.options = temperature, options
         # None says that the entropy takes no part in a loss; looking for zeros would wait for the device.
         ctx.set_materialize_grads(False)
-        if not logprobs:
-            empty = hidden.new_zeros(0, dtype=precise(hidden))
-            return empty, empty.clone()
-        return torch.cat(logprobs), torch.cat(entropy)
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_logprobs, grad_entropy = grads
-        hidden, weight, bias, labels = ctx.saved_tensors
+        hidden, weight, bias, labels, *about = ctx.saved_tensors
         options: HeadOptions = ctx.options
         if grad_logprobs is None:
             if grad_entropy is None:
                 return (None,) * 6
             grad_logprobs = torch.zeros_like(grad_entropy)
+        if fused := _fused(hidden, options):
+            entropy, log_sums = about
+            ups = grad_logprobs.contiguous()
+            entropy_ups = torch.zeros_like(entropy) if grad_entropy is None else grad_entropy.contiguous()
+
+            def gradient_in_place(rows: slice) -> tuple[Tensor, None]:
+                logits = head_logits(hidden[rows], weight, bias, options).contiguous()
+                sums = (log_sums[rows], entropy[rows], ups[rows], entropy_ups[rows])
+                fused[1](logits, labels[rows], *sums, 1 / ctx.temperature)
+                return logits, None  # for which the temperature is done
+
+            found = head_backward(hidden, weight, bias, gradient_in_place, 1.0, options, ctx.needs_input_grad)
+            return *found, None, None, None
 
         def gradient_of(rows: slice) -> tuple[Tensor, Tensor]:
             log_p, logits = _log_softmax(hidden[rows], weight, bias, ctx.temperature, options)
@@ -182,6 +208,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
         found = head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options, ctx.needs_input_grad)
         return *found, None, None, None
+
+
+def _fused(hidden: Tensor, options: HeadOptions) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the compiled operators (csrc/fused.cpp) that read logits once and turn them into their gradient in place;
+    None where PyTorch's operators compute: on a GPU, in float64, and for a head that scales or caps its logits."""
+    if hidden.device.type != "cpu" or hidden.dtype == torch.float64 or options.softcap is not None:
+        return None
+    operators = (native.operator("label_logprobs"), native.operator("label_logprobs_backward"))
+    if options.scale != 1.0 or operators[0] is None or operators[1] is None:
+        return None
+    return operators[0], operators[1]
 
 
 def finite_(log_p: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from hybrid_rl.models.attention.attention_function import (
 )
 from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.attention.unpacked import UnpackedRow
+from hybrid_rl.models.fused import FusedLayers
 from hybrid_rl.models.heads.distribution import token_distribution
 from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
@@ -78,7 +79,9 @@ class PackedModel:
             _head_options(module) if self.is_language_model else HeadOptions(), in_float32=float32_head
         )
         check_dtype(self.device, self.dtype)
-        self._linears = Linears(module if self.dtype == torch.float32 else nn.Module())
+        is_float32 = self.dtype == torch.float32
+        self._linears = Linears(module if is_float32 else nn.Module())
+        self._fused = FusedLayers(module if is_float32 and self.device.type == "cpu" else nn.Module())
         self._compiled = CompiledBlocks(transformer_blocks(module) if compile else [])
         self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
         if not self.attention.is_packed:
@@ -148,11 +151,13 @@ class PackedModel:
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         linears = self._linears.fast(self._linears.num_rows)
         compiled = self._compiled.active() if self._compiled.is_active else nullcontext()
-        return nullcontext(), _nested(same_attention(), linears, compiled)
+        return nullcontext(), _nested(
+            same_attention(), linears, compiled, self._fused.active(not self._compiled.is_active)
+        )
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
         """Run the module's own backbone on sequences of one length, int64 [B, L], without padding or mask."""
-        with self._linears.fast(token_ids.numel()):
+        with self._linears.fast(token_ids.numel()), self._fused.active():
             output = self.backbone(input_ids=token_ids, **arguments)
         # Backbones that add up in float32 (Mamba) leave the rounding to the next layer.
         output.last_hidden_state = output.last_hidden_state.to(self.dtype)
@@ -164,8 +169,9 @@ class PackedModel:
             output = self.own_forward(attention.spread(token_ids), use_cache=False)
             return attention.collect(output.last_hidden_state)
         function = APART if self._compiled.is_active else NAME
-        num_rows = 0 if self._compiled.is_active else token_ids.shape[0]  # Inductor chooses how to multiply
-        with attention_functions(self._configs, function, attention), self._linears.fast(num_rows):
+        is_eager = not self._compiled.is_active  # Inductor chooses how to multiply, and what to fuse
+        linears = self._linears.fast(token_ids.shape[0] if is_eager else 0)
+        with attention_functions(self._configs, function, attention), linears, self._fused.active(is_eager):
             output = self.backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
