@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import levels, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
-from benchmarks.workload import WORKS, Work, save_fitted  # noqa: E402
+from benchmarks.workload import CHAT_SUMS, WORKS, Work, save_fitted  # noqa: E402
 
 ALL = ("heavy-tail", "heavy-tail-256x8", "equal", "equal-128", "shared-prompt")
 LEARNING_RATE = 1e-6  # too small to change the lengths while they are measured
@@ -36,7 +36,10 @@ def arguments() -> Namespace:
     parser.add_argument("--tokens-per-micro-batch", type=report.positive, help="ours; default: the library's")
     parser.add_argument("--trl-gen", choices=("padded", "continuous"), default="padded", help="how TRL generates")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: an environment made here")
+    parser.add_argument("--model", type=Path, help="folder of a chat model, for --work chat-sums")
     given = parser.parse_args()
+    if (given.model is not None) != (given.work == CHAT_SUMS.name):
+        parser.error(f"--model goes with --work {CHAT_SUMS.name}, and the other way round")
     if given.micro_batch is not None and Work("").num_samples % given.micro_batch:
         parser.error(f"--micro-batch {given.micro_batch} does not divide {Work('').num_samples} completions")
     return given
@@ -56,11 +59,13 @@ def main() -> None:
 
 def measure(work: Work, threads: int, given: Namespace, python: Path, folder: Path) -> None:
     """Run both sides in turns and print the line."""
-    report.progress(f"{work.name}, {threads} threads: fitting the model")
-    end_probability = save_fitted(work, folder / "model", given.seed)
+    end_probability = None
+    if given.model is None:
+        report.progress(f"{work.name}, {threads} threads: fitting the model")
+        end_probability = save_fitted(work, folder / "model", given.seed)
     job = Job(
         work=work,
-        folder=str(folder / "model"),
+        folder=str(given.model or folder / "model"),
         output=str(folder / "output"),
         num_steps=given.warmup + given.steps,
         threads=threads,

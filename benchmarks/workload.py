@@ -13,7 +13,14 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 SPECIALS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-*= "
@@ -37,6 +44,7 @@ class Work:
     mean_length: average tokens of a completion without a limit, EOS included; None = they never end by themselves.
     max_completion_length: in tokens.
     max_operand: of the sums.
+    is_chat: sums are asked for in words, as the message of a user; for a model that is given, not made here.
     reward: `spread` gives nearly every completion a different number, `sum` rewards the right answer.
     """
 
@@ -50,6 +58,7 @@ class Work:
     num_generations: int = 8
     max_operand: int = 99
     reward: Literal["spread", "sum"] = "spread"
+    is_chat: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -67,6 +76,9 @@ class Work:
         return NEVER if self.mean_length is None else 1 / self.mean_length
 
 
+CHAT_SUMS = Work(
+    "chat-sums", max_completion_length=24, prompts_per_step=8, num_generations=8, max_operand=60, is_chat=True
+)
 WORKS = {
     work.name: work
     for work in (
@@ -76,6 +88,7 @@ WORKS = {
         Work("equal-256x8", hidden_size=256, num_layers=8, mean_length=None, max_completion_length=32),
         Work("equal-128", mean_length=None),
         Work("shared-prompt", prompt_length=256, mean_length=16.0),
+        CHAT_SUMS,
     )
 }
 
@@ -190,20 +203,26 @@ def save_fitted(work: Work, folder: Path, seed: int) -> float:
     return found
 
 
-def load(folder: str | Path, dtype: str = "float32") -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """Model and tokenizer that were saved."""
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    return model, PreTrainedTokenizerFast.from_pretrained(folder)
+def load(folder: str | Path, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Model and tokenizer of a folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
-def rows(work: Work, count: int, seed: int) -> list[dict[str, str]]:
+def rows(work: Work, count: int, seed: int) -> list[dict[str, Any]]:
     """Prompts with the column `answer`, the same for a seed."""
     generator = random.Random(seed)
     if work.prompt_length is not None:
         texts = ("".join(generator.choices(CHARACTERS, k=work.prompt_length)) for _ in range(count))
         return [{"prompt": text, "answer": ""} for text in texts]
     pairs = [(generator.randint(0, work.max_operand), generator.randint(0, work.max_operand)) for _ in range(count)]
-    return [sum_row(first, second) for first, second in pairs]
+    return [(chat_row if work.is_chat else sum_row)(first, second) for first, second in pairs]
+
+
+def chat_row(first: int, second: int) -> dict[str, Any]:
+    """The row of one sum in words."""
+    question = f"What is {first} + {second}? Answer with the number only."
+    return {"prompt": [{"role": "user", "content": question}], "answer": str(first + second)}
 
 
 def sum_row(first: int, second: int) -> dict[str, str]:

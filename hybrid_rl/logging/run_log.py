@@ -284,8 +284,13 @@ class RunLog:
             self._run.path.rmdir()  # fails unless it is empty
 
 
-def cost_metrics(batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:
-    """Return the seconds of a training step by part, and the throughput that they achieved."""
+def cost_metrics(
+    batch: AnyBatch, timings: Timings, seconds: float, forward_flops: float, update_passes: int
+) -> dict[str, float]:
+    """Return the seconds of a training step by part, and the throughput that they achieved.
+
+    forward_flops: of the policy for the batch, once. update_passes: forward passes that an update is worth.
+    """
     made_tokens = int(batch["policy_length" if "policy_length" in batch else "completion_length"].sum())
     all_tokens = int(batch["completion_length"].sum()) + int(batch["prompt_length"].sum())
     return {
@@ -295,6 +300,11 @@ def cost_metrics(batch: AnyBatch, timings: Timings, seconds: float) -> dict[str,
         "perf/rollout_tokens_per_second": made_tokens / max(timings.seconds["rollout"], 1e-9),
         "perf/tokens_per_second": all_tokens / max(seconds, 1e-9),
         "perf/samples_per_second": batch.num_samples / max(seconds, 1e-9),
+        **{
+            f"perf/{part}_gflops": passes * forward_flops / timings.seconds[part] / 1e9
+            for part, passes in (("rollout", 1), ("update", update_passes))
+            if timings.seconds.get(part)
+        },
     }
 
 

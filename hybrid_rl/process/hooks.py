@@ -23,6 +23,7 @@ HOOKS = {
     "draw_curves": "pictures.curves:draw",
     "memory_pictures": "pictures.memory_pictures:MemoryPictures",
     "save_memory_trace": "pictures.memory_pictures:save_trace",
+    "peak_flops": "plan.rates:peak_flops",
     "plan_prepared": "plan.run_planning:plan_prepared",
     "code_reward": "programs.code:code_reward",
     "write_report": "report:write_report",

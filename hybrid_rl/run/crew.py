@@ -10,8 +10,8 @@ from hybrid_rl.checkpoint.reading import STATE_FILE, Checkpoint
 from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import DataError
-from hybrid_rl.logging.run_log import RunLog
-from hybrid_rl.metrics.metric_sums import largest
+from hybrid_rl.logging.run_log import RunLog, cost_metrics
+from hybrid_rl.metrics.metric_sums import Timings, largest
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
@@ -20,7 +20,7 @@ from hybrid_rl.run.causes import Scoring
 from hybrid_rl.run.guard import StepGuard
 from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import Run
-from hybrid_rl.run.start import make_collector, start_workers, starting
+from hybrid_rl.run.start import make_collector, start_workers, starting, token_cost
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup
@@ -44,6 +44,7 @@ class Crew:
     def __init__(self, run: Run, log: RunLog, sampler: PromptSampler, position: Position) -> None:
         self.run, self.sampler, self.folder = run, sampler, log.path
         self.guard = StepGuard(sampler)
+        self._cost, self._peak_flops = token_cost(run.skeleton), extra("peak_flops")(run.hardware.name)
         self.signal_watch = SignalWatch(run.config, Scoring.of(run))
         self.log, self.position = log, position
         self._first_data = sampler.state_dict()
@@ -78,6 +79,19 @@ class Crew:
             self.handoff = largest(self.generating.update_weights(position.step))
         position.policy_version = position.step
         position.has_begun = self.log.begin(position.step)
+
+    def costs(self, batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:
+        """Return what a training step cost: its seconds, throughput, GFLOP/s, and their share of what its GPUs can do
+        if that is known. A backward pass is worth two forward ones, or one below adapters, whose base has no gradient
+        of its weights; what is recomputed does not count."""
+        config = self.config
+        passes = config.algorithm.num_iterations * (2 if config.lora.is_on else 3)
+        metrics = cost_metrics(batch, timings, seconds, self._cost.forward_flops(batch), passes)
+        for part, group in (("rollout", self.generating), ("update", self.policy)):
+            flops = metrics.get(f"perf/{part}_gflops", 0.0) * 1e9
+            if flops and self._peak_flops:
+                metrics[f"perf/{part}_mfu"] = flops / (self._peak_flops * group.num_ranks)
+        return metrics
 
     def end(self) -> None:
         """End the workers."""

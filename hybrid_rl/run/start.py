@@ -38,7 +38,7 @@ from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
-from hybrid_rl.training.balance import attention_pair_cost, split_over_ranks
+from hybrid_rl.training.balance import TokenCost, attention_pair_cost, split_over_ranks
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup, training_setup
 from hybrid_rl.workers.groups import GeneratingGroup, HybridGroup, PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.hybrid import HybridWorker
@@ -131,7 +131,7 @@ def _start_on_ray(
         module = setup.model
         recipe = weights_of(module).shared(ray.cluster.put)
         setup = replace(setup, model=recipe, fingerprint=fingerprint(module))
-    splitter = partial(split_over_ranks, pair_cost=attention_cost(run.skeleton))
+    splitter = partial(split_over_ranks, pair_cost=token_cost(run.skeleton).pair_cost)
     generates_apart = bool(controller.rollout_ranks) and setup.is_trained
     trained = training_setup(setup) if generates_apart else setup
     ranks = ray.start("policy", partial(HybridWorker, trained), config.num_ranks, splitter, config.fsdp)
@@ -289,8 +289,8 @@ class RayRanks:
         return backend
 
 
-def attention_cost(skeleton: PreTrainedModel) -> float:
-    """Return the `attention_pair_cost` of a model. Experts count in full, as if every token visited all of them."""
+def token_cost(skeleton: PreTrainedModel) -> TokenCost:
+    """Return what a model computes for a token. Experts count in full, as if every token visited all of them."""
     config = skeleton.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -298,4 +298,5 @@ def attention_cost(skeleton: PreTrainedModel) -> float:
     head: Any = skeleton.get_output_embeddings()
     if embedding.weight is not head.weight:
         num_parameters -= embedding.weight.numel()
-    return attention_pair_cost(config.num_hidden_layers, config.num_attention_heads * head_dim, num_parameters)
+    width = config.num_attention_heads * head_dim
+    return TokenCost(num_parameters, attention_pair_cost(config.num_hidden_layers, width, num_parameters))

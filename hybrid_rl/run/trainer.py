@@ -16,7 +16,7 @@ from hybrid_rl.checkpoint.finding import resumed_folder
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError, HybridRLError, do_all
-from hybrid_rl.logging.run_log import RunLog, cost_metrics, with_logged
+from hybrid_rl.logging.run_log import RunLog, with_logged
 from hybrid_rl.metrics.eval_samples import EvalSamples
 from hybrid_rl.metrics.metric_sums import joined, largest, now
 from hybrid_rl.process.hooks import extra
@@ -296,7 +296,7 @@ class Trainer:
         position.num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
         crew.guard.complete()
         metrics = {**update, **collected.metrics, **crew.handoff, **largest(crew.policy.memory_metrics())}
-        metrics |= cost_metrics(batch, collected.timings, now() - start)
+        metrics |= crew.costs(batch, collected.timings, now() - start)
         metrics |= {"num_tokens": float(position.num_tokens), "epoch": crew.sampler.epoch, **self._settings.metrics()}
         metrics |= self._saver.metrics() | self._recovery.metrics()
         result = StepResult(readable(batch, crew.run), Metrics(with_logged(metrics, collected.logged)))

@@ -5,6 +5,8 @@ These functions need [N]-sized columns only: the driver, which calls them, never
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,19 @@ def attention_pair_cost(num_layers: int, attention_width: int, num_parameters: i
     nothing; of experts only those that a token visits.
     """
     return 2 * num_layers * attention_width / num_parameters
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """What a model computes for tokens. num_parameters: those that multiply. pair_cost: see `attention_pair_cost`."""
+
+    num_parameters: int
+    pair_cost: float
+
+    def forward_flops(self, batch: AnyBatch) -> float:
+        """Compute the floating-point operations of a forward pass over a batch, each prompt of a group once: 2 per
+        parameter and token, and those of attention."""
+        return 2.0 * self.num_parameters * float(group_costs(batch, self.pair_cost).sum())
 
 
 def group_costs(batch: AnyBatch, pair_cost: float) -> Tensor:

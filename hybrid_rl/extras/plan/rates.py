@@ -73,3 +73,9 @@ def rates_of_device(name: str) -> Rates | None:
     if "PCIE" in words and "L40S" not in words:
         return None
     return next((gpu for gpu in GPUS.values() if gpu.name in words), None)
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a GPU by what its driver calls it; None if they are not known."""
+    rates = rates_of_device(name)
+    return None if rates is None else rates.flops

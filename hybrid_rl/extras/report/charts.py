@@ -175,6 +175,13 @@ SECTIONS = (
         "Throughput",
         (
             Chart("tokens per second", ("perf/tokens_per_second", "perf/rollout_tokens_per_second")),
+            Chart(
+                "GFLOP/s of the policy",
+                ("perf/rollout_gflops", "perf/update_gflops"),
+                "Floating-point operations of all ranks by the seconds of the part.",
+                unit="GFLOP/s",
+            ),
+            Chart("share of the GPUs' peak (MFU)", ("perf/rollout_mfu", "perf/update_mfu"), "In dense bfloat16."),
             Chart("seconds of a step", ("timing/step",), unit="seconds"),
             Chart(
                 "engine: share of empty slots",

@@ -384,7 +384,7 @@ def test_what_a_step_cost(is_kept: bool) -> None:
     timings = Timings()
     timings.add("rollout", 2.0)
     timings.add("update", 1.0)
-    assert cost_metrics(store(batch, lambda block: block) if is_kept else batch, timings, 4.0) == {
+    assert cost_metrics(store(batch, lambda block: block) if is_kept else batch, timings, 4.0, 4e9, 3) == {
         "timing/rollout": 2.0,
         "timing/update": 1.0,
         "timing/step": 4.0,
@@ -392,6 +392,8 @@ def test_what_a_step_cost(is_kept: bool) -> None:
         "perf/rollout_tokens_per_second": 6.0,
         "perf/tokens_per_second": 5.0,
         "perf/samples_per_second": 0.5,
+        "perf/rollout_gflops": 2.0,
+        "perf/update_gflops": 12.0,
     }
 
 

@@ -45,7 +45,8 @@ LAYOUTS = list(layouts(1, 1))
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often oneDNN is called."""
+    """How often oneDNN is called, as on a processor that MKL does not know."""
+    monkeypatch.setattr(linear, "is_intel", lambda: False)
     counted = []
     count_linear_calls(monkeypatch, lambda: counted.append(1))
     return counted
@@ -118,6 +119,13 @@ def test_values_and_gradients_are_those_of_the_plain_layer(shape, bias, calls):
     for got, expected in zip(mine, exact, strict=True):
         assert got.shape == expected.shape and got.dtype == torch.float32
         assert relative(got, expected) < 1e-6
+
+
+@pytest.mark.parametrize("intel", [False, True])
+def test_weight_gradients_of_both_libraries(intel, monkeypatch):
+    monkeypatch.setattr(linear, "is_intel", lambda: intel)
+    grad, rows = torch.randn(256, 80), torch.randn(256, 96)
+    assert relative(weight_gradient(grad, rows), grad.double().t() @ rows.double()) < 1e-6
 
 
 def test_an_expanded_gradient(calls):

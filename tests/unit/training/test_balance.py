@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import Batch, BatchRef, Jagged
 from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.training.balance import assign_mini_batches, attention_pair_cost, group_costs, split_over_ranks
+from hybrid_rl.training.balance import (
+    TokenCost,
+    assign_mini_batches,
+    attention_pair_cost,
+    group_costs,
+    split_over_ranks,
+)
 from hybrid_rl.training.batch_plan import Plan, align_plans, make_plan, num_micro_batches
 
 PAIR_COST = 1 / (6 * 64)
@@ -198,6 +204,13 @@ def test_cost_of_a_shared_prompt() -> None:
         }
     )
     assert group_costs(turns, 2.0).item() == 7 + 3**2 + 4**2
+
+
+def test_operations_of_a_forward_pass() -> None:
+    """A prompt of 3 with completions of 2 and 4 tokens: 9 tokens, and 65 / 2 pairs at the price of 0.2 tokens."""
+    lengths = {"prompt_length": torch.tensor([3, 3]), "completion_length": torch.tensor([2, 4])}
+    batch = Batch({"group": torch.tensor([7, 7]), **lengths})
+    assert TokenCost(num_parameters=10, pair_cost=0.2).forward_flops(batch) == 2 * 10 * (9 + 6.5)
 
 
 def test_cost_of_a_pair() -> None:

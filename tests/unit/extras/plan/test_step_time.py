@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.extras.plan.rates import Assumptions, Rates, rates_of, rates_of_device
+from hybrid_rl.extras.plan.rates import Assumptions, Rates, peak_flops, rates_of, rates_of_device
 from hybrid_rl.extras.plan.step_time import Generation, Lengths, ModelWork, StepWork, step_time
 
 # Round numbers: 1000 operations, and 100 bytes of each memory and link, a second; half of all of it is reached.
@@ -104,4 +104,5 @@ def test_gpus_by_name() -> None:
         rates_of("H10")
     found = rates_of_device("NVIDIA A100-SXM4-80GB")
     assert found is not None and found.name == "A100"
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and peak_flops("") is None
     assert rates_of_device("NVIDIA H100 PCIe") is None and rates_of_device("Tesla T4") is None
