@@ -93,7 +93,7 @@ def _epsilon_of(layer: nn.Module) -> float | None:
 
 
 def _is_usable(tensor: object) -> bool:
-    return isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    return isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and tensor.device.type in ("cpu", "meta")
 
 
 def _kind_of(kind: type[nn.Module], config: Any) -> _Kind:
@@ -127,7 +127,7 @@ def _made(kind: type[nn.Module], argument: Any) -> nn.Module | None:
 
 
 def _numbers(*sizes: int) -> Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def _agree(left: object, right: Tensor) -> bool:

@@ -24,6 +24,8 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.activation_offload import NUM_AHEAD
 from hybrid_rl.models.attention.backends import AttentionNeeds, Backend, expected_backend
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
+from hybrid_rl.models.fused import FusedLayers
+from hybrid_rl.models.heads.logprobs import chunked_logprobs
 from hybrid_rl.models.lora.folder import settings_of
 from hybrid_rl.models.lora.inject import inject
 from hybrid_rl.models.packed.cache import CacheSize
@@ -34,7 +36,14 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.fullest_rows import Samples, learning_batch
 from hybrid_rl.planning.models import built
 from hybrid_rl.planning.sharded import ShardedPass
-from hybrid_rl.planning.stand_ins import AttentionKernel, FusedHead, Kernels, OffloadedActivations, autocast_on_meta
+from hybrid_rl.planning.stand_ins import (
+    AttentionKernel,
+    FusedHead,
+    Kernels,
+    OffloadedActivations,
+    allocate_fused,
+    autocast_on_meta,
+)
 from hybrid_rl.planning.storages import Held, LiveStorages, Peaks
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 from hybrid_rl.training.critic import micro_batch_value_loss
@@ -319,6 +328,9 @@ class CountedModel(CausalLM):
             counted.module, "sdpa" if is_packed else UNPACKED, float32_head=config.model.cast_lm_head_to_fp32
         )
         self._device_type = counted.device_type
+        if counted.device_type == "cpu" and self.dtype == torch.float32:
+            allocate_fused()
+            self._fused = FusedLayers(counted.module)
         self._offload = OffloadedActivations() if counted.offloads else None
         device = torch.device(counted.device_type)
         if is_packed:
@@ -339,8 +351,13 @@ class CountedModel(CausalLM):
 
     def token_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Same as CausalLM."""
+        if self._device_type == "cpu":
+            allocate_fused()
         if not self._has_fused_head:
-            return super().token_logprobs(hidden, labels, temperature)
+            head = self.head
+            return chunked_logprobs(
+                hidden, head.weight, head.bias, labels, temperature, self._options, device_type=self._device_type
+            )
         apply: Any = FusedHead.apply
         logprobs, entropy = apply(hidden, self.head.weight, self.head.bias, self.has_float32_head)
         return logprobs, entropy

@@ -6,6 +6,7 @@ have the memory of those kernels, and no arithmetic.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from hybrid_rl.compat import native
 from hybrid_rl.compat.torch import base_of, storage_id, version_of
 from hybrid_rl.models.activation_offload import NUM_AHEAD, SMALLEST_BYTES
 from hybrid_rl.models.attention.attention_function import AttentionOptions
@@ -135,6 +137,25 @@ class _GroupedProduct(torch.autograd.Function):
 
 MIN_RANGE, RANGE_ELEMENTS, TILE = 4096, 1 << 26, 128  # of models/heads/triton_logprobs.py, which imports Triton
 NUM_PARTS = 16
+
+
+@functools.cache
+def allocate_fused() -> torch.library.Library:
+    """Let the operators of csrc/fused.cpp run on meta, where they allocate what they return; if they were built."""
+    library = torch.library.Library("hybrid_rl", "IMPL", "Meta")
+    like, row = torch.empty_like, lambda rows: rows.new_empty(rows.numel() // max(rows.shape[-1], 1))
+    functions: dict[str, Any] = {
+        "rms_norm": lambda rows, weight, *_: (like(rows), row(rows)),
+        "rms_norm_backward": lambda grad, rows, weight, *_: (like(rows), like(weight)),
+        "silu_gate": lambda gate, up: like(gate),
+        "silu_gate_backward": lambda grad, gate, up: (like(gate), like(up)),
+        "label_logprobs": lambda logits, *_: (row(logits), row(logits), row(logits)),
+        "label_logprobs_backward": lambda *_: None,
+    }
+    for name, function in functions.items():
+        if native.operator(name) is not None:
+            library.impl(name, function)
+    return library  # which takes its functions back when it is gone
 
 
 class FusedHead(torch.autograd.Function):

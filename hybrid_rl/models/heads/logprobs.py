@@ -112,11 +112,19 @@ def token_logprobs(
 
 
 def chunked_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, options: HeadOptions
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    options: HeadOptions,
+    *,
+    device_type: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `token_logprobs` with PyTorch's operators only, on any device."""
+    """Compute `token_logprobs` in chunks, on any device. device_type: that is planned for, of a model on meta."""
     apply: Any = _TokenLogprobs.apply
-    logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options)
+    fused = _fused(device_type or hidden.device.type, hidden, options)
+    logprobs, entropy = apply(hidden, weight, bias, labels, temperature, options, fused)
     return logprobs, entropy
 
 
@@ -150,8 +158,8 @@ class _TokenLogprobs(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         options: HeadOptions,
+        fused: tuple[Callable[..., Any], Callable[..., Any]] | None,
     ) -> tuple[Tensor, Tensor]:
-        fused = _fused(hidden, options)
         parts = []
         for rows in chunks(hidden.shape[0], weight.shape[0]):
             if fused is not None:
@@ -167,7 +175,7 @@ class _TokenLogprobs(torch.autograd.Function):
             else (hidden.new_zeros(0, dtype=precise(hidden)) for _ in range(3))
         )
         ctx.save_for_backward(hidden, weight, bias, labels, *([] if fused is None else [entropy, log_sums]))
-        ctx.temperature, ctx.options = temperature, options
+        ctx.temperature, ctx.options, ctx.fused = temperature, options, fused
         # None says that the entropy takes no part in a loss; looking for zeros would wait for the device.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -179,9 +187,9 @@ class _TokenLogprobs(torch.autograd.Function):
         options: HeadOptions = ctx.options
         if grad_logprobs is None:
             if grad_entropy is None:
-                return (None,) * 6
+                return (None,) * 7
             grad_logprobs = torch.zeros_like(grad_entropy)
-        if fused := _fused(hidden, options):
+        if (fused := ctx.fused) is not None:
             entropy, log_sums = about
             ups = grad_logprobs.contiguous()
             entropy_ups = torch.zeros_like(entropy) if grad_entropy is None else grad_entropy.contiguous()
@@ -193,7 +201,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 return logits, None  # for which the temperature is done
 
             found = head_backward(hidden, weight, bias, gradient_in_place, 1.0, options, ctx.needs_input_grad)
-            return *found, None, None, None
+            return *found, None, None, None, None
 
         def gradient_of(rows: slice) -> tuple[Tensor, Tensor]:
             log_p, logits = _log_softmax(hidden[rows], weight, bias, ctx.temperature, options)
@@ -207,13 +215,15 @@ class _TokenLogprobs(torch.autograd.Function):
             return grad, logits
 
         found = head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options, ctx.needs_input_grad)
-        return *found, None, None, None
+        return *found, None, None, None, None
 
 
-def _fused(hidden: Tensor, options: HeadOptions) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _fused(
+    device_type: str, hidden: Tensor, options: HeadOptions
+) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the compiled operators (csrc/fused.cpp) that read logits once and turn them into their gradient in place;
     None where PyTorch's operators compute: on a GPU, in float64, and for a head that scales or caps its logits."""
-    if hidden.device.type != "cpu" or hidden.dtype == torch.float64 or options.softcap is not None:
+    if device_type != "cpu" or hidden.dtype == torch.float64 or options.softcap is not None:
         return None
     operators = (native.operator("label_logprobs"), native.operator("label_logprobs_backward"))
     if options.scale != 1.0 or operators[0] is None or operators[1] is None:
