@@ -45,7 +45,7 @@ class FusedLayers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._is_active = False
+        self.is_active = False
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
         if any(native.operator(name) is None for name in _OPERATORS):
             return
@@ -62,16 +62,16 @@ class FusedLayers:
     @contextmanager
     def active(self, is_wanted: bool = True) -> Iterator[None]:
         """Use the compiled operators inside the block. A block inside another changes nothing."""
-        if not is_wanted or not self._forwards or self._is_active:
+        if not is_wanted or not self._forwards or self.is_active:
             yield
             return
         for attributes, forward in self._forwards:
             attributes["forward"] = forward
-        self._is_active = True
+        self.is_active = True
         try:
             yield
         finally:
-            self._is_active = False
+            self.is_active = False
             for attributes, _ in self._forwards:
                 attributes.pop("forward", None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 from hybrid_rl.batch import AnyBatch
@@ -23,6 +24,7 @@ from hybrid_rl.run.prepare import Run
 from hybrid_rl.run.start import make_collector, start_workers, starting, token_cost
 from hybrid_rl.run.timeline import Timeline
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
+from hybrid_rl.training.balance import TokenCost
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup
 
 
@@ -44,7 +46,6 @@ class Crew:
     def __init__(self, run: Run, log: RunLog, sampler: PromptSampler, position: Position) -> None:
         self.run, self.sampler, self.folder = run, sampler, log.path
         self.guard = StepGuard(sampler)
-        self._cost, self._peak_flops = token_cost(run.skeleton), extra("peak_flops")(run.hardware.name)
         self.signal_watch = SignalWatch(run.config, Scoring.of(run))
         self.log, self.position = log, position
         self._first_data = sampler.state_dict()
@@ -80,17 +81,22 @@ class Crew:
         position.policy_version = position.step
         position.has_begun = self.log.begin(position.step)
 
+    @functools.cached_property
+    def _rates(self) -> tuple[TokenCost, float | None]:
+        """What the policy computes for a token, and the FLOP/s of a GPU of the run if they are known."""
+        return token_cost(self.run.skeleton), extra("peak_flops")(self.run.hardware.name)
+
     def costs(self, batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:
         """Return what a training step cost: its seconds, throughput, GFLOP/s, and their share of what its GPUs can do
         if that is known. A backward pass is worth two forward ones, or one below adapters, whose base has no gradient
         of its weights; what is recomputed does not count."""
-        config = self.config
+        config, (cost, peak_flops) = self.config, self._rates
         passes = config.algorithm.num_iterations * (2 if config.lora.is_on else 3)
-        metrics = cost_metrics(batch, timings, seconds, self._cost.forward_flops(batch), passes)
+        metrics = cost_metrics(batch, timings, seconds, cost.forward_flops(batch), passes)
         for part, group in (("rollout", self.generating), ("update", self.policy)):
             flops = metrics.get(f"perf/{part}_gflops", 0.0) * 1e9
-            if flops and self._peak_flops:
-                metrics[f"perf/{part}_mfu"] = flops / (self._peak_flops * group.num_ranks)
+            if flops and peak_flops:
+                metrics[f"perf/{part}_mfu"] = flops / (peak_flops * group.num_ranks)
         return metrics
 
     def end(self) -> None:

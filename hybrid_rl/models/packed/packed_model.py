@@ -152,7 +152,7 @@ class PackedModel:
         linears = self._linears.fast(self._linears.num_rows)
         compiled = self._compiled.active() if self._compiled.is_active else nullcontext()
         return nullcontext(), _nested(
-            same_attention(), linears, compiled, self._fused.active(not self._compiled.is_active)
+            same_attention(), linears, compiled, self._fused.active(self._fused.is_active)
         )
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
