@@ -183,7 +183,20 @@ class InPlaceRolloutConfig(RolloutConfig):
     """rollout.engine=inplace."""
 
     engine: Literal["inplace"] = key("inplace", ENGINES)
+    speculation: Literal["off", "auto", "on"] = key(
+        "off",
+        "draft tokens from other completions of the prompt, compute them together, and keep those that are drawn: the "
+        "same samples in fewer passes, but for rounding; auto = where it saves time; on = always; CPUs only",
+    )
     engine_args: InPlaceArgs = entries(InPlaceArgs, ARGS_DOC)
+
+    def check(self, config: TrainerConfig, num_ranks: int) -> None:
+        """Raise ConfigError if drafts would decide where completions are broken off."""
+        if self.speculation != "off" and self.partial:
+            raise ConfigError(
+                f"speculation={self.speculation} with partial=true: how far completions are when a step breaks them "
+                "off would depend on drafts, and no run could be repeated; set one of them only"
+            )
 
 
 @dataclass(frozen=True)

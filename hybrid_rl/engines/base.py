@@ -168,6 +168,8 @@ class Counters:
     num_prompt_tokens: computed tokens that were not decoded, those computed again included. num_shared_prompt_tokens,
     num_prefix_tokens: tokens that were not computed because a request of the same group computed them, or because the
     cache held them. num_preemptions: how often a running request gave its memory back to be computed again later.
+    num_draft_tokens: drafted tokens that were computed beside decoding; num_accepted_tokens: those of them that were
+    generated.
     """
 
     num_finished: int = 0
@@ -177,6 +179,8 @@ class Counters:
     num_preemptions: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def prefix_hit_share(self, since: Counters | None = None) -> float:
         """Return the share of all prompt tokens that were not computed, of those since an earlier count if one is
@@ -191,16 +195,25 @@ class Counters:
 @dataclass(frozen=True)
 class SlotUse:
     """How full an engine was over some steps, by counts. num_slots: tokens of its fullest step, one for each sequence
-    that it decoded; num_tokens: those of all steps. cost: the seconds that they took; None = nobody needs to know."""
+    that it decoded; num_tokens: those of all steps. num_drafted, num_accepted: drafted tokens, and those of them that
+    were generated, which num_tokens does not count. cost: the seconds that they took; None = nobody needs to know."""
 
     num_steps: int = 0
     num_slots: int = 0
     num_tokens: int = 0
     cost: StepCost | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
-    def after(self, num_tokens: int) -> SlotUse:
-        """Return the use after a further step, which generated so many tokens."""
-        return SlotUse(self.num_steps + 1, max(self.num_slots, num_tokens), self.num_tokens + num_tokens)
+    def after(self, num_tokens: int, num_drafted: int = 0, num_accepted: int = 0) -> SlotUse:
+        """Return the use after a further step, which generated so many tokens besides accepted drafts."""
+        return SlotUse(
+            self.num_steps + 1,
+            max(self.num_slots, num_tokens),
+            self.num_tokens + num_tokens,
+            num_drafted=self.num_drafted + num_drafted,
+            num_accepted=self.num_accepted + num_accepted,
+        )
 
     @classmethod
     def of_ranks(cls, of_ranks: Sequence[SlotUse]) -> SlotUse:
@@ -209,6 +222,8 @@ class SlotUse:
             max((one.num_steps for one in of_ranks), default=0),
             sum(one.num_slots for one in of_ranks),
             sum(one.num_tokens for one in of_ranks),
+            num_drafted=sum(one.num_drafted for one in of_ranks),
+            num_accepted=sum(one.num_accepted for one in of_ranks),
         )
 
 

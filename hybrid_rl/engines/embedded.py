@@ -36,9 +36,13 @@ class EmbeddedEngine(RolloutEngine):
     def _extended(
         self, sequences: Sequence[Some], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> tuple[list[Some], list[FinishedSample]]:
-        """Append a token to each of these; those that end with it, and their events."""
-        ended, finished = [], []
+        """Append a token to each of these; those that end with it, and their events. A sequence may be there several
+        times in a row; what comes after its end is dropped."""
+        ended: list[Some] = []
+        finished = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            if ended and ended[-1] is sequence:
+                continue
             reason = self._extend(sequence, token, logprob)
             if reason is not None:
                 ended.append(sequence)

@@ -280,6 +280,7 @@ class EngineClient:
         mark_progress()
         num_expected, num_before = self._boundary(generates=True), self.engine.num_generated_tokens
         generates, num_prompt_tokens = bool(self.engine.num_unfinished), self.engine.num_prompt_tokens
+        num_drafted, num_accepted = self.engine.num_draft_tokens, self.engine.num_accepted_tokens
         start = time.perf_counter()
         try:
             events = self.engine.step() if generates else []
@@ -289,8 +290,12 @@ class EngineClient:
             raise
         made = self.engine.num_generated_tokens - num_before
         if generates:
-            self._use = self._use.after(made)
-            self._cost.add(made, self.engine.num_prompt_tokens - num_prompt_tokens, time.perf_counter() - start)
+            num_drafted = self.engine.num_draft_tokens - num_drafted
+            num_accepted = self.engine.num_accepted_tokens - num_accepted
+            self._use = self._use.after(made - num_accepted, num_drafted, num_accepted)
+            self._cost.add(
+                made - num_accepted, self.engine.num_prompt_tokens - num_prompt_tokens, time.perf_counter() - start
+            )
         progress.add_tokens(made / self._coordinator.num_ranks if self._coordinator else made)
         for event in self._coordinator.own(events) if self._coordinator else events:
             self._handles.pop(event.id).put(event)

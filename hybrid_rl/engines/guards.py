@@ -221,6 +221,16 @@ class Generator(ABC):
         """Tokens computed since then that were not generated in the same step."""
         return self._counters.num_prompt_tokens
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafted tokens that were computed since then."""
+        return self._counters.num_draft_tokens
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Those of them that were generated."""
+        return self._counters.num_accepted_tokens
+
     def stats(self) -> EngineStats:
         """Counters and state."""
         num_bytes, used_share = self._cache_usage()

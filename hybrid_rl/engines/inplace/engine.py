@@ -20,7 +20,9 @@ from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder, cache_
 from hybrid_rl.engines.inplace.runner import Runner
 from hybrid_rl.engines.inplace.scheduler import Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
+from hybrid_rl.engines.inplace.speculation import Speculation
 from hybrid_rl.engines.registry import EngineSetup
+from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
 
 
@@ -63,6 +65,7 @@ class InPlaceEngine(EmbeddedEngine):
             counters=self._counters,
         )
         self._runner = Runner(model, self._cache, slots, cuda_graphs=args.cuda_graphs)
+        self._speculation = _speculation(self._scheduler, config, model.device)
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -71,6 +74,8 @@ class InPlaceEngine(EmbeddedEngine):
         repeats its rollout to the bit, whatever was evaluated in between."""
         self._scheduler.pool.forget()
         self._runner.expect_moves()
+        if self._speculation is not None:
+            self._speculation.begin_rollout()
 
     def _queue(self, requests: Rows[RolloutRequest]) -> None:
         lengths = (len(request.prompt_ids) + request.params.max_tokens for request in requests)
@@ -99,6 +104,8 @@ class InPlaceEngine(EmbeddedEngine):
         sampled = None
         if chunks:
             try:
+                if self._speculation is not None:
+                    self._speculation.add(chunks)
                 with self._runner.fewer_threads(chunks):
                     batch = self._runner.prepare(chunks)
                     hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
@@ -111,7 +118,11 @@ class InPlaceEngine(EmbeddedEngine):
         if sampled is not None:
             self._scheduler.complete(chunks)
             ended, events = self._extended(sampled.sequences, sampled.tokens, sampled.logprobs)
+            if self._speculation is not None:
+                self._speculation.settle(chunks)
             for sequence in ended:
+                if self._speculation is not None:
+                    self._speculation.remember(sequence)
                 self._scheduler.remove(sequence)
             finished += events
         return finished
@@ -159,6 +170,16 @@ def make_engine(setup: EngineSetup) -> InPlaceEngine:
         decode=setup.decode,
         memory_share=setup.memory_share,
     )
+
+
+def _speculation(scheduler: Scheduler, config: InPlaceRolloutConfig, device: torch.device) -> Speculation | None:
+    """Return what drafts tokens, None if nothing does. Raises ConfigError if it must and cannot."""
+    if config.speculation == "on" and device.type != "cpu":
+        raise ConfigError(
+            f"rollout.speculation=on, but the model is on {device}, where every sequence decodes one token a pass; set "
+            "rollout.speculation=off, or auto, which is off there"
+        )
+    return None if config.speculation == "off" or device.type != "cpu" else Speculation(scheduler, config.speculation)
 
 
 def _num_blocks(

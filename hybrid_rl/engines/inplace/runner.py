@@ -27,7 +27,8 @@ SMALLEST_PARALLEL_PRODUCT = 1 << 22
 
 @dataclass(frozen=True)
 class Sampled:
-    """The sequences that got a token in a pass, the tokens, and ln p of each."""
+    """The sequences that got a token in a pass, the tokens, and ln p of each. A sequence with drafts is there as often
+    as it got one."""
 
     sequences: list[Sequence]
     tokens: list[int]
@@ -92,7 +93,7 @@ class Runner:
             chunks = [chunk for chunk in chunks if not chunk.continues]
         chosen = [self._replay(replayed)] if replayed else []
         sequences = [sequence for chunk in chunks for sequence in chunk.sampled]
-        sampling = self._slots.sampling(_slots_of(sequences))
+        sampling = self._slots.sampling(_slots_of(sequences), _places(chunks, [len(c.sampled) for c in chunks]))
         tables = Tables(self._model.device)
         step = Pass(chunks, [*replayed, *sequences], chosen, tables, sampling)
         if chunks:
@@ -117,8 +118,13 @@ class Runner:
             return Sampled([], [], [])
         tokens, logprobs = chosen_on_host(chosen[0] if len(chosen) == 1 else torch.cat(chosen))
         check_finite(logprobs)
-        self._slots.advance(_slots_of(step.sequences), tokens)
-        return Sampled(step.sequences, tokens.tolist(), logprobs)
+        sequences = step.sequences
+        if any(chunk.drafts for chunk in step.chunks):
+            kept = _kept(step.chunks, tokens)
+            sequences, tokens = [sequences[row] for row in kept], tokens[kept]
+            logprobs = [logprobs[row] for row in kept]
+        self._slots.advance(_slots_of(sequences), tokens)
+        return Sampled(sequences, tokens.tolist(), logprobs)
 
     @contextmanager
     def fewer_threads(self, chunks: list[Chunk]) -> Iterator[None]:
@@ -160,7 +166,8 @@ class Runner:
     def _add_picks(tables: Tables, chunks: list[Chunk]) -> bool:
         """Add which hidden states are sampled from, as `index`; False, and nothing added, if each is, once."""
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
-        index = np.repeat(ends, [len(chunk.sampled) for chunk in chunks])
+        counts = [len(chunk.sampled) for chunk in chunks]
+        index = np.repeat(ends - [len(chunk.drafts) for chunk in chunks], counts) + _places(chunks, counts)
         picks = len(index) != ends[-1] + 1 or bool((index[1:] <= index[:-1]).any())
         if picks:
             tables.add("index", index)
@@ -172,7 +179,10 @@ class Runner:
         counts = [chunk.count for chunk in chunks]
         lengths = [chunk.start + chunk.count for chunk in chunks]
         if all(chunk.is_decode for chunk in chunks):
-            token_ids, positions = self._slots.last[slots], self._slots.length[slots] - 1
+            ahead = _places(chunks, counts)
+            token_ids = np.repeat(self._slots.last[slots], counts)
+            positions = np.repeat(self._slots.length[slots] - 1, counts) + ahead
+            token_ids[ahead > 0] = [token for chunk in chunks for token in chunk.drafts]
         else:
             parts = [chunk.sequence.context(chunk.start, chunk.start + chunk.count) for chunk in chunks]
             token_ids = np.fromiter((token for part in parts for token in part), np.int64, sum(counts))
@@ -238,6 +248,32 @@ class Runner:
 
 def _slots_of(sequences: list[Sequence]) -> npt.NDArray[np.int64]:
     return np.array([sequence.slot for sequence in sequences], np.int64)
+
+
+def _places(chunks: list[Chunk], counts: list[int]) -> npt.NDArray[np.int64]:
+    """Return the place of each row among the `counts` of its chunk; 0 in chunks without drafts."""
+    places = np.zeros(sum(counts), np.int64)
+    end = 0
+    for chunk, count in zip(chunks, counts, strict=True):
+        end += count
+        if chunk.drafts:
+            places[end - count : end] = np.arange(count)
+    return places
+
+
+def _kept(chunks: list[Chunk], tokens: npt.NDArray[np.int64]) -> list[int]:
+    """Return which of the sampled tokens count: those after drafts that were right up to there."""
+    kept: list[int] = []
+    row = 0
+    for chunk in chunks:
+        count = len(chunk.sampled)
+        if chunk.drafts:
+            is_wrong = tokens[row : row + count - 1] != chunk.drafts
+            kept += range(row, row + 1 + (int(is_wrong.argmax()) if is_wrong.any() else count - 1))
+        else:
+            kept += range(row, row + count)
+        row += count
+    return kept
 
 
 def _histories(sequences: list[Sequence]) -> npt.NDArray[np.int64]:

@@ -50,7 +50,8 @@ class Chunk:
     """Tokens start .. start + count of a sequence, to be computed in a pass. If they are its last ones, the sequence
     and its followers (samples of the same prompt that share its blocks) each get a token from them. is_new: it was
     not in the pass before; what it found in the cache may be written by this very pass. copied_block: whose contents
-    the first block that this chunk writes has to begin with, copied before the pass writes anything; -1 = none."""
+    the first block that this chunk writes has to begin with, copied before the pass writes anything; -1 = none. drafts:
+    tokens beyond those of the sequence that are computed too, in case they are what comes next."""
 
     sequence: Sequence
     start: int
@@ -58,16 +59,17 @@ class Chunk:
     followers: list[Sequence] = field(default_factory=list)
     is_new: bool = False
     copied_block: int = -1
+    drafts: Rows[int] = ()
 
     @property
     def is_last(self) -> bool:
         """Whether the next token can be sampled after this chunk."""
-        return self.start + self.count == self.sequence.num_tokens
+        return self.start + self.count - len(self.drafts) == self.sequence.num_tokens
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is the newest token of a sequence and nothing else."""
-        return self.count == 1 and bool(self.sequence.tokens) and self.is_last
+        """Whether it is the newest token of a sequence and nothing else but drafts."""
+        return self.count - len(self.drafts) == 1 and bool(self.sequence.tokens) and self.is_last
 
     @property
     def continues(self) -> bool:
@@ -76,8 +78,20 @@ class Chunk:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """Who gets a token after this chunk."""
+        """Who gets a token after this chunk, or a token for each place of a draft and the one after them."""
+        if self.drafts:
+            return [self.sequence] * self.count
         return [self.sequence, *self.followers] if self.is_last else []
+
+    @property
+    def num_made(self) -> int:
+        """Tokens that a chunk which decodes has given its sequence, once they have been appended."""
+        return self.sequence.num_tokens - self.start - 1
+
+    def add_drafts(self, drafts: Rows[int]) -> None:
+        """Compute these tokens, too."""
+        self.drafts = drafts
+        self.count += len(drafts)
 
 
 class Scheduler:
@@ -163,6 +177,26 @@ class Scheduler:
                 return False
         self._give(sequence, self.pool.take(needed))
         return True
+
+    def make_room(self, chunk: Chunk, num_drafts: int) -> int:
+        """Return how many drafts a chunk of the next pass has blocks for. It may get some that are free, as long as
+        there is one more for everybody who runs: nobody makes room for drafts."""
+        sequence, size = chunk.sequence, self.pool.block_size
+        length = chunk.start + chunk.count
+        needed = self.blocks_for(length + num_drafts) - len(sequence.blocks)
+        if needed > 0:
+            count = min(needed, max(0, self.pool.num_free - len(self.running)))
+            self._give(sequence, self.pool.take(count))
+        return min(num_drafts, len(sequence.blocks) * size - length)
+
+    def keep_drafts(self, chunk: Chunk) -> None:
+        """Count the drafts that became tokens: their keys and values are in the cache. Those of the others are written
+        over by the next pass."""
+        num_accepted = chunk.num_made - 1
+        chunk.sequence.num_cached += num_accepted
+        self._remember(chunk.sequence)
+        self.counters.num_draft_tokens += len(chunk.drafts)
+        self.counters.num_accepted_tokens += num_accepted
 
     def _give(self, sequence: Sequence, blocks: Rows[int]) -> None:
         held = len(sequence.blocks)

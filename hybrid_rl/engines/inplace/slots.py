@@ -57,15 +57,16 @@ class SlotTable:
         self._free.append(slot)
 
     def advance(self, slots: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
-        """Append one token to each of these sequences."""
+        """Append one token to each of these sequences, of which one may be there several times, in order."""
         self.last[slots] = tokens
-        self.length[slots] += 1
-        self.generated[slots] += 1
+        np.add.at(self.length, slots, 1)
+        np.add.at(self.generated, slots, 1)
 
-    def sampling(self, slots: npt.NDArray[np.int64]) -> SlotSampling:
-        """Sampling parameters of the next tokens of these sequences."""
+    def sampling(self, slots: npt.NDArray[np.int64], ahead: npt.NDArray[np.int64] | int = 0) -> SlotSampling:
+        """Sampling parameters of the next tokens of these sequences. ahead: how many tokens come before each that the
+        sequence does not have yet."""
         columns = {name: column[slots] for name, column in self._sampling.items()}
-        return SlotSampling(columns, self.generated[slots], needs_of(columns))
+        return SlotSampling(columns, self.generated[slots] + ahead, needs_of(columns))
 
 
 @dataclass(frozen=True)
