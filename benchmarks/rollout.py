@@ -1,8 +1,9 @@
 """Completion tokens per second of a rollout: this library's embedded engine against another generator.
 
 `generate` is transformers' model.generate on a left-padded batch, `continuous-batching` its generate_batch; both use
-the same module in the same process. `vllm` runs in a process of its own, if it is installed. The two take turns,
-rollout by rollout. Prints one line of JSON per work and number of threads.
+the same module in the same process. `vllm` runs in a process of its own, if it is installed. `no-drafts` is this engine
+itself, against rollout.speculation=auto: every round has the same prompts, and weights that have changed a little. The
+two take turns, rollout by rollout. Prints one line of JSON per work and number of threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -40,7 +41,8 @@ from hybrid_rl.models import CausalLM  # noqa: E402
 from hybrid_rl.resharding.handoff.tensor import TensorSource  # noqa: E402
 
 ALL = ("heavy-tail", "heavy-tail-256x8", "equal", "equal-256x8")
-PEERS = ("generate", "continuous-batching", "vllm")
+PEERS = ("generate", "continuous-batching", "vllm", "no-drafts")
+NUDGE = 1e-4  # standard deviation of what every weight changes by between two epochs
 
 Prompts = Sequence[Sequence[int]]
 Generator = Callable[[Prompts, int], list[int]]
@@ -97,7 +99,10 @@ def measure(work: Work, threads: int, given: Namespace, folder: Path) -> None:
         return
     job = Job(work, str(folder / "model"), str(folder), given.warmup + given.rounds, threads, given.seed, 0.0)
     with peer_of(given.compare, model, job) as peer:
-        ours, theirs = take_turns(our_engine(model, work), peer, tokenizer, job, given.warmup)
+        if given.compare == "no-drafts":
+            ours, theirs = take_turns(our_engine(model, work, "auto"), peer, tokenizer, job, given.warmup, nudged=model)
+        else:
+            ours, theirs = take_turns(our_engine(model, work), peer, tokenizer, job, given.warmup)
     name = "vllm" if given.compare == "vllm" else "transformers"
     clocks = ("wall_seconds",) if given.compare == "vllm" else ("wall_seconds", "cpu_seconds")  # of this process
     details = {
@@ -118,16 +123,25 @@ def measure(work: Work, threads: int, given: Namespace, folder: Path) -> None:
 
 
 def take_turns(
-    ours: Generator, peer: Generator, tokenizer: PreTrainedTokenizerFast, job: Job, warmup: int
+    ours: Generator,
+    peer: Generator,
+    tokenizer: PreTrainedTokenizerFast,
+    job: Job,
+    warmup: int,
+    nudged: Qwen2ForCausalLM | None = None,
 ) -> tuple[list[Rollout], list[Rollout]]:
-    """The rollouts of both sides that count; every round has new prompts, the same for both."""
+    """The rollouts of both sides that count; every round has new prompts, the same for both. nudged: a model whose
+    weights change a little before every round; prompts are those of the first round then."""
     work = job.work
     texts = [row["prompt"] for row in rows(work, work.prompts_per_step * job.num_steps, job.seed + 1)]
     found: tuple[list[Rollout], list[Rollout]] = ([], [])
     for number in range(job.num_steps):
-        mine = texts[number * work.prompts_per_step :][: work.prompts_per_step]
+        mine = texts[0 if nudged else number * work.prompts_per_step :][: work.prompts_per_step]
         prompts = [tokenizer.encode(text) for text in mine]
-        for generator, done in zip((ours, peer), found, strict=True):
+        if nudged is not None:
+            nudge(nudged, number)
+        sides = [*zip((ours, peer), found, strict=True)]
+        for generator, done in sides if number % 2 else reversed(sides):
             done.append(timed(generator, prompts, number))
         rates = [done[-1].tokens_per_second for done in found]
         report.progress(f"round {number + 1} of {job.num_steps}: ours {rates[0]:.0f}, peer {rates[1]:.0f} tokens/s")
@@ -141,9 +155,19 @@ def timed(generator: Generator, prompts: Prompts, number: int) -> Rollout:
     return Rollout(time.perf_counter() - wall, time.process_time() - cpu, lengths)
 
 
-def our_engine(model: Qwen2ForCausalLM, work: Work) -> Generator:
+@torch.no_grad()
+def nudge(model: Qwen2ForCausalLM, seed: int) -> None:
+    """Change every weight a little, as an optimizer step does."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(NUDGE * torch.randn(parameter.shape, generator=generator))
+
+
+def our_engine(model: Qwen2ForCausalLM, work: Work, speculation: Literal["off", "auto"] = "off") -> Generator:
     """The embedded engine. As in training every rollout has a new policy version, so that no prefix outlives one."""
-    engine = InPlaceEngine(CausalLM(model), InPlaceRolloutConfig(), max_length=work.longest_tokens)
+    engine = InPlaceEngine(
+        CausalLM(model), InPlaceRolloutConfig(speculation=speculation), max_length=work.longest_tokens
+    )
     engine.wake(TAGS)
 
     def run(prompts: Prompts, number: int) -> list[int]:
@@ -169,6 +193,8 @@ def peer_of(name: str, model: Qwen2ForCausalLM, job: Job) -> Iterator[Generator]
     """The generator that we compare with."""
     if name == "generate":
         yield padded(model, job.work)
+    elif name == "no-drafts":
+        yield our_engine(model, job.work)
     elif name == "continuous-batching":
         yield continuous(copy.deepcopy(model), job.work)  # it changes the attention of the module for good
     else:
