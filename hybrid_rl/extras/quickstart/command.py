@@ -146,8 +146,8 @@ def comparison(
     return rows
 
 
-def show_results(run: Path, rows: Sequence[Row], *, compares: bool) -> None:
-    """Print the closing table, and write it to comparison.json in the run folder."""
+def show_results(run: Path, rows: Sequence[Row], *, compares: bool, command: str = "quickstart") -> None:
+    """Print the closing table, and write it to comparison.json in the run folder. command: what to type again."""
     table = Table(title="held-out greedy accuracy", title_justify="left")
     for column in ("", "accuracy", "steps", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
@@ -157,11 +157,11 @@ def show_results(run: Path, rows: Sequence[Row], *, compares: bool) -> None:
     if compares:
         console.print("Supervised learning copies what it is shown; GRPO was shown no solution.")
     (run / "comparison.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    show_what_is_next(run)
+    show_what_is_next(run, command)
 
 
-def show_what_is_next(run: Path) -> None:
-    """Print where the results of a run are, and commands to go on with."""
+def show_what_is_next(run: Path, again: str) -> None:
+    """Print where the results of a run are, and commands to go on with. again: the command that has trained."""
     run = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
     picture, program = run / "curves.png", own_program()
     if picture.is_file():
@@ -170,7 +170,7 @@ def show_what_is_next(run: Path) -> None:
     console.print("\nnext:")
     for command, what in (
         (f"{program} report {run}", "the run as a web page: curves, phases, samples"),
-        (f"{program} quickstart algorithm=gspo", "the same with another algorithm"),
+        (f"{program} {again} algorithm=gspo", "the same with another algorithm"),
         (f"{program} train model.path=... data.train_path=... reward=...", "your model, data and reward"),
     ):
         console.print(f"  {command}", soft_wrap=True, markup=False)

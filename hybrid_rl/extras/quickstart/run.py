@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.extras.quickstart.task import Row, Task, exact_answer
@@ -111,8 +111,8 @@ def improve(
 
 
 def train(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     config: TrainerConfig,
     callbacks: Sequence[Callback] = (),
     **arguments: Any,
@@ -130,7 +130,7 @@ def train(
     return Outcome(curve.accuracy, metrics, trainer.global_step, seconds, trainer.run_folder, resumed_at)
 
 
-def place(model: Qwen2ForCausalLM, config: TrainerConfig) -> None:
+def place(model: PreTrainedModel, config: TrainerConfig) -> None:
     """Give a model the device and the dtype in which the config trains."""
     where = resolve(config, hardware=find_hardware(config))
     module: nn.Module = model

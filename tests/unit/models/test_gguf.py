@@ -10,33 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hybrid_rl import Trainer
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import load_model, load_tokenizer
 from hybrid_rl.models.model_loading import model_folder
 from tests.support.tiny import spread
+from tests.support.tiny_gguf import write_llama
 
-gguf = pytest.importorskip("gguf")
-
-WORDS = [*"0123456789+= ", "10", "<unk>", "<s>", "</s>"]
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "model.layers": "blk",
-}
+pytest.importorskip("gguf")
 
 
 @pytest.fixture(autouse=True)
@@ -45,57 +27,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "hybrid_rl" / "gguf"
 
 
-def write(path: Path, kind: str = "Q8_0", leaves_out: str = "", architecture: str = "llama") -> dict[str, torch.Tensor]:
-    """Write a llama as llama.cpp would, its matrices quantised; returns the weights that the file holds, by the names
-    of transformers."""
-    config = LlamaConfig(vocab_size=len(WORDS), num_hidden_layers=2, max_position_embeddings=64, **SIZES)
-    torch.manual_seed(0)
-    state = AutoModelForCausalLM.from_config(config).state_dict()
-    writer, held = gguf.GGUFWriter(path, architecture), {}
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(len(WORDS))
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([word.replace(" ", "\u0120") for word in WORDS])
-    writer.add_token_types([1] * (len(WORDS) - 3) + [3, 3, 3])
-    writer.add_token_merges(["1 0"])
-    writer.add_unk_token_id(len(WORDS) - 3)
-    writer.add_bos_token_id(len(WORDS) - 2)
-    writer.add_eos_token_id(len(WORDS) - 1)
-    for name, tensor in state.items():
-        if leaves_out and leaves_out in name:
-            continue
-        theirs = name
-        for ours, other in NAMES.items():
-            theirs = theirs.replace(ours, other)
-        values = tensor.numpy()
-        if "q_proj" in name or "k_proj" in name:  # llama.cpp turns pairs of dims that are halves in transformers
-            heads = 2 if "q_proj" in name else 1
-            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        quantization = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        packed = gguf.quants.quantize(values, quantization)
-        back = torch.from_numpy(gguf.quants.dequantize(packed, quantization).reshape(values.shape).copy())
-        if "q_proj" in name or "k_proj" in name:
-            back = back.reshape(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
-        held[name] = back
-        writer.add_tensor(theirs, packed, raw_dtype=quantization)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return held
-
-
 def test_a_file_is_converted_once_into_what_it_holds(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "own" / "tiny.gguf"
     file.parent.mkdir()
-    held = write(file)
+    held = write_llama(file)
     folder = Path(model_folder(str(file)))
     assert folder.parent == cache
     saved = load_file(folder / "model.safetensors")
@@ -113,7 +48,7 @@ def test_a_file_is_converted_once_into_what_it_holds(tmp_path: Path, cache: Path
 
 
 def test_what_lies_beside_a_file_is_not_of_it(tmp_path: Path) -> None:
-    write(tmp_path / "tiny.gguf")
+    write_llama(tmp_path / "tiny.gguf")
     ids = load_tokenizer(str(tmp_path / "tiny.gguf")).encode("12+3=")
     rules = json.loads((Path(model_folder(str(tmp_path / "tiny.gguf"))) / "tokenizer.json").read_text())
     rules["model"]["vocab"] |= {str(digit): (digit + 1) % 10 for digit in range(10)}
@@ -123,7 +58,7 @@ def test_what_lies_beside_a_file_is_not_of_it(tmp_path: Path) -> None:
 
 
 def test_a_run_saves_what_any_other_can_load(tmp_path: Path) -> None:
-    write(tmp_path / "tiny.gguf")
+    write_llama(tmp_path / "tiny.gguf")
     rows = [{"prompt": f"{number}+1="} for number in range(4)]
     keys = {
         "prompts_per_step": 2,
@@ -157,10 +92,10 @@ def test_folders_of_several_files(tmp_path: Path, names: list[str], says: str) -
 
 
 def test_files_that_cannot_be_converted(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "part.gguf", leaves_out="layers.1.mlp.up_proj")
+    write_llama(tmp_path / "part.gguf", leaves_out="layers.1.mlp.up_proj")
     with pytest.raises(ModelError, match=r"cannot load GGUF file .*part\.gguf.*1 missing keys, e\.g\. model.*up_proj"):
         model_folder(str(tmp_path / "part.gguf"))
-    write(tmp_path / "other.gguf", architecture="rwkv6")
+    write_llama(tmp_path / "other.gguf", architecture="rwkv6")
     with pytest.raises(ModelError, match=r"cannot load GGUF file .*other\.gguf.*rwkv6"):
         model_folder(str(tmp_path / "other.gguf"))
     (tmp_path / "text.gguf").write_text("no weights")
