@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ NAME = "SmolLM2-135M-Instruct"
 LARGEST = 60  # operand
 NUM_HELD_OPERANDS = 12  # of 61
 NUM_HELDOUT = 100  # of the 144 problems that they make
-NUMBER_REWARD = 0.1  # for any number by itself
 NUM_SHOWN = 5  # samples, before and after
 
 console = Console(highlight=False)
@@ -51,18 +51,14 @@ def _row(left: int, right: int) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": question}], "answer": str(left + right)}
 
 
-def right_number(prompts: list[Any], completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return TRL-style rewards: 1.0 if the completion is the answer and nothing else, `NUMBER_REWARD` if it is another
-    number by itself, else 0.0.
+def right_sum(prompts: list[Any], completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+    """Return TRL-style rewards: 1.0 if the last number of the completion is the answer, else 0.0.
 
-    The model as published explains itself, and is seldom right then. With the small reward it answers with numbers
-    after a few steps, of which some are right.
+    So `62` is right, and so is `27 + 35 = 62`, in which the model as published is most often right. Were that wrong, it
+    would learn first to say any number by itself, and then hardly ever say the right one.
     """
-    texts = [completion[-1]["content"].strip() for completion in completions]
-    return [
-        1.0 if text == expected else NUMBER_REWARD * text.isdecimal()
-        for text, expected in zip(texts, answer, strict=True)
-    ]
+    numbers = [re.findall(r"\d+", completion[-1]["content"]) for completion in completions]
+    return [float(found[-1:] == [expected]) for found, expected in zip(numbers, answer, strict=True)]
 
 
 def train_smollm2(arguments: Sequence[str]) -> None:
@@ -79,7 +75,7 @@ def train_smollm2(arguments: Sequence[str]) -> None:
         f"out with other operands; model: {NAME}, {size / 1e6:.0f}M parameters"
     )
     rows = {"train_dataset": training_rows(task, config), "eval_dataset": task.heldout}
-    outcome = train(model, tokenizer, config, reward_funcs=right_number, **rows)
+    outcome = train(model, tokenizer, config, reward_funcs=right_sum, **rows)
     lines = [Row(NAME, outcome.curve[0], 0, 0.0)] if 0 in outcome.curve else []
     lines.append(Row(f"trained with {config.algorithm.name}", outcome.accuracy, outcome.steps, outcome.seconds))
     show_samples(outcome.run)

@@ -12,7 +12,7 @@ import pytest
 from hybrid_rl.cli import main
 from hybrid_rl.config import load_config, resolve
 from hybrid_rl.extras.quickstart import smollm2
-from hybrid_rl.extras.quickstart.smollm2 import SETTINGS, build_sums, right_number
+from hybrid_rl.extras.quickstart.smollm2 import SETTINGS, build_sums, right_sum
 from tests.support.tiny_gguf import write_llama
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}="
@@ -32,15 +32,15 @@ def test_held_out_problems_have_operands_of_their_own(seed: int) -> None:
     assert task == build_sums(seed) != build_sums(seed + 1)
 
 
-def test_only_the_number_by_itself_is_right() -> None:
-    texts = ["62", " 62\n", "27 + 35 = 62", "62.", "26", "", "6 2"]
+def test_the_last_number_is_the_answer() -> None:
+    texts = ["62", "27 + 35 = 62.", "62 = 27 + 35", "162", "6 2", "none", ""]
     completions = [[{"role": "assistant", "content": text}] for text in texts]
-    assert right_number([], completions, ["62"] * len(texts)) == [1.0, 1.0, 0.0, 0.0, 0.1, 0.0, 0.0]
+    assert right_sum([], completions, ["62"] * len(texts)) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_settings_can_be_used() -> None:
     config, given = load_config(SETTINGS)
-    assert resolve(config, given).eval.success_reward == 1  # the reward has a value between
+    assert resolve(config, given).optimizer.lr_scheduler_type == "linear"
 
 
 def test_another_model_is_refused_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:
