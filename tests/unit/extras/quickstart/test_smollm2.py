@@ -52,8 +52,8 @@ def test_what_cannot_run_is_refused_before_the_model_is_fetched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(smollm2, "model_file", lambda package: pytest.fail("fetched"))
-    assert main(["quickstart", "--model", "smollm2", "prompts_per_step=0"]) == 1
-    assert "prompts_per_step" in capsys.readouterr().err
+    assert main(["quickstart", "--model", "smollm2", "save_total_limit=2"]) == 1
+    assert "checkpoints.save_total_limit=2 would do nothing" in capsys.readouterr().err
 
 
 def test_the_whole_with_a_tiny_model(
