@@ -74,8 +74,8 @@ def train_smollm2(arguments: Sequence[str]) -> None:
         f"task: {len(task.train)} problems such as {task.train[0]['prompt'][0]['content']!r}, {len(task.heldout)} held "
         f"out with other operands; model: {NAME}, {size / 1e6:.0f}M parameters"
     )
-    rows = {"train_dataset": training_rows(task, config), "eval_dataset": task.heldout}
-    outcome = train(model, tokenizer, config, reward_funcs=right_sum, **rows)
+    rows = training_rows(task, config)
+    outcome = train(model, tokenizer, config, reward_funcs=right_sum, train_dataset=rows, eval_dataset=task.heldout)
     lines = [Row(NAME, outcome.curve[0], 0, 0.0)] if 0 in outcome.curve else []
     lines.append(Row(f"trained with {config.algorithm.name}", outcome.accuracy, outcome.steps, outcome.seconds))
     show_samples(outcome.run)
