@@ -151,9 +151,7 @@ class PackedModel:
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         linears = self._linears.fast(self._linears.num_rows)
         compiled = self._compiled.active() if self._compiled.is_active else nullcontext()
-        return nullcontext(), _nested(
-            same_attention(), linears, compiled, self._fused.active(self._fused.is_active)
-        )
+        return nullcontext(), _nested(same_attention(), linears, compiled, self._fused.active(self._fused.is_active))
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
         """Run the module's own backbone on sequences of one length, int64 [B, L], without padding or mask."""
