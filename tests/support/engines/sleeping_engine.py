@@ -49,6 +49,7 @@ class SleepingRolloutConfig(ColocatedRolloutConfig):
 
     engine: Literal["sleeping"] = key(NAME, "for tests")
     engine_args: InPlaceArgs = entries(InPlaceArgs, "as in place")
+    speculation: Literal["off"] = key("off", "as in place")
 
     def __reduce__(self) -> Any:
         return _arrived, tuple(getattr(self, item.name) for item in fields(self))
