@@ -15,7 +15,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -206,7 +205,7 @@ def save_fitted(work: Work, folder: Path, seed: int) -> float:
 def load(folder: str | Path, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Model and tokenizer of a folder."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    return model, AutoTokenizer.from_pretrained(folder)
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def rows(work: Work, count: int, seed: int) -> list[dict[str, Any]]:

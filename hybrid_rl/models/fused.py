@@ -10,6 +10,7 @@ stays as it is, and so does everything if the extension was not built.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class FusedLayers:
 
     def __init__(self, module: nn.Module) -> None:
         self.is_active = False
-        self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
+        self._forwards: list[tuple[dict[str, Any], Callable[..., Tensor]]] = []
         if any(native.operator(name) is None for name in _OPERATORS):
             return
         config, kinds = getattr(module, "config", None), dict[type[nn.Module], _Kind]()
@@ -99,6 +100,8 @@ def _is_usable(tensor: object) -> bool:
 def _kind_of(kind: type[nn.Module], config: Any) -> _Kind:
     """Find what a class of layers computes, by trying a small one. config: of the model."""
     rows, weight = _numbers(3, _SIZE), _numbers(_SIZE)
+    if len(inspect.signature(kind.forward).parameters) != 2:  # self and the rows: a gate, say, may come with them
+        return _Kind()
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             if (norm := _made(kind, _SIZE)) is not None and _epsilon_of(norm):
@@ -140,7 +143,8 @@ class _Norm:
     def __init__(self, layer: nn.Module, epsilon: float, offset: float) -> None:
         self._layer, self._settings = layer, (epsilon, offset)
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
+    def __call__(self, *rows: Tensor, **named: Tensor) -> Tensor:
+        (hidden_states,) = (*rows, *named.values())  # whatever the class calls its only argument
         weight: Any = self._layer.weight
         if hidden_states.dtype != torch.float32:
             return rms_norm(hidden_states, weight, *self._settings)
@@ -155,7 +159,8 @@ class _Gate:
     def __init__(self, layer: Any) -> None:
         self._layer = layer
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *rows: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*rows, *named.values())
         layer = self._layer
         gate, up = layer.gate_proj(x), layer.up_proj(x)
         if gate.dtype != torch.float32 or up.dtype != torch.float32:

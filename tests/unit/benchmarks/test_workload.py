@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,14 @@ def test_saved_model_is_the_same_for_everybody(tmp_path: Path) -> None:
     assert tokenizer.decode([4, 5, EOS_ID], skip_special_tokens=True) == "12"
 
 
-@pytest.mark.parametrize("name", workload.WORKS)
+def test_a_sum_in_words() -> None:
+    (row,) = workload.rows(workload.CHAT_SUMS, 1, seed=1)
+    (message,) = row["prompt"]
+    first, second = map(int, re.findall(r"\d+", message["content"]))
+    assert message["role"] == "user" and row["answer"] == str(first + second)
+
+
+@pytest.mark.parametrize("name", [name for name, work in workload.WORKS.items() if not work.is_chat])
 def test_prompts_are_of_the_asked_length_and_fit_the_positions(name: str) -> None:
     work = workload.WORKS[name]
     rows = workload.rows(work, 20, seed=1)

@@ -147,6 +147,20 @@ def test_a_norm_of_another_formula_stays_as_it_is() -> None:
     assert not fused_kinds(nn.Sequential(OddNorm(8)))
 
 
+def test_a_norm_that_may_be_given_a_gate_stays_as_it_is() -> None:
+    """Without one it is an RMSNorm: those of GraniteMoeHybrid's Mamba layers."""
+
+    class GatedNorm(nn.Module):
+        def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(hidden_size)), eps
+
+        def forward(self, rows: Tensor, gate: Tensor | None = None) -> Tensor:
+            return rms_norm(rows if gate is None else rows * gate, self.weight, self.variance_epsilon, 0.0)
+
+    assert not fused_kinds(nn.Sequential(GatedNorm(8)))
+
+
 def test_blocks_end_and_do_not_nest() -> None:
     model = model_of("Llama")
     layers = FusedLayers(model)
