@@ -9,7 +9,6 @@ stays as it is, and so does everything if the extension was not built.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,7 +108,8 @@ def _kind_of(kind: type[nn.Module], config: Any) -> _Kind:
                 out, epsilon = norm(rows), _epsilon_of(norm) or 0.0
                 fits = (offset for offset in (0.0, 1.0) if _agree(out, rms_norm(rows, weight, epsilon, offset)))
                 return _Kind(next(fits, None) if len([*norm.parameters()]) == 1 else None)
-            small = copy.copy(config)
+            small = object.__new__(type(config))  # copy.copy leaves a mark on the class
+            vars(small).update(vars(config))
             small.hidden_size = small.intermediate_size = _SIZE
             layer: Any = _made(kind, small)
             if layer is None:
