@@ -36,7 +36,7 @@ def arguments() -> Namespace:
     parser.add_argument("--tokens-per-micro-batch", type=report.positive, help="ours; default: the library's")
     parser.add_argument("--trl-gen", choices=("padded", "continuous"), default="padded", help="how TRL generates")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: an environment made here")
-    parser.add_argument("--model", type=Path, help="folder of a chat model, for --work chat-sums")
+    parser.add_argument("--model", help="folder of a chat model, for --work chat-sums")
     given = parser.parse_args()
     if (given.model is not None) != (given.work == CHAT_SUMS.name):
         parser.error(f"--model goes with --work {CHAT_SUMS.name}, and the other way round")
