@@ -30,81 +30,111 @@ constexpr int64_t kRowsPerPart = 256; // rows whose share in the gradient of a n
 
 // out = (weight + offset) * (x * scale), scale = (mean(x^2) + epsilon)^-1/2, which is returned.
 template <int W>
-HYBRID_RL_INLINE float norm_row_by(const float* x, const float* weight, int64_t size, double epsilon, float offset, float* out) {
-      using V = typename Lanes<W>::Floats;
-      double total = 0.0;
-      for (int64_t first = 0; first < size; first += kBlock) {
-        const int64_t end = std::min(size, first + kBlock);
-        V sums = {};
-        int64_t i = first;
-        for (; i + W <= end; i += W) {
-          const V lanes = hybrid_rl::load<W>(x + i);
-          sums += lanes * lanes;
-        }
-        float sum = hybrid_rl::sum_of(sums);
-        for (; i < end; ++i) {
-          sum += x[i] * x[i];
-        }
-        total += sum;
-      }
-      const float scale = static_cast<float>(1.0 / std::sqrt(total / static_cast<double>(size) + epsilon));
-      int64_t i = 0;
-      for (; i + W <= size; i += W) {
-        const V scaled = hybrid_rl::load<W>(x + i) * scale;
-        hybrid_rl::store(out + i, (hybrid_rl::load<W>(weight + i) + offset) * scaled);
-      }
-      for (; i < size; ++i) {
-        out[i] = (weight[i] + offset) * (x[i] * scale);
-      }
-      return scale;
+HYBRID_RL_INLINE float norm_row_by(
+    const float* x,
+    const float* weight,
+    int64_t size,
+    double epsilon,
+    float offset,
+    float* out) {
+  using V = typename Lanes<W>::Floats;
+  double total = 0.0;
+  for (int64_t first = 0; first < size; first += kBlock) {
+    const int64_t end = std::min(size, first + kBlock);
+    V sums = {};
+    int64_t i = first;
+    for (; i + W <= end; i += W) {
+      const V lanes = hybrid_rl::load<W>(x + i);
+      sums += lanes * lanes;
     }
+    float sum = hybrid_rl::sum_of(sums);
+    for (; i < end; ++i) {
+      sum += x[i] * x[i];
+    }
+    total += sum;
+  }
+  const float scale = static_cast<float>(1.0 / std::sqrt(total / static_cast<double>(size) + epsilon));
+  int64_t i = 0;
+  for (; i + W <= size; i += W) {
+    const V scaled = hybrid_rl::load<W>(x + i) * scale;
+    hybrid_rl::store(out + i, (hybrid_rl::load<W>(weight + i) + offset) * scaled);
+  }
+  for (; i < size; ++i) {
+    out[i] = (weight[i] + offset) * (x[i] * scale);
+  }
+  return scale;
+}
 
-HYBRID_RL_PER_WIDTH(float norm_row(const float* x, const float* weight, int64_t size, double epsilon, float offset, float* out), { return norm_row_by<kWidth>(x, weight, size, epsilon, offset, out); })
-
+HYBRID_RL_PER_WIDTH(
+    float norm_row(
+        const float* x,
+        const float* weight,
+        int64_t size,
+        double epsilon,
+        float offset,
+        float* out),
+    { return norm_row_by<kWidth>(x, weight, size, epsilon, offset, out); })
 
 // With g = grad * (weight + offset): grad_x = scale * (g - x * scale^2 * mean(g * x)); adds grad * x * scale to
 // grad_weight, unless that is null.
 template <int W>
-HYBRID_RL_INLINE void norm_row_backward_by( const float* grad, const float* x, const float* weight, int64_t size, float scale, float offset, float* grad_x, float* grad_weight) {
-      using V = typename Lanes<W>::Floats;
-      double total = 0.0;
-      for (int64_t first = 0; first < size; first += kBlock) {
-        const int64_t end = std::min(size, first + kBlock);
-        V sums = {};
-        int64_t i = first;
-        for (; i + W <= end; i += W) {
-          const V g = hybrid_rl::load<W>(grad + i) * (hybrid_rl::load<W>(weight + i) + offset);
-          sums += g * hybrid_rl::load<W>(x + i);
-        }
-        float sum = hybrid_rl::sum_of(sums);
-        for (; i < end; ++i) {
-          sum += grad[i] * (weight[i] + offset) * x[i];
-        }
-        total += sum;
-      }
-      const float pull =
-          static_cast<float>(total / static_cast<double>(size) * static_cast<double>(scale) * static_cast<double>(scale));
-      int64_t i = 0;
-      for (; i + W <= size; i += W) {
-        const V lanes = hybrid_rl::load<W>(x + i);
-        const V up = hybrid_rl::load<W>(grad + i);
-        const V g = up * (hybrid_rl::load<W>(weight + i) + offset);
-        hybrid_rl::store(grad_x + i, (g - lanes * pull) * scale);
-        if (grad_weight != nullptr) {
-          hybrid_rl::store(grad_weight + i, hybrid_rl::load<W>(grad_weight + i) + up * (lanes * scale));
-        }
-      }
-      for (; i < size; ++i) {
-        const float g = grad[i] * (weight[i] + offset);
-        grad_x[i] = (g - x[i] * pull) * scale;
-        if (grad_weight != nullptr) {
-          grad_weight[i] += grad[i] * (x[i] * scale);
-        }
-      }
+HYBRID_RL_INLINE void norm_row_backward_by(
+    const float* grad,
+    const float* x,
+    const float* weight,
+    int64_t size,
+    float scale,
+    float offset,
+    float* grad_x,
+    float* grad_weight) {
+  using V = typename Lanes<W>::Floats;
+  double total = 0.0;
+  for (int64_t first = 0; first < size; first += kBlock) {
+    const int64_t end = std::min(size, first + kBlock);
+    V sums = {};
+    int64_t i = first;
+    for (; i + W <= end; i += W) {
+      const V g = hybrid_rl::load<W>(grad + i) * (hybrid_rl::load<W>(weight + i) + offset);
+      sums += g * hybrid_rl::load<W>(x + i);
     }
+    float sum = hybrid_rl::sum_of(sums);
+    for (; i < end; ++i) {
+      sum += grad[i] * (weight[i] + offset) * x[i];
+    }
+    total += sum;
+  }
+  const float pull =
+      static_cast<float>(total / static_cast<double>(size) * static_cast<double>(scale) * static_cast<double>(scale));
+  int64_t i = 0;
+  for (; i + W <= size; i += W) {
+    const V lanes = hybrid_rl::load<W>(x + i);
+    const V up = hybrid_rl::load<W>(grad + i);
+    const V g = up * (hybrid_rl::load<W>(weight + i) + offset);
+    hybrid_rl::store(grad_x + i, (g - lanes * pull) * scale);
+    if (grad_weight != nullptr) {
+      hybrid_rl::store(grad_weight + i, hybrid_rl::load<W>(grad_weight + i) + up * (lanes * scale));
+    }
+  }
+  for (; i < size; ++i) {
+    const float g = grad[i] * (weight[i] + offset);
+    grad_x[i] = (g - x[i] * pull) * scale;
+    if (grad_weight != nullptr) {
+      grad_weight[i] += grad[i] * (x[i] * scale);
+    }
+  }
+}
 
-HYBRID_RL_PER_WIDTH(void norm_row_backward( const float* grad, const float* x, const float* weight, int64_t size, float scale, float offset, float* grad_x, float* grad_weight), { norm_row_backward_by<kWidth>(grad, x, weight, size, scale, offset, grad_x, grad_weight); })
-
+HYBRID_RL_PER_WIDTH(
+    void norm_row_backward(
+        const float* grad,
+        const float* x,
+        const float* weight,
+        int64_t size,
+        float scale,
+        float offset,
+        float* grad_x,
+        float* grad_weight),
+    { norm_row_backward_by<kWidth>(grad, x, weight, size, scale, offset, grad_x, grad_weight); })
 
 // ------------------------------------------------------------------------------------------------ gate of a SwiGLU
 
@@ -148,37 +178,55 @@ HYBRID_RL_INLINE void gate_run_by(const float* gate, const float* up, int64_t si
   }
 }
 
-HYBRID_RL_PER_WIDTH(void gate_run(const float* gate, const float* up, int64_t size, float* out), { gate_run_by<kWidth>(gate, up, size, out); })
-
+HYBRID_RL_PER_WIDTH(
+    void gate_run(
+        const float* gate,
+        const float* up,
+        int64_t size,
+        float* out),
+    { gate_run_by<kWidth>(gate, up, size, out); })
 
 // With s = sigmoid(gate): grad_up = grad * gate * s, grad_gate = grad * up * s * (1 + gate * (1 - s)).
 template <int W>
-HYBRID_RL_INLINE void gate_run_backward_by( const float* grad, const float* gate, const float* up, int64_t size, float* grad_gate, float* grad_up) {
-      using V = typename Lanes<W>::Floats;
-      for (int64_t i = 0; i < size; i += W) {
-        float rest[5][W] = {};
-        const bool is_whole = i + W <= size;
-        const int64_t count = is_whole ? W : size - i;
-        if (!is_whole) {
-          std::copy_n(grad + i, count, rest[0]);
-          std::copy_n(gate + i, count, rest[1]);
-          std::copy_n(up + i, count, rest[2]);
-        }
-        const V g = hybrid_rl::load<W>(is_whole ? grad + i : rest[0]);
-        const V x = hybrid_rl::load<W>(is_whole ? gate + i : rest[1]);
-        const V u = hybrid_rl::load<W>(is_whole ? up + i : rest[2]);
-        const V s = sigmoid<W>(x);
-        hybrid_rl::store(is_whole ? grad_gate + i : rest[3], g * u * s * (x * (1.0f - s) + 1.0f));
-        hybrid_rl::store(is_whole ? grad_up + i : rest[4], g * x * s);
-        if (!is_whole) {
-          std::copy_n(rest[3], count, grad_gate + i);
-          std::copy_n(rest[4], count, grad_up + i);
-        }
-      }
+HYBRID_RL_INLINE void gate_run_backward_by(
+    const float* grad,
+    const float* gate,
+    const float* up,
+    int64_t size,
+    float* grad_gate,
+    float* grad_up) {
+  using V = typename Lanes<W>::Floats;
+  for (int64_t i = 0; i < size; i += W) {
+    float rest[5][W] = {};
+    const bool is_whole = i + W <= size;
+    const int64_t count = is_whole ? W : size - i;
+    if (!is_whole) {
+      std::copy_n(grad + i, count, rest[0]);
+      std::copy_n(gate + i, count, rest[1]);
+      std::copy_n(up + i, count, rest[2]);
     }
+    const V g = hybrid_rl::load<W>(is_whole ? grad + i : rest[0]);
+    const V x = hybrid_rl::load<W>(is_whole ? gate + i : rest[1]);
+    const V u = hybrid_rl::load<W>(is_whole ? up + i : rest[2]);
+    const V s = sigmoid<W>(x);
+    hybrid_rl::store(is_whole ? grad_gate + i : rest[3], g * u * s * (x * (1.0f - s) + 1.0f));
+    hybrid_rl::store(is_whole ? grad_up + i : rest[4], g * x * s);
+    if (!is_whole) {
+      std::copy_n(rest[3], count, grad_gate + i);
+      std::copy_n(rest[4], count, grad_up + i);
+    }
+  }
+}
 
-HYBRID_RL_PER_WIDTH(void gate_run_backward( const float* grad, const float* gate, const float* up, int64_t size, float* grad_gate, float* grad_up), { gate_run_backward_by<kWidth>(grad, gate, up, size, grad_gate, grad_up); })
-
+HYBRID_RL_PER_WIDTH(
+    void gate_run_backward(
+        const float* grad,
+        const float* gate,
+        const float* up,
+        int64_t size,
+        float* grad_gate,
+        float* grad_up),
+    { gate_run_backward_by<kWidth>(grad, gate, up, size, grad_gate, grad_up); })
 
 // ---------------------------------------------------------------------------------------------- log-probabilities
 
@@ -222,7 +270,7 @@ HYBRID_RL_INLINE Distribution distribution_of_by(const float* logits, int64_t si
       const V power = hybrid_rl::exp_of_nonpositive(below);
       sums += power;
       products += power * (below < -200.0f ? V{} - 200.0f : below); // an excluded column: 0 * 200, not NaN
-    }
+}
     total += hybrid_rl::sum_of(sums);
     weighted += hybrid_rl::sum_of(products);
   }
@@ -232,32 +280,53 @@ HYBRID_RL_INLINE Distribution distribution_of_by(const float* logits, int64_t si
       static_cast<float>(log_total - weighted / total)};
 }
 
-HYBRID_RL_PER_WIDTH(Distribution distribution_of(const float* logits, int64_t size, float inverse_temperature), { return distribution_of_by<kWidth>(logits, size, inverse_temperature); })
-
+HYBRID_RL_PER_WIDTH(
+    Distribution distribution_of(
+        const float* logits,
+        int64_t size,
+        float inverse_temperature),
+    { return distribution_of_by<kWidth>(logits, size, inverse_temperature); })
 
 // logits := scale * (up * (onehot(label) - p) - up_entropy * p * (ln p + entropy))
 template <int W>
-HYBRID_RL_INLINE void gradient_row_by( float* logits, int64_t size, int64_t label, Distribution about, float inverse_temperature, float up, float up_entropy, float scale) {
-      using V = typename Lanes<W>::Floats;
-      float rest[W];
-      for (int64_t i = 0; i < size; i += W) {
-        const V log_p = some<W>(logits + i, size - i, rest) * inverse_temperature - about.log_sum;
-        const V bounded = log_p < -200.0f ? V{} - 200.0f : log_p;
-        const V at_most_one = bounded > 0.0f ? V{} : bounded; // rounding may leave ln p just above 0
-        const V p = hybrid_rl::exp_of_nonpositive(at_most_one);
-        const V gradient = -(p * (up + up_entropy * (at_most_one + about.entropy))) * scale;
-        if (size - i >= W) {
-          hybrid_rl::store(logits + i, gradient);
-        } else {
-          hybrid_rl::store(rest, gradient);
-          std::copy_n(rest, size - i, logits + i);
-        }
-      }
-      logits[label] += up * scale;
+HYBRID_RL_INLINE void gradient_row_by(
+    float* logits,
+    int64_t size,
+    int64_t label,
+    Distribution about,
+    float inverse_temperature,
+    float up,
+    float up_entropy,
+    float scale) {
+  using V = typename Lanes<W>::Floats;
+  float rest[W];
+  for (int64_t i = 0; i < size; i += W) {
+    const V log_p = some<W>(logits + i, size - i, rest) * inverse_temperature - about.log_sum;
+    const V bounded = log_p < -200.0f ? V{} - 200.0f : log_p;
+    const V at_most_one = bounded > 0.0f ? V{} : bounded; // rounding may leave ln p just above 0
+    const V p = hybrid_rl::exp_of_nonpositive(at_most_one);
+    const V gradient = -(p * (up + up_entropy * (at_most_one + about.entropy))) * scale;
+    if (size - i >= W) {
+      hybrid_rl::store(logits + i, gradient);
+    } else {
+      hybrid_rl::store(rest, gradient);
+      std::copy_n(rest, size - i, logits + i);
     }
+  }
+  logits[label] += up * scale;
+}
 
-HYBRID_RL_PER_WIDTH(void gradient_row( float* logits, int64_t size, int64_t label, Distribution about, float inverse_temperature, float up, float up_entropy, float scale), { gradient_row_by<kWidth>(logits, size, label, about, inverse_temperature, up, up_entropy, scale); })
-
+HYBRID_RL_PER_WIDTH(
+    void gradient_row(
+        float* logits,
+        int64_t size,
+        int64_t label,
+        Distribution about,
+        float inverse_temperature,
+        float up,
+        float up_entropy,
+        float scale),
+    { gradient_row_by<kWidth>(logits, size, label, about, inverse_temperature, up, up_entropy, scale); })
 
 // ----------------------------------------------------------------------------------------------------- operators
 

@@ -23,7 +23,7 @@ def run_quickstart(
     A warm start imitates a careless worker, who mostly forgets to carry; GRPO, which learns only from right or wrong,
     corrects that. In the end supervised learning goes on for the same time, for comparison.
 
-    With --model smollm2 it is a language model that learns sums in plain words: some twenty minutes on two CPU cores.
+    With --model smollm2 it is a language model that learns sums in plain words, which takes much longer.
 
     Examples:
       hybrid-rl quickstart

@@ -53,7 +53,9 @@ class FusedLayers:
         for layer in module.modules():
             if "forward" in vars(layer) or not (epsilon := _epsilon_of(layer)) and not _has_gate(layer):
                 continue
-            kind = kinds.setdefault(type(layer), _kind_of(type(layer), config))
+            if type(layer) not in kinds:
+                kinds[type(layer)] = _kind_of(type(layer), config)
+            kind = kinds[type(layer)]
             if kind.is_gate and _has_gate(layer):
                 self._forwards.append((vars(layer), _Gate(layer)))
             elif kind.offset is not None and epsilon and _is_usable(getattr(layer, "weight", None)):

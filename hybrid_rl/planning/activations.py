@@ -37,11 +37,11 @@ from hybrid_rl.planning.fullest_rows import Samples, learning_batch
 from hybrid_rl.planning.models import built
 from hybrid_rl.planning.sharded import ShardedPass
 from hybrid_rl.planning.stand_ins import (
-    AttentionKernel,
+    FlashKernel,
     FusedHead,
     Kernels,
     OffloadedActivations,
-    allocate_fused,
+    allocate_compiled,
     autocast_on_meta,
 )
 from hybrid_rl.planning.storages import Held, LiveStorages, Peaks
@@ -328,15 +328,15 @@ class CountedModel(CausalLM):
             counted.module, "sdpa" if is_packed else UNPACKED, float32_head=config.model.cast_lm_head_to_fp32
         )
         self._device_type = counted.device_type
-        if counted.device_type == "cpu" and self.dtype == torch.float32:
-            allocate_fused()
-            self._fused = FusedLayers(counted.module)
+        if counted.device_type == "cpu":
+            allocate_compiled()
+            self._fused = FusedLayers(counted.module if self.dtype == torch.float32 else nn.Module())
         self._offload = OffloadedActivations() if counted.offloads else None
         device = torch.device(counted.device_type)
         if is_packed:
             name = expected_backend(config.model.attention, AttentionNeeds.of(counted.module, device, self.dtype))
             if name != "sdpa":
-                kernel: Any = AttentionKernel(is_flash=name != "compiled")
+                kernel: Any = None if name == "compiled" else FlashKernel()
                 self.attention = Backend(name, kernel)
         self._has_fused_head = counted.device_type == "cuda" and self.dtype == torch.bfloat16
         if counted.checkpoints:
@@ -351,8 +351,6 @@ class CountedModel(CausalLM):
 
     def token_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Same as CausalLM."""
-        if self._device_type == "cpu":
-            allocate_fused()
         if not self._has_fused_head:
             head = self.head
             return chunked_logprobs(

@@ -23,15 +23,9 @@ from hybrid_rl.models.attention.attention_function import AttentionOptions
 from hybrid_rl.models.attention.varlen import AttentionState, Gradients, Segments
 
 
-class AttentionKernel:
-    """The memory of attention kernels that read segments in place: FlashAttention on CUDA, csrc on a CPU.
-
-    is_flash: FlashAttention's backward pass, with its float32 gradient of the queries, and gradients of keys and values
-    for each head of queries.
-    """
-
-    def __init__(self, *, is_flash: bool) -> None:
-        self._is_flash = is_flash
+class FlashKernel:
+    """The memory of attention kernels that read segments in place, on CUDA: FlashAttention's backward pass, with its
+    float32 gradient of the queries, and gradients of keys and values for each head of queries."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions
@@ -43,11 +37,10 @@ class AttentionKernel:
     def backward(self, grad: Tensor, state: AttentionState, segments: Segments, options: AttentionOptions) -> Gradients:
         """Same arguments as TorchKernel.backward."""
         gradients = tuple(map(torch.empty_like, (state.query, state.key, state.value)))
-        if self._is_flash:
-            held = [torch.empty_like(state.query, dtype=torch.float32), torch.empty_like(state.lse)]
-            if state.key.shape[1] != state.query.shape[1]:
-                held += [torch.empty_like(state.query), torch.empty_like(state.query)]
-            del held
+        held = [torch.empty_like(state.query, dtype=torch.float32), torch.empty_like(state.lse)]
+        if state.key.shape[1] != state.query.shape[1]:
+            held += [torch.empty_like(state.query), torch.empty_like(state.query)]
+        del held
         return gradients  # type: ignore[return-value]
 
 
@@ -140,8 +133,9 @@ NUM_PARTS = 16
 
 
 @functools.cache
-def allocate_fused() -> torch.library.Library:
-    """Let the operators of csrc/fused.cpp run on meta, where they allocate what they return; if they were built."""
+def allocate_compiled() -> torch.library.Library:
+    """Let the operators of csrc that train on a CPU run on meta, where they allocate what they return; if they were
+    built."""
     library = torch.library.Library("hybrid_rl", "IMPL", "Meta")
     like, row = torch.empty_like, lambda rows: rows.new_empty(rows.numel() // max(rows.shape[-1], 1))
     functions: dict[str, Any] = {
@@ -151,6 +145,11 @@ def allocate_fused() -> torch.library.Library:
         "silu_gate_backward": lambda grad, gate, up: (like(gate), like(up)),
         "label_logprobs": lambda logits, *_: (row(logits), row(logits), row(logits)),
         "label_logprobs_backward": lambda *_: None,
+        "packed_attention": lambda query, key, value, *_: (
+            query.new_empty(*query.shape[:2], value.shape[2]),
+            query.new_empty(query.shape[:2]),
+        ),
+        "packed_attention_backward": lambda grad, query, key, value, *_: (like(query), like(key), like(value)),
     }
     for name, function in functions.items():
         if native.operator(name) is not None:

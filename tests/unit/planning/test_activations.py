@@ -75,7 +75,7 @@ def samples(num_tokens=512, **changes):
     ("dtype", "checkpoints", "is_first"),
     [(torch.float32, False, False), (torch.float32, True, True), (torch.bfloat16, True, False)],
 )
-def test_update_is_counted_to_two_thousandths(dtype, checkpoints, is_first):
+def test_update_is_counted_to_a_thousandth(dtype, checkpoints, is_first):
     config = settings(dtype=str(dtype).removeprefix("torch."))
     torch.manual_seed(0)
     module = Qwen2ForCausalLM(Qwen2Config(**(TINY | WIDE))).to(dtype)
@@ -93,7 +93,8 @@ def test_update_is_counted_to_two_thousandths(dtype, checkpoints, is_first):
         micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec))[0].backward()
     measured = real.peak + sum(gradient.numel() * gradient.element_size() for gradient in gradients)
     counted = Counted(meta_model(dtype, **WIDE), config, "cpu", checkpoints=checkpoints)
-    assert counted.update(samples(), is_first=is_first).fullest.total == pytest.approx(measured, rel=2e-3)
+    # Masks of sdpa, which bfloat16 takes on a CPU, are counted to some kilobytes.
+    assert counted.update(samples(), is_first=is_first).fullest.total == pytest.approx(measured, rel=1e-3, abs=5_000)
 
 
 def count(num_layers=2, num_tokens=512, device="cpu", **options):
@@ -221,8 +222,7 @@ def test_passes_of_other_families_are_those_of_real_ones(family, engine):
     with RealStorages([*module.parameters(), *module.buffers()]) as real:
         micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec))[0].backward()
     counted = Counted(RunModels.of(module, config).policy, config, "cpu", is_packed=packed)
-    # Where attention is at the peak, its stand-in holds a few numbers more than the compiled kernel.
-    assert counted.update(rows, is_first=True).fullest.total == pytest.approx(real.peak, rel=0.03)
+    assert counted.update(rows, is_first=True).fullest.total == pytest.approx(real.peak, rel=0.02)
 
 
 def test_a_model_without_attention_has_no_pages():
