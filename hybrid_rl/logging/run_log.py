@@ -285,7 +285,7 @@ class RunLog:
 
 
 def cost_metrics(
-    batch: AnyBatch, timings: Timings, seconds: float, forward_flops: float, update_passes: int
+    batch: AnyBatch, timings: Timings, seconds: float, forward_flops: float, update_passes: float
 ) -> dict[str, float]:
     """Return the seconds of a training step by part, and the throughput that they achieved.
 

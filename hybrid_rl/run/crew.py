@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.checkpoint.reading import STATE_FILE, Checkpoint
@@ -86,12 +86,13 @@ class Crew:
         """What the policy computes for a token, and the FLOP/s of a GPU of the run if they are known."""
         return token_cost(self.run.skeleton), extra("peak_flops")(self.run.hardware.name)
 
-    def costs(self, batch: AnyBatch, timings: Timings, seconds: float) -> dict[str, float]:
+    def costs(self, batch: AnyBatch, timings: Timings, seconds: float, update: Mapping[str, float]) -> dict[str, float]:
         """Return what a training step cost: its seconds, throughput, GFLOP/s, and their share of what its GPUs can do
         if that is known. A backward pass is worth two forward ones, or one below adapters, whose base has no gradient
-        of its weights; what is recomputed does not count."""
+        of its weights; what is recomputed does not count. update: the metrics of the update."""
         config, (cost, peak_flops) = self.config, self._rates
-        passes = config.algorithm.num_iterations * (2 if config.lora.is_on else 3)
+        backward = (1 if config.lora.is_on else 2) * (1 - update.get("perf/forward_only_share", 0.0))
+        passes = config.algorithm.num_iterations * (1 + backward)
         metrics = cost_metrics(batch, timings, seconds, cost.forward_flops(batch), passes)
         for part, group in (("rollout", self.generating), ("update", self.policy)):
             flops = metrics.get(f"perf/{part}_gflops", 0.0) * 1e9

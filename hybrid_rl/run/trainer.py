@@ -296,7 +296,7 @@ class Trainer:
         position.num_tokens += int(batch["prompt_length"].sum() + batch["completion_length"].sum())
         crew.guard.complete()
         metrics = {**update, **collected.metrics, **crew.handoff, **largest(crew.policy.memory_metrics())}
-        metrics |= crew.costs(batch, collected.timings, now() - start)
+        metrics |= crew.costs(batch, collected.timings, now() - start, update)
         metrics |= {"num_tokens": float(position.num_tokens), "epoch": crew.sampler.epoch, **self._settings.metrics()}
         metrics |= self._saver.metrics() | self._recovery.metrics()
         result = StepResult(readable(batch, crew.run), Metrics(with_logged(metrics, collected.logged)))

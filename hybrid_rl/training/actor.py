@@ -18,7 +18,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.process import progress
-from hybrid_rl.training.batch_plan import Plan, sample_rows
+from hybrid_rl.training.batch_plan import Plan, sample_rows, still_micro_batches
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.kl_weight import KLWeight
@@ -113,16 +113,22 @@ class Actor(TrainedModel):
         if prepared is not None:
             batch = batch.with_columns(prepared=prepared)
         batch = with_trajectory_tokens(batch, spec)
+        still = [[False] * len(mini) for mini in plan]
+        if spec.follows_advantages:
+            still = still_micro_batches(batch, plan, spec.mask(batch), self._context)
+        sums.merge(_forward_only(batch, plan, still))
         first: torch.Tensor | None = None  # what the weights of the rollout said of the first mini-batch
         for _ in range(self._num_iterations):
-            for micro_batches, its_counts in zip(plan, counts, strict=True):
+            for micro_batches, its_counts, are_still in zip(plan, counts, still, strict=True):
                 mini = self._mini_batch(batch, micro_batches, its_counts, version)
                 step, losses, before = MetricSums(), [], []
-                for micro, is_last in self._cut(batch, micro_batches):
-                    with accumulating(self.model, is_last=is_last):
+                for (micro, is_last), is_still in zip(self._cut(batch, micro_batches), are_still, strict=True):
+                    with accumulating(self.model, is_last=is_last), torch.set_grad_enabled(not is_still):
                         loss, stats, said = micro_batch_loss(self.model, micro, spec, mini, self._beside)
-                        loss.backward()  # type: ignore[no-untyped-call]
-                    self.optimizer.accumulate()
+                        if not is_still:
+                            loss.backward()  # type: ignore[no-untyped-call]
+                    if not is_still:
+                        self.optimizer.accumulate()
                     step.merge(stats)
                     losses.append(loss.detach())
                     before.append(said.float())
@@ -188,6 +194,16 @@ class Actor(TrainedModel):
         self.kl_weight.load_state_dict(state["algorithm"])
         self.entropy_weight.load_state_dict(state["algorithm"])
         self._numbers.load_state_dict(state["algorithm"])
+
+
+def _forward_only(batch: Batch, plan: Plan, still: Sequence[Sequence[bool]]) -> MetricSums:
+    """Return which share of the completion tokens an update computes without a backward pass."""
+    lengths, sums = batch["completion_ids"].lengths, MetricSums()
+    for mini, flags in zip(plan, still, strict=True):
+        for rows, is_still in zip(mini, flags, strict=True):
+            num_tokens = int(lengths[rows].sum()) if rows else 0
+            sums.mean("perf/forward_only_share", num_tokens * is_still, num_tokens)
+    return sums
 
 
 def _joined(said: Sequence[torch.Tensor], micro_batches: MicroBatches, device: torch.device) -> torch.Tensor:

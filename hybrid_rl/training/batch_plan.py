@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos.advantages.group_rewards import GroupEstimator
 from hybrid_rl.batch import FIELDS, Batch, Column, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.config import TrainerConfig
@@ -20,6 +21,7 @@ from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import prompt_groups
 from hybrid_rl.models.attention.padded import length_buckets
+from hybrid_rl.training.spec import LossSpec
 
 Plan = list[list[list[int]]]  # mini-batches of micro-batches of sample indices
 
@@ -44,16 +46,19 @@ class PlanSpec:
     tokens_per_micro_batch: int | None
     seed: int
     is_packed: bool
+    splits_alike: bool
 
     @classmethod
     def of(cls, config: TrainerConfig) -> PlanSpec:
         """Take the values from a resolved configuration."""
         prompts, optimizer = config.data.prompts_per_step, config.optimizer
+        compares_groups = isinstance(config.advantage, GroupEstimator)
         return cls(
             num_mini_batches=prompts // (optimizer.prompts_per_mini_batch or prompts),
             tokens_per_micro_batch=optimizer.tokens_per_micro_batch,
             seed=config.seed,
             is_packed=config.is_packed,
+            splits_alike=compares_groups and LossSpec.of(config).follows_advantages,
         )
 
     def plan(self, batch: Batch, step: int, context: RankContext, device: torch.device) -> Plan:
@@ -70,12 +75,19 @@ class PlanSpec:
             tokens_per_micro_batch=token_cap(device, self.tokens_per_micro_batch, lengths),
             seed=self.seed + step,
             is_packed=self.is_packed,
+            splits_alike=self.splits_alike,
         )
         return align_plans(plan, context.gather(num_micro_batches(plan)))
 
 
 def make_plan(
-    batch: Batch, *, num_mini_batches: int, tokens_per_micro_batch: int, seed: int, is_packed: bool = True
+    batch: Batch,
+    *,
+    num_mini_batches: int,
+    tokens_per_micro_batch: int,
+    seed: int,
+    is_packed: bool = True,
+    splits_alike: bool = False,
 ) -> Plan:
     """Cut a rank's batch: for each of range(num_mini_batches) the micro-batches of the samples whose column
     `mini_batch` says so, none if this rank has no such sample. A batch without that column is one mini-batch.
@@ -84,7 +96,8 @@ def make_plan(
     of one prompt stay together if they fit. Samples of a micro-batch run from long to short, so that equal lengths
     are side by side. seed: of the order in which groups are packed, with one rank that of `assign_mini_batches`.
     is_packed: False if samples are computed next to each other, each with its prompt and padded to the longest: those
-    of a micro-batch are then of similar length, and padding counts.
+    of a micro-batch are then of similar length, and padding counts. splits_alike: True if groups whose samples all got
+    the same reward come in micro-batches of their own, before the others: they teach nothing (`still_micro_batches`).
 
     Raises DataError for a sample over the cap and for a mini-batch that does not exist.
     """
@@ -92,14 +105,15 @@ def make_plan(
     groups = batch.group_rows()
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
     prompts, completions = batch["prompt_ids"].lengths.tolist(), batch["completion_ids"].lengths.tolist()
-    rows_of: list[list[int]] = [[] for _ in range(num_mini_batches)]
-    for row in (row for group in order for row in groups[group]):
-        rows_of[minis[row]].append(row)
-    plan: Plan = []
-    for rows in rows_of:
+    rows_of: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_mini_batches)]  # alike, and all others
+    for group in order:
+        differs = not splits_alike or _differs(batch["rewards"][groups[group]])
+        for row in groups[group]:
+            rows_of[minis[row]][differs].append(row)
+
+    def cut(rows: list[int]) -> list[list[int]]:
         if not is_packed:
-            plan.append(_padded([prompts[row] + completions[row] for row in rows], rows, tokens_per_micro_batch))
-            continue
+            return _padded([prompts[row] + completions[row] for row in rows], rows, tokens_per_micro_batch)
         pieces: list[tuple[int, list[int]]] = []  # tokens and samples of what is not cut further
         for members in prompt_groups(batch["prompt_ids"], rows):
             prompt = prompts[members[0]]
@@ -108,8 +122,26 @@ def make_plan(
                 pieces.append((prompt + sum(completions[row] for row in samples), samples))
         packed = pack_by_tokens([num_tokens for num_tokens, _ in pieces], tokens_per_micro_batch)
         micros = [[row for i in micro for row in pieces[i][1]] for micro in packed]
-        plan.append([sorted(micro, key=lambda row: (-prompts[row] - completions[row], row)) for micro in micros])
-    return plan
+        return [sorted(micro, key=lambda row: (-prompts[row] - completions[row], row)) for micro in micros]
+
+    return [[*cut(alike), *cut(others)] for alike, others in rows_of]
+
+
+def _differs(rewards: Tensor) -> bool:
+    """Whether two rewards of a group are different; of samples that could not be scored, NaN, they are not compared."""
+    scored = rewards[~rewards.isnan()]
+    return bool(scored.numel()) and bool((scored != scored[0]).any())
+
+
+def still_micro_batches(batch: Batch, plan: Plan, mask: Tensor, context: RankContext) -> list[list[bool]]:
+    """Find the micro-batches in which no rank has a token in the loss with an advantage: where the loss follows
+    advantages its gradient is 0, so a forward pass is enough. The last of a mini-batch is never one of them: an
+    optimizer step needs gradients, if only zeros. mask: bool [M], tokens in the loss. Collective."""
+    teaches = batch["completion_ids"].with_values(mask & (batch["advantages"].values != 0))
+    mine = [[not bool(teaches.select(sample_rows([rows])).values.any()) for rows in mini[:-1]] for mini in plan]
+    everywhere = zip(*context.data_gather(mine), strict=True)
+    still = [[all(parts) for parts in zip(*ranks, strict=True)] for ranks in everywhere]
+    return [[*flags, False] if mini else [] for flags, mini in zip(still, plan, strict=True)]
 
 
 def _padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.batch import TRUNCATIONS, Batch, Trajectories
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
 from hybrid_rl.models.packed.router import Routers
@@ -34,7 +35,9 @@ class LossSpec:
 
     policy_loss, kl, correction: records of algos. loss_type: how tokens are weighted (`algos.masked.token_weights`);
     max_completion_length: the fixed length that "dr_grpo" divides by. The other fields mean what the keys of the same
-    name mean in `AlgorithmConfig`, and are off unless given. The temperature is not here: samples carry theirs.
+    name mean in `AlgorithmConfig`, and are off unless given. has_other_terms: whether an entropy bonus that follows a
+    target, or the balance of experts, is in the loss, which are not described here. The temperature is not here:
+    samples carry theirs.
     """
 
     policy_loss: PolicyObjective
@@ -47,6 +50,7 @@ class LossSpec:
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
     positive_nll_coef: float = 0.0
+    has_other_terms: bool = False
 
     @classmethod
     def of(cls, config: TrainerConfig) -> LossSpec:
@@ -63,7 +67,14 @@ class LossSpec:
             top_entropy_quantile=algorithm.top_entropy_quantile,
             entropy_coef=algorithm.entropy_coef,
             positive_nll_coef=algorithm.positive_nll_coef,
+            has_other_terms=isinstance(config.entropy, AdaptiveEntropyConfig) or bool(algorithm.router_aux_loss_coef),
         )
+
+    @property
+    def follows_advantages(self) -> bool:
+        """Whether the whole loss leaves a sample alone whose advantages are all 0."""
+        others = (self.entropy_coef, self.positive_nll_coef, self.has_other_terms, self.has_entropy_threshold)
+        return self.policy_loss.follows_advantages and isinstance(self.kl, NoKL) and not any(others)
 
     @property
     def beta(self) -> float:

@@ -92,6 +92,7 @@ class Clip(ClipRange):
     """
 
     objective: Literal["clip"] = key("clip", "the policy loss")
+    follows_advantages = True
     epsilon_high: float | None = key(None, "ratio clip above 1; None = epsilon (DAPO: 0.28)", above=0)
     delta: float | None = key(None, "upper bound of the unclipped ratio as well (two-sided clip); None = off", above=1)
     dual_clip: float | None = key(
@@ -144,6 +145,7 @@ class SAPO(PolicyObjective):
     """
 
     objective: Literal["sapo"] = key("sapo", "the policy loss")
+    follows_advantages = True
     sapo_temperature_pos: float = own(1.0, "how fast the gate closes for tokens with a positive advantage", above=0)
     sapo_temperature_neg: float = own(1.05, "how fast it closes for the other tokens", above=0)
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = key(

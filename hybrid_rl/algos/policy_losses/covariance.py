@@ -36,6 +36,7 @@ class ClipCov(ClipRange):
     """
 
     objective: Literal["clip_cov"] = key("clip_cov", "the policy loss")
+    follows_advantages = True
     epsilon: float = key(1.0, "ratio clip below 1; 1 = none", above=0, maximum=1)
     clip_cov_ratio: float = own(2e-4, "share of tokens without gradient", above=0, maximum=1)
     clip_cov_lb: float = own(1.0, "covariance above which a token may be drawn")

@@ -51,6 +51,7 @@ class Decoupled(AroundProximal):
     """
 
     objective: Literal["decoupled"] = key("decoupled", "the policy loss")
+    follows_advantages = True
     uses_proximal = True
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
@@ -69,6 +70,7 @@ class A3PO(AroundProximal):
     """
 
     objective: Literal["a3po"] = key("a3po", "the policy loss")
+    follows_advantages = True
     uses_old_logprobs = False
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:

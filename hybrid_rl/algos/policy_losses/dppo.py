@@ -36,6 +36,7 @@ class DPPO(PolicyObjective):
     """
 
     objective: Literal["dppo"] = key("dppo", "the policy loss")
+    follows_advantages = True
     divergence_type: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"] = own(
         "binary_tv", "total variation or KL, from the sampled token only, or from the best tokens of the old policy too"
     )

@@ -59,6 +59,7 @@ class GMPO(GeometricMean):
     """
 
     objective: Literal["gmpo"] = key("gmpo", "the policy loss")
+    follows_advantages = True
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the geometric mean of the ratios to the old policy."""
@@ -79,6 +80,7 @@ class RSPO(GeometricMean):
     """
 
     objective: Literal["rspo"] = key("rspo", "the policy loss")
+    follows_advantages = True
     router_shift_floor: float = own(
         0.8, "least factor of the ratio if the routers of a token have moved (gamma_min)", above=0, maximum=1
     )

@@ -25,6 +25,7 @@ class Reinforce(PolicyObjective):
     """
 
     objective: Literal["reinforce"] = key("reinforce", "the policy loss")
+    follows_advantages = True
 
     def loss(self, inputs: LossInputs) -> PolicyLoss:
         """Compute the log-likelihood, weighted by the advantage."""
@@ -43,6 +44,7 @@ class CISPO(PolicyObjective):
     """
 
     objective: Literal["cispo"] = key("cispo", "the policy loss")
+    follows_advantages = True
     epsilon: float | None = key(None, "weights are at least 1 - this; None = no lower bound", above=0, maximum=1)
     epsilon_high: float = key(4.0, "weights are at most 1 + this (TRL gives the bound itself: 5)", above=0)
     importance_sampling_level: Literal["token", "sequence"] = key(
@@ -72,6 +74,7 @@ class VESPO(PolicyObjective):
     """
 
     objective: Literal["vespo"] = key("vespo", "the policy loss")
+    follows_advantages = True
     vespo_k_pos: float = own(2.0, "positive advantages: how fast small weights vanish", minimum=0)
     vespo_lambda_pos: float = own(3.0, "positive advantages: how fast large weights vanish", minimum=0)
     vespo_k_neg: float = own(3.0, "negative advantages: how fast small weights vanish", minimum=0)

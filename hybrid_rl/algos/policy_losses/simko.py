@@ -33,6 +33,7 @@ class SimKO(ClipRange):
     """
 
     objective: Literal["simko"] = key("simko", "the policy loss")
+    follows_advantages = True
     num_candidates: int = own(3, "number of top candidates that correct samples raise (K)", minimum=1)
     mix_topk_coef: float = own(0.01, "share of the gradient that goes to them (alpha)", minimum=0, maximum=1)
     lambda_top1: float = own(1.1, "weight of wrong samples that took the best candidate", minimum=1)

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl.algos import CORRECTIONS, POLICY_LOSSES, CorrectionInputs, kl_estimate
+from hybrid_rl.algos import CORRECTIONS, POLICY_LOSSES, CorrectionInputs, LossInputs, PolicyLoss, kl_estimate
 from hybrid_rl.algos.kl import ESTIMATORS, exact_kl, kl_reward
+from hybrid_rl.algos.policy_losses.clip import Clip
 from hybrid_rl.algos.value_losses import clipped_value_loss, value_clipped
-from tests.unit.algos.variants import variants
+from tests.unit.algos.variants import records, variants
 from tests.unit.algos.wild import GAPS, Draw, examples, rows_and_mask, spoiled, two_policies, wild_inputs
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -166,3 +167,33 @@ def test_value_loss(clip: float | None, dtype: torch.dtype, seed: int) -> None:
     assert_finite("loss", loss)
     assert_finite("gradient", gradient)
     assert not gradient[stopped].any() and bool(stopped.any()) == (clip is not None)
+
+
+@examples(30)
+@given(seed=SEEDS)
+@pytest.mark.parametrize("name", [name for name, record in LOSSES.items() if record.follows_advantages])
+def test_without_advantages_there_is_no_gradient(name: str, seed: int) -> None:
+    """Of a loss that says so: its update computes such samples without a backward pass."""
+    inputs, leaves = wild_inputs(LOSSES[name], seed, torch.float64)
+    still = inputs.mask & (inputs.advantages == 0)
+    loss = LOSSES[name].loss(inputs).per_token
+    for gradient in gradients(torch.where(still, loss, 0).sum(), leaves):
+        assert not gradient.any()
+
+
+def test_the_losses_that_learn_without_advantages() -> None:
+    """KL-Cov pays a penalty at tokens of any advantage, lambda-GRPO learns a number besides the model."""
+    others = {record for record in records(POLICY_LOSSES).values() if not record.follows_advantages}
+    assert {record.__name__ for record in others} == {"KLCov", "LambdaGRPO"}
+
+
+def test_a_loss_of_a_users_own_says_it_again() -> None:
+    class Renamed(Clip):
+        pass
+
+    class Penalised(Clip):
+        def loss(self, inputs: LossInputs) -> PolicyLoss:
+            return super().loss(inputs)
+
+    assert Renamed.follows_advantages
+    assert not Penalised.follows_advantages

@@ -180,21 +180,22 @@ def test_an_agent_past_its_time_keeps_its_turns():
 
 
 def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog):
+    """It goes on until that was said: how long the machine takes does not matter."""
     monkeypatch.setattr("hybrid_rl.rollout.episodes.CANCEL_SECONDS", 0.05)
     asked = []
 
     async def agent(episode):
         await once(episode)
-        for _ in range(3):
+        while "goes on" not in caplog.text:
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.05)
             with contextlib.suppress(TrajectoryEndedError):
                 await once(episode)
                 asked.append("was answered")
 
     batch, _ = rolled(agent, num_generations=1, tasks=TASKS[:1], config={"trajectory_timeout_seconds": 0.1})
-    assert batch["finish_reason"] == ["time"] and not asked
-    assert "goes on" in caplog.text
+    assert batch["finish_reason"][-1] == "time" and len(asked) == batch.num_samples - 1
+    assert "goes on; what it does is not used" in caplog.text
 
 
 def test_what_an_agent_raises_after_a_limit_is_no_failure():

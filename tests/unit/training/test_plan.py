@@ -1,6 +1,7 @@
 """Properties of the plan: whole groups, a hard cap, every sample once, a function of its arguments."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rl.batch import FIELDS, Batch, Jagged
+from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import PackedRow
 from hybrid_rl.training.balance import assign_mini_batches
-from hybrid_rl.training.batch_plan import Plan, align_plans, make_plan, micro_batch, num_micro_batches
+from hybrid_rl.training.batch_plan import (
+    Plan,
+    align_plans,
+    make_plan,
+    micro_batch,
+    num_micro_batches,
+    still_micro_batches,
+)
 
 # group, prompt length and completion length of each sample; prompts per mini-batch, token cap, seed; the plan
 RECORDED = {
@@ -346,3 +355,34 @@ def test_an_empty_micro_batch_is_one_sample_of_nothing() -> None:
 def test_a_micro_batch_is_its_samples() -> None:
     batch = batch_of([[(2, 3)], [(4, 1)]], [0, 1])
     assert micro_batch(batch, [1])["prompt_ids"].lengths.tolist() == [4]
+
+
+def test_groups_whose_rewards_are_alike_come_first_and_by_themselves() -> None:
+    """Prompts of 2 tokens, groups of three completions: 2 + 3 tokens each. Group 10 is alike, 11 is not, 12 has one
+    sample that was scored, 13 none: no difference is known of either. Two mini-batches, of groups 10, 11 and of 12, 13.
+    """
+    batch = batch_of([[(2, 1)] * 3] * 4, list(range(12))).with_columns(
+        rewards=torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, math.nan, 0.5, math.nan, *[math.nan] * 3]).double(),
+        mini_batch=torch.tensor([0] * 6 + [1] * 6),
+    )
+    arguments = {"num_mini_batches": 2, "tokens_per_micro_batch": 100, "seed": 0}
+    assert make_plan(batch, **arguments) == [[[0, 1, 2, 3, 4, 5]], [[6, 7, 8, 9, 10, 11]]]
+    assert make_plan(batch, **arguments, splits_alike=True) == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8, 9, 10, 11]]]
+
+
+def test_a_micro_batch_is_still_if_no_rank_has_an_advantage_in_it() -> None:
+    """Two tokens a sample; the second of sample 2 is masked. The last micro-batch of a mini-batch never is."""
+    batch = batch_of([[(1, 2)]] * 4, [0, 1, 2, 3])
+    completions, mask = batch["completion_ids"], torch.tensor([1, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
+    batch = batch.with_columns(
+        advantages=completions.with_values(torch.tensor([0.0, 0.0, 0.0, 1e-9, 0.0, 7.0, 0.0, -0.0]))
+    )
+    plan: Plan = [[[0], [1], [2], [3]], [[], [0, 1], [3]], [[0]], []]
+    mine = [[True, False, True, False], [True, False, False], [False], []]
+    assert still_micro_batches(batch, plan, mask, RankContext()) == mine
+
+    class Two(RankContext):
+        def data_gather(self, value: Any) -> list[Any]:
+            return [value, [[True, True, False], [False, True], [], []]]
+
+    assert still_micro_batches(batch, plan, mask, Two()) == [[True, False, False, False], [False] * 3, [False], []]
