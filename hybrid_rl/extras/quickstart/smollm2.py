@@ -27,23 +27,24 @@ from hybrid_rl.run.prepare import find_hardware
 SETTINGS = Path(__file__).with_name("smollm2.yaml")
 NAME = "SmolLM2-135M-Instruct"
 LARGEST = 60  # operand
-NUM_HELD_OPERANDS = 12  # of 61
-NUM_HELDOUT = 100  # of the 144 problems that they make
+NUM_HELDOUT = 150  # of 1891 pairs of numbers
 NUM_SHOWN = 5  # samples, before and after
 
 console = Console(highlight=False)
 
 
 def build_sums(seed: int) -> Task:
-    """Return sums of two numbers from 0 to `LARGEST`, the same for a seed, in random order: 2401 to train on, and
-    `NUM_HELDOUT` whose operands both occur in none of these."""
+    """Return sums of two numbers from 0 to `LARGEST`, the same for a seed, in random order: `NUM_HELDOUT` of two numbers
+    that are not added in training, in neither order, and all others to train on."""
     rng = random.Random(seed)
-    held = set(rng.sample(range(LARGEST + 1), NUM_HELD_OPERANDS))
-    free = [number for number in range(LARGEST + 1) if number not in held]
-    parts = [[_row(left, right) for left in numbers for right in numbers] for numbers in (free, sorted(held))]
-    for rows in parts:
-        rng.shuffle(rows)
-    return Task(train=parts[0], heldout=parts[1][:NUM_HELDOUT])
+    pairs = [(left, right) for left in range(LARGEST + 1) for right in range(left, LARGEST + 1)]
+    rng.shuffle(pairs)
+    heldout = [_row(*rng.sample(pair, 2)) for pair in pairs[:NUM_HELDOUT]]
+    train = [
+        _row(*order) for left, right in pairs[NUM_HELDOUT:] for order in dict.fromkeys([(left, right), (right, left)])
+    ]
+    rng.shuffle(train)
+    return Task(train=train, heldout=heldout)
 
 
 def _row(left: int, right: int) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def train_smollm2(arguments: Sequence[str]) -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"task: {len(task.train)} problems such as {task.train[0]['prompt'][0]['content']!r}, {len(task.heldout)} held "
-        f"out with other operands; model: {NAME}, {size / 1e6:.0f}M parameters"
+        f"out; model: {NAME}, {size / 1e6:.0f}M parameters"
     )
     rows = training_rows(task, config)
     outcome = train(model, tokenizer, config, reward_funcs=right_sum, train_dataset=rows, eval_dataset=task.heldout)

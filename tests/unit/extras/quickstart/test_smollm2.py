@@ -23,11 +23,13 @@ def operands(row: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_held_out_problems_have_operands_of_their_own(seed: int) -> None:
+def test_a_held_out_sum_is_not_trained_in_the_other_order_either(seed: int) -> None:
     task = build_sums(seed)
-    assert len(task.train) == 49 * 49 and len(task.heldout) == 100
-    train, heldout = ({number for row in rows for number in operands(row)} for rows in (task.train, task.heldout))
-    assert not train & heldout and train | heldout == set(range(61))
+    trained = [tuple(operands(row)) for row in task.train]
+    heldout = [frozenset(operands(row)) for row in task.heldout]
+    assert len(heldout) == len(set(heldout)) == 150 and len(trained) == len(set(trained))
+    assert not set(heldout) & set(map(frozenset, trained))
+    assert len(trained) + sum(len(pair) for pair in heldout) == 61 * 61  # with both orders of what is held out
     assert all(sum(operands(row)) == int(row["answer"]) for row in [*task.train, *task.heldout])
     assert task == build_sums(seed) != build_sums(seed + 1)
 
