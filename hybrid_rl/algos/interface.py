@@ -347,13 +347,13 @@ class PolicyObjective(Record):
     min_generations: ClassVar[int] = 1
     # Whether it compares the engine, the start of the step and the policy.
     uses_proximal: ClassVar[bool] = False
-    # Whether a sample whose advantages are all 0 has no gradient, whatever is in its other columns. A subclass with a
-    # loss of its own says so again: it may have added a term.
+    # Whether a sample whose advantages are all 0 has no gradient, whatever is in its other columns. Every subclass says
+    # so itself: it may have added a term.
     follows_advantages: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        if "loss" in vars(cls) and "follows_advantages" not in vars(cls):
-            cls.follows_advantages = False
+        super().__init_subclass__()
+        cls.follows_advantages = vars(cls).get("follows_advantages", False)
 
     @property
     def needs(self) -> frozenset[Needs]:

@@ -114,7 +114,7 @@ class Actor(TrainedModel):
             batch = batch.with_columns(prepared=prepared)
         batch = with_trajectory_tokens(batch, spec)
         still = [[False] * len(mini) for mini in plan]
-        if spec.follows_advantages:
+        if spec.follows_advantages and self._beside.balance is None:
             still = still_micro_batches(batch, plan, spec.mask(batch), self._context)
         sums.merge(_forward_only(batch, plan, still))
         first: torch.Tensor | None = None  # what the weights of the rollout said of the first mini-batch

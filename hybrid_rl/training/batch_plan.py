@@ -52,13 +52,14 @@ class PlanSpec:
     def of(cls, config: TrainerConfig) -> PlanSpec:
         """Take the values from a resolved configuration."""
         prompts, optimizer = config.data.prompts_per_step, config.optimizer
-        compares_groups = isinstance(config.advantage, GroupEstimator)
+        estimator = config.advantage
+        compares = isinstance(estimator, GroupEstimator) and estimator.is_zero_if_alike
         return cls(
             num_mini_batches=prompts // (optimizer.prompts_per_mini_batch or prompts),
             tokens_per_micro_batch=optimizer.tokens_per_micro_batch,
             seed=config.seed,
             is_packed=config.is_packed,
-            splits_alike=compares_groups and LossSpec.of(config).follows_advantages,
+            splits_alike=compares and LossSpec.of(config).follows_advantages,
         )
 
     def plan(self, batch: Batch, step: int, context: RankContext, device: torch.device) -> Plan:
@@ -69,7 +70,7 @@ class PlanSpec:
         if batch.num_samples:
             sampling_temperature(batch)
         lengths = (batch["prompt_ids"].lengths + batch["completion_ids"].lengths).tolist()
-        plan = make_plan(
+        plans = make_plans(
             batch,
             num_mini_batches=self.num_mini_batches,
             tokens_per_micro_batch=token_cap(device, self.tokens_per_micro_batch, lengths),
@@ -77,7 +78,9 @@ class PlanSpec:
             is_packed=self.is_packed,
             splits_alike=self.splits_alike,
         )
-        return align_plans(plan, context.gather(num_micro_batches(plan)))
+        # Each by itself: ranks that teach something do so in the same place, where all of them run a backward pass.
+        counts = zip(*context.gather([num_micro_batches(plan) for plan in plans]), strict=True)
+        return _joined(*(align_plans(plan, theirs) for plan, theirs in zip(plans, counts, strict=True)))
 
 
 def make_plan(
@@ -101,6 +104,33 @@ def make_plan(
 
     Raises DataError for a sample over the cap and for a mini-batch that does not exist.
     """
+    return _joined(
+        *make_plans(
+            batch,
+            num_mini_batches=num_mini_batches,
+            tokens_per_micro_batch=tokens_per_micro_batch,
+            seed=seed,
+            is_packed=is_packed,
+            splits_alike=splits_alike,
+        )
+    )
+
+
+def _joined(alike: Plan, others: Plan) -> Plan:
+    return [[*first, *then] for first, then in zip(alike, others, strict=True)]
+
+
+def make_plans(
+    batch: Batch,
+    *,
+    num_mini_batches: int,
+    tokens_per_micro_batch: int,
+    seed: int,
+    is_packed: bool,
+    splits_alike: bool,
+) -> tuple[Plan, Plan]:
+    """Return the two parts of `make_plan`, whose micro-batches stand one after the other: those of groups that are
+    alike, none unless splits_alike, and all others."""
     minis = _mini_batches(batch, num_mini_batches)
     groups = batch.group_rows()
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -124,7 +154,7 @@ def make_plan(
         micros = [[row for i in micro for row in pieces[i][1]] for micro in packed]
         return [sorted(micro, key=lambda row: (-prompts[row] - completions[row], row)) for micro in micros]
 
-    return [[*cut(alike), *cut(others)] for alike, others in rows_of]
+    return [cut(alike) for alike, _ in rows_of], [cut(others) for _, others in rows_of]
 
 
 def _differs(rewards: Tensor) -> bool:

@@ -35,9 +35,8 @@ class LossSpec:
 
     policy_loss, kl, correction: records of algos. loss_type: how tokens are weighted (`algos.masked.token_weights`);
     max_completion_length: the fixed length that "dr_grpo" divides by. The other fields mean what the keys of the same
-    name mean in `AlgorithmConfig`, and are off unless given. has_other_terms: whether an entropy bonus that follows a
-    target, or the balance of experts, is in the loss, which are not described here. The temperature is not here:
-    samples carry theirs.
+    name mean in `AlgorithmConfig`, and are off unless given. adapts_entropy: whether entropy_coef follows
+    a target. The temperature is not here: samples carry theirs.
     """
 
     policy_loss: PolicyObjective
@@ -50,7 +49,7 @@ class LossSpec:
     top_entropy_quantile: float = 1.0
     entropy_coef: float = 0.0
     positive_nll_coef: float = 0.0
-    has_other_terms: bool = False
+    adapts_entropy: bool = False
 
     @classmethod
     def of(cls, config: TrainerConfig) -> LossSpec:
@@ -67,13 +66,14 @@ class LossSpec:
             top_entropy_quantile=algorithm.top_entropy_quantile,
             entropy_coef=algorithm.entropy_coef,
             positive_nll_coef=algorithm.positive_nll_coef,
-            has_other_terms=isinstance(config.entropy, AdaptiveEntropyConfig) or bool(algorithm.router_aux_loss_coef),
+            adapts_entropy=isinstance(config.entropy, AdaptiveEntropyConfig),
         )
 
     @property
     def follows_advantages(self) -> bool:
-        """Whether the whole loss leaves a sample alone whose advantages are all 0."""
-        others = (self.entropy_coef, self.positive_nll_coef, self.has_other_terms, self.has_entropy_threshold)
+        """Whether the loss leaves a sample alone whose advantages are all 0. The balance of experts, which a model may
+        bring along, is not looked at."""
+        others = (self.entropy_coef, self.positive_nll_coef, self.adapts_entropy, self.has_entropy_threshold)
         return self.policy_loss.follows_advantages and isinstance(self.kl, NoKL) and not any(others)
 
     @property

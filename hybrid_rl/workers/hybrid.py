@@ -91,7 +91,7 @@ class HybridWorker(SavingWorker):
 
         num_steps: optimizer steps of policy and critic in the whole run; rewards: None = as they are."""
         self._roll_out_with(config, rewards)
-        self._advantages = AdvantageSpec.of(config)
+        self._plan_spec, self._advantages = PlanSpec.of(config), AdvantageSpec.of(config)
         self._actor.reconfigure(config, num_steps[0])
         self._roles.reconfigure(config, num_steps[1])
 

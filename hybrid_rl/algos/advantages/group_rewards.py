@@ -158,6 +158,11 @@ class GroupEstimator(AdvantageEstimator):
     sees_all_ranks: ClassVar[bool] = False
 
     @property
+    def is_zero_if_alike(self) -> bool:
+        """Whether a group whose samples all got the same reward has advantages of 0: it teaches nothing."""
+        return True
+
+    @property
     def min_generations(self) -> int:
         """Two: a reward has nothing to be compared with in a group of one."""
         return 2

@@ -70,6 +70,11 @@ class GRPO(GroupEstimator):
             )
 
     @property
+    def is_zero_if_alike(self) -> bool:
+        """False if rewards of tokens or functions are compared, of which equal sums say nothing."""
+        return not self.token_level and self.multi_objective_aggregation == "sum_then_normalize"
+
+    @property
     def by_function(self) -> bool:
         """Whether each reward function is normalised by itself."""
         return self.multi_objective_aggregation == "normalize_then_sum"

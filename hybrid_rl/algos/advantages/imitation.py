@@ -48,6 +48,7 @@ class Rejection(GroupEstimator):
         1, "accepted completions of a group, the best ones; None = all over the threshold", minimum=1
     )
     is_never_negative = True
+    is_zero_if_alike = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

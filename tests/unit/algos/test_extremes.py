@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rl.algos import CORRECTIONS, POLICY_LOSSES, CorrectionInputs, LossInputs, PolicyLoss, kl_estimate
+from hybrid_rl.algos import CORRECTIONS, POLICY_LOSSES, CorrectionInputs, PolicyObjective, kl_estimate
 from hybrid_rl.algos.kl import ESTIMATORS, exact_kl, kl_reward
 from hybrid_rl.algos.policy_losses.clip import Clip
 from hybrid_rl.algos.value_losses import clipped_value_loss, value_clipped
@@ -188,12 +188,16 @@ def test_the_losses_that_learn_without_advantages() -> None:
 
 
 def test_a_loss_of_a_users_own_says_it_again() -> None:
-    class Renamed(Clip):
+    """Whatever it changes: a method that `loss` calls, or a class beside the library's, may have brought a term."""
+
+    class Penalty(PolicyObjective):
         pass
 
-    class Penalised(Clip):
-        def loss(self, inputs: LossInputs) -> PolicyLoss:
-            return super().loss(inputs)
+    class Mixed(Penalty, Clip):
+        pass
 
-    assert Renamed.follows_advantages
-    assert not Penalised.follows_advantages
+    class Says(Clip):
+        follows_advantages = True
+
+    assert Clip.follows_advantages and Says.follows_advantages
+    assert not Mixed.follows_advantages and not Penalty.follows_advantages

@@ -18,7 +18,7 @@ from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.training.batch_plan import micro_batch
+from hybrid_rl.training.batch_plan import make_plan, micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import look_ahead
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
@@ -249,3 +249,21 @@ def test_a_trainer_adds_it_and_tells_of_it(make_trainer: Any, cap: int) -> None:
     assert "aux_loss" not in others
     assert metrics["loss"] - others["loss"] == pytest.approx(5.0 * metrics["aux_loss"], rel=1e-5)
     assert metrics["grad_norm"] > 1.1 * others["grad_norm"]
+
+
+def test_experts_are_balanced_by_every_sample() -> None:
+    """The balance that a model brings along is in the loss without any key: groups that are alike have its gradient."""
+    passes: list[bool] = []
+    module = moe()
+    actor = Actor(CausalLM(module), case_config(), RankContext(), num_optimizer_steps=4)
+    module.model.layers[0].register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    batch = with_advantages(case_batch(rewards=(1.0,) * 8 + (0.0, 1.0) * 4))
+    completions = batch["completion_ids"]
+    batch = batch.with_columns(
+        trajectory=torch.arange(16),
+        rollout_logprobs=completions.with_values(torch.full((len(completions.values),), -3.0)),
+        policy_version=completions.with_values(torch.zeros(len(completions.values), dtype=torch.int64)),
+    )
+    plan = make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=1000, seed=0, splits_alike=True)
+    actor.update(batch, plan, 0)
+    assert len(plan[0]) == 2 and passes[-2:] == [True, True]

@@ -15,6 +15,7 @@ from hybrid_rl.models import PackedRow
 from hybrid_rl.training.balance import assign_mini_batches
 from hybrid_rl.training.batch_plan import (
     Plan,
+    PlanSpec,
     align_plans,
     make_plan,
     micro_batch,
@@ -386,3 +387,18 @@ def test_a_micro_batch_is_still_if_no_rank_has_an_advantage_in_it() -> None:
             return [value, [[True, True, False], [False, True], [], []]]
 
     assert still_micro_batches(batch, plan, mask, Two()) == [[True, False, False, False], [False] * 3, [False], []]
+
+
+def test_ranks_teach_in_the_same_places() -> None:
+    """A rank without a group that is alike, and one with nothing else: the empty micro-batches stand where the other
+    rank has those of the same kind, so that the first place is still on both."""
+    spec = PlanSpec(num_mini_batches=1, tokens_per_micro_batch=100, seed=0, is_packed=True, splits_alike=True)
+    parts = [([1.0, 0.0], [[], [0, 1]]), ([1.0, 1.0], [[0, 1], []]), ([0.0, 0.0, 0.0, 1.0], [[0, 1], [2, 3]])]
+    counts = [([0], [1]), ([1], [0]), ([1], [1])]
+    for rewards, expected in parts:
+        batch = batch_of([[(2, 1)] * 2] * (len(rewards) // 2), list(range(len(rewards))))
+        batch = batch.with_columns(
+            rewards=torch.tensor(rewards).double(), temperature=torch.ones(len(rewards)).double()
+        )
+
+        assert spec.plan(batch, 0, RankContext(gather=lambda mine: counts), torch.device("cpu")) == [expected]

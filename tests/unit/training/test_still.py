@@ -98,4 +98,10 @@ def test_a_term_of_its_own_wants_the_gradient_of_every_sample(keys: dict[str, An
 
 def test_only_estimators_that_compare_groups_pack_by_rewards() -> None:
     assert PlanSpec.of(case_config()).splits_alike
-    assert not PlanSpec.of(case_config(advantage="reinforce_plus_plus")).splits_alike
+    for keys in (
+        {"advantage": "reinforce_plus_plus"},
+        {"advantage": "rejection", "policy_loss": "reinforce"},
+        {"token_level": True},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+    ):
+        assert not PlanSpec.of(case_config(**keys)).splits_alike, keys

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rl.algos import ADVANTAGES, AdvantageEstimator, AdvantageInputs
+from hybrid_rl.algos.advantages.group_rewards import GroupEstimator
 from tests.unit.algos.variants import variants
 from tests.unit.algos.wild import Draw, examples, spoiled, two_policies
 
@@ -147,3 +148,26 @@ def test_infinite_rewards_are_refused(name: str, wrong: float) -> None:
     rewards[7] = wrong
     with pytest.raises(ValueError, match=f"rewards has {wrong} at sample 7, .* NaN for a sample"):
         ESTIMATORS[name].compute(dataclasses.replace(inputs, rewards=rewards))
+
+
+ALIKE = {
+    name: estimator
+    for name, estimator in ESTIMATORS.items()
+    if isinstance(estimator, GroupEstimator) and estimator.is_zero_if_alike
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_group_whose_rewards_are_alike_has_no_advantages(name: str) -> None:
+    """Exactly 0, whatever the reward, of groups beside one that is not alike: an update skips their backward pass."""
+    for reward in (0.0, 1.0, 0.1, 0.3, 2 / 3):
+        rewards = torch.tensor([reward] * 7 + [0.0, 1.0, 0.25, 0.0] + [math.nan] * 2).double()
+        groups = torch.tensor([5] * 7 + [1] * 4 + [9] * 2)
+        advantages = ALIKE[name].of_samples(rewards, groups)
+        assert not advantages[groups != 1].any()
+
+
+def test_the_estimators_that_teach_by_groups_that_are_alike() -> None:
+    others = {name for name, estimator in ESTIMATORS.items() if isinstance(estimator, GroupEstimator)} - set(ALIKE)
+    assert {name.partition(" ")[0] for name in others} == {"rejection", "grpo"}
+    assert "grpo token_level=True" in others and "grpo" not in others
