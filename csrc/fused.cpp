@@ -270,7 +270,7 @@ HYBRID_RL_INLINE Distribution distribution_of_by(const float* logits, int64_t si
       const V power = hybrid_rl::exp_of_nonpositive(below);
       sums += power;
       products += power * (below < -200.0f ? V{} - 200.0f : below); // an excluded column: 0 * 200, not NaN
-}
+    }
     total += hybrid_rl::sum_of(sums);
     weighted += hybrid_rl::sum_of(products);
   }

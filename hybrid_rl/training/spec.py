@@ -35,8 +35,8 @@ class LossSpec:
 
     policy_loss, kl, correction: records of algos. loss_type: how tokens are weighted (`algos.masked.token_weights`);
     max_completion_length: the fixed length that "dr_grpo" divides by. The other fields mean what the keys of the same
-    name mean in `AlgorithmConfig`, and are off unless given. adapts_entropy: whether entropy_coef follows
-    a target. The temperature is not here: samples carry theirs.
+    name mean in `AlgorithmConfig`, and are off unless given. adapts_entropy: whether entropy_coef follows a target. The
+    temperature is not here: samples carry theirs.
     """
 
     policy_loss: PolicyObjective

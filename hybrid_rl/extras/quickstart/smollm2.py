@@ -35,7 +35,7 @@ console = Console(highlight=False)
 
 def build_sums(seed: int) -> Task:
     """Return sums of two numbers from 0 to `LARGEST`, the same for a seed, in random order: `NUM_HELDOUT` of numbers
-    that are not added in training, in neither order, and all others to train on."""
+    that are not added in training, in either order, and all others to train on."""
     rng = random.Random(seed)
     pairs = [(left, right) for left in range(LARGEST + 1) for right in range(left, LARGEST + 1)]
     rng.shuffle(pairs)

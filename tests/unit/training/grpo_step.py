@@ -64,6 +64,17 @@ def with_advantages(batch: Batch, scale_rewards: str = "group") -> Batch:
     return batch.with_columns(advantages=completions.with_values(per_sample[completions.row_index()]))
 
 
+def rolled_batch(rewards: Sequence[float] = grpo_case.REWARDS, version: int = 0) -> Batch:
+    """The batch with all that an update reads: advantages, the engine's logprobs, the version that made the tokens."""
+    batch = with_advantages(case_batch(rewards=rewards))
+    completions = batch["completion_ids"]
+    return batch.with_columns(
+        trajectory=torch.arange(batch.num_samples),
+        rollout_logprobs=completions.with_values(torch.full((len(completions.values),), -3.0)),
+        policy_version=completions.with_values(torch.full((len(completions.values),), version)),
+    )
+
+
 def plan_of(batch: Batch, tokens_per_micro_batch: int, seed: int = 0) -> Plan:
     """One mini-batch, cut under a token cap."""
     return make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)

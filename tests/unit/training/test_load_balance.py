@@ -25,7 +25,7 @@ from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 from tests.reference import grpo_case
 from tests.support.tiny import VOCABULARY
 from tests.unit.models.families import BASE
-from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
+from tests.unit.training.grpo_step import case_batch, case_config, rolled_batch, with_advantages
 
 COEF = 0.7
 EXPERTS = {"moe_intermediate_size": 8, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}
@@ -257,13 +257,7 @@ def test_experts_are_balanced_by_every_sample() -> None:
     module = moe()
     actor = Actor(CausalLM(module), case_config(), RankContext(), num_optimizer_steps=4)
     module.model.layers[0].register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    batch = with_advantages(case_batch(rewards=(1.0,) * 8 + (0.0, 1.0) * 4))
-    completions = batch["completion_ids"]
-    batch = batch.with_columns(
-        trajectory=torch.arange(16),
-        rollout_logprobs=completions.with_values(torch.full((len(completions.values),), -3.0)),
-        policy_version=completions.with_values(torch.zeros(len(completions.values), dtype=torch.int64)),
-    )
+    batch = rolled_batch((1.0,) * 8 + (0.0, 1.0) * 4)
     plan = make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=1000, seed=0, splits_alike=True)
     actor.update(batch, plan, 0)
     assert len(plan[0]) == 2 and passes[-2:] == [True, True]

@@ -15,7 +15,7 @@ from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.batch_plan import PlanSpec, make_plan
 from hybrid_rl.training.spec import LossSpec
 from tests.reference.grpo_case import build_model
-from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
+from tests.unit.training.grpo_step import case_config, rolled_batch
 
 # Four groups of four: the first and the third are alike.
 REWARDS = (1.0, 1.0, 1.0, 1.0, 0.3, 0.3, 0.3, 0.7, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0)
@@ -33,16 +33,9 @@ def updated(
     def note(module: nn.Module, args: Any) -> None:
         passes.append(torch.is_grad_enabled())
 
-    for version, given in enumerate((None, rewards)):
-        batch = case_batch() if given is None else case_batch(rewards=given)
-        completions = batch["completion_ids"]
-        batch = with_advantages(batch).with_columns(
-            trajectory=torch.arange(16),
-            rollout_logprobs=completions.with_values(torch.full((len(completions.values),), -3.0)),
-            policy_version=completions.with_values(torch.full((len(completions.values),), version)),
-        )
+    for version, batch in enumerate((rolled_batch(), rolled_batch(rewards, version=1))):
         plan = make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=1000, seed=0, splits_alike=splits)
-        if given is not None:
+        if version == 1:
             actor.model.module.model.layers[0].register_forward_pre_hook(note)
         metrics = actor.update(batch, plan, version).result()
     return [parameter.detach().clone() for parameter in actor.model.module.parameters()], metrics, passes
