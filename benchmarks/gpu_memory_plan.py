@@ -83,7 +83,7 @@ def train(given: Namespace) -> tuple[list[Deviation], dict[str, Any]]:
         config = trainer.config
         chosen = {
             "offload": config.memory.offload,
-            "optimizer_on_host": config.memory.optimizer_on_host,
+            "on_host": config.memory.on_host,
             "tokens_per_micro_batch": config.optimizer.tokens_per_micro_batch,
         }
         return list(trainer.policy._backend._worker._comparison.latest.values()), {"chosen": chosen}

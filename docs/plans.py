@@ -51,7 +51,7 @@ def vllm(size: int = 1) -> tuple[str, ...]:
     return ("rollout.engine=vllm", *([f"tensor_parallel_size={size}"] if size > 1 else []))
 
 
-CHECKPOINTED, OFFLOADED = "gradient_checkpointing=true", "activation_offload=true"
+CHECKPOINTED, OFFLOADED = "gradient_checkpointing=true", "on_host=[activations]"
 CASES = (
     Case("qwen2.5-0.5b", "qwen2.5-0.5b", (), 1, "one GPU, the embedded engine: nothing is moved"),
     Case("qwen2.5-7b", "qwen2.5-7b", vllm(), 8, "a node, an engine of vLLM on every GPU"),
@@ -61,7 +61,7 @@ CASES = (
     Case(
         "qwen2.5-72b-offloaded",
         "qwen2.5-72b",
-        (*vllm(8), CHECKPOINTED, "cpu_offload=true"),
+        (*vllm(8), CHECKPOINTED, "on_host=[shards]"),
         8,
         "a node with shards, gradients and optimizer in host memory",
         "2TB",

@@ -56,7 +56,7 @@ def rollout_config(config: TrainerConfig) -> TrainerConfig:
         kl=NoKL(),
         critic=CriticConfig(),
         fsdp=FSDPConfig(),
-        memory=MemoryConfig(offload=[], optimizer_on_host=False),
+        memory=MemoryConfig(offload=[], on_host=[]),
     )
 
 

@@ -51,9 +51,6 @@ class ModelConfig:
     )
     trust_remote_code: bool = key(False, "run Python code from the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
-    activation_offload: bool = key(
-        False, "keep activations in host memory until the backward pass; on CPUs, where they already are, only a copy"
-    )
     torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
     attention: Literal["auto", "varlen", "flash_attn", "flash_attn_3", "compiled", "sdpa", "unpacked"] = key(
         "auto",
@@ -308,7 +305,6 @@ class FSDPConfig:
         "reduce gradients after every micro-batch: they stay sharded, at one more reduction each; None = yes on GPUs, "
         "whose memory whole gradients would fill",
     )
-    cpu_offload: bool = key(False, "on GPUs, keep shards, gradients and optimizer state in host memory")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.lasting_keys import check_lasting
 from hybrid_rl.config.rollout_ranks import with_rollout_ranks
 from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
@@ -57,7 +56,7 @@ def resolve(
     _check_unpacked(config)
     _check_mode(config)
     check_lasting(config, config.save_steps)
-    _check_memory(config)
+    config.memory.check(_number_of(config), config.model.device)
     if config.run_name is not None and not re.fullmatch(r"[\w.+=-]+", config.run_name):
         raise ConfigError(f"run_name={config.run_name!r} names a folder: use letters, digits and . _ + = - only")
     if config.run_name in (".", ".."):
@@ -232,37 +231,6 @@ def _check_mode(config: TrainerConfig) -> None:
         )
 
 
-def _check_memory(config: TrainerConfig) -> None:
-    """Check the keys of memory against each other. What the run holds at all is checked with its reward functions."""
-    offload, on_host = config.memory.offload or [], config.memory.optimizer_on_host
-    for name in ("device_memory", "host_memory"):
-        if (text := getattr(config.memory, name)) is not None:
-            memory_bytes(text, f"memory.{name}")
-    if len(set(offload)) < len(offload):
-        raise ConfigError(f"memory.offload={offload} names a resident twice; name each once")
-    if offload and config.fsdp.cpu_offload:
-        raise ConfigError(
-            f"memory.offload={offload} would move nothing: fsdp.cpu_offload=true keeps shards and optimizers in host "
-            "memory all the time; leave one of them out"
-        )
-    if not on_host:
-        return
-    if config.model.device == "cpu":
-        raise ConfigError(
-            "memory.optimizer_on_host=true does nothing on a CPU: everything is in host memory anyway; leave it out"
-        )
-    if _number_of(config) > 1:
-        raise ConfigError(
-            f"memory.optimizer_on_host=true is for one rank, but num_ranks={config.num_ranks}; fsdp.cpu_offload=true "
-            "keeps the optimizers of several ranks in host memory"
-        )
-    if "optimizer" in offload:
-        raise ConfigError(
-            "memory.offload names optimizer, but with memory.optimizer_on_host=true it never leaves host memory; leave "
-            "one of them out"
-        )
-
-
 def _check_unpacked(config: TrainerConfig) -> None:
     """Refuse what only packed rows can do if the model's own forward runs in their place."""
     if config.is_packed:
@@ -318,8 +286,6 @@ def _inert_keys(config: TrainerConfig, has_eval: bool) -> Iterator[tuple[str, st
         yield "controller.reference_ranks", "there is no reference model while beta=0"
     if config.num_ranks == 1:
         yield from ((f"fsdp.{item.name}", "one rank shards nothing; set num_ranks") for item in fields(FSDPConfig))
-    if config.model.device == "cpu":
-        yield "fsdp.cpu_offload", "on CPUs everything is in host memory anyway"
     if not isinstance(config.critic, ValueHeadConfig):
         yield "lora.lora_critic", "there is no critic; an advantage such as gae has one"
     if not has_eval:

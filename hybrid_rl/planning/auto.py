@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.memory_keys import Movable
+from hybrid_rl.config.memory_keys import MemoryConfig, Movable
 from hybrid_rl.config.rollout_ranks import rollout_config
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import (
@@ -144,11 +144,7 @@ class Attempt:
     @property
     def decided(self) -> TrainerConfig:
         """The configuration with these values."""
-        memory = dataclasses.replace(
-            self.config.memory,
-            offload=cast(list[Movable], list(self.offload)),
-            optimizer_on_host=self.optimizer_on_host,
-        )
+        memory = _decided(self.config.memory, self.offload, self.optimizer_on_host)
         optimizer = dataclasses.replace(self.config.optimizer, tokens_per_micro_batch=self.max_tokens)
         return dataclasses.replace(self.config, memory=memory, optimizer=optimizer)
 
@@ -168,8 +164,8 @@ class Attempt:
         reasons: dict[str, str] = {}
         if config.memory.offload is None and self.offload:
             reasons["memory.offload"] = "without it the run would not fit, or leave little of the KV cache"
-        if config.memory.optimizer_on_host is None and self.optimizer_on_host:
-            reasons["memory.optimizer_on_host"] = "masters and moments do not fit on the device with the gradients"
+        if config.memory.on_host is None and self.optimizer_on_host:
+            reasons["memory.on_host"] = "masters and moments do not fit on the device with the gradients"
         if given is None:
             reasons["kv_cache_memory_bytes"] = limit
         if self.max_tokens < default:
@@ -183,17 +179,17 @@ def _attempts(side: Side, shape: RunShape) -> Iterator[Attempt]:
     """Yield what may be chosen, the cheapest first: nothing; residents that leave, one more at a time; smaller
     micro-batches; the optimizer on the host."""
     config, memory = side.config, side.config.memory
-    base = dataclasses.replace(config, memory=dataclasses.replace(memory, offload=[], optimizer_on_host=False))
+    base = dataclasses.replace(config, memory=_decided(memory, (), False))
     kinds: Any = {"trains": side.trains, "generates": side.generates}
     phases = memory_phases(base, has_reward_models=side.trains and bool(shape.models.rewards), **kinds)
     may_leave = [tag for tag in ORDER if tag in phases.residents]
     if ACTOR in phases.cycle.generate.tags:
         may_leave.remove(ACTOR)
-    if config.num_ranks != 1 and config.fsdp.cpu_offload:
+    if config.num_ranks != 1 and memory.keeps_on_host("shards"):
         may_leave = []
     can_step_on_host = config.num_ranks == 1 and config.model.device == "cuda"
-    hosts = [bool(memory.optimizer_on_host)]
-    if memory.optimizer_on_host is None and can_step_on_host:
+    hosts = [memory.keeps_on_host("optimizer")]
+    if memory.on_host is None and can_step_on_host:
         hosts.append(True)
     most = tokens_per_micro_batch(config, shape.max_length)
     sizes = [most]
@@ -265,12 +261,14 @@ def _is_cramped(plan: MemoryPlan, passes: Passes, attempt: Attempt) -> bool:
     return (plan.choices.kv_cache_memory_bytes or 0) < CACHE_SHARE * wanted
 
 
+def _decided(memory: MemoryConfig, offload: Sequence[str], optimizer_on_host: bool) -> MemoryConfig:
+    memory = memory.with_optimizer(optimizer_on_host)
+    return dataclasses.replace(memory, offload=cast(list[Movable], list(offload)))
+
+
 def with_choices(config: TrainerConfig, choices: Choices) -> TrainerConfig:
     """Return the configuration with the values that were chosen; keys that were given stay."""
-    memory = dataclasses.replace(
-        config.memory, offload=cast(list[Movable], list(choices.offload)), optimizer_on_host=choices.optimizer_on_host
-    )
-    config = dataclasses.replace(config, memory=memory)
+    config = dataclasses.replace(config, memory=_decided(config.memory, choices.offload, choices.optimizer_on_host))
     if "optimizer.tokens_per_micro_batch" in choices.reasons:
         smaller = dataclasses.replace(config.optimizer, tokens_per_micro_batch=choices.tokens_per_micro_batch)
         config = dataclasses.replace(config, optimizer=smaller)

@@ -141,7 +141,7 @@ class Passes:
             config.model.device,
             is_packed=config.is_packed or role.isdigit(),
             checkpoints=trains and config.model.gradient_checkpointing,
-            offloads=trains and config.model.activation_offload and config.model.device == "cuda",
+            offloads=trains and config.memory.keeps_on_host("activations") and config.model.device == "cuda",
             sharding=None if role == "engine" else sharding_of(config),  # engines run full weights, which lie there
             is_base=role == "reference",
         )

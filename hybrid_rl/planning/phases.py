@@ -171,7 +171,7 @@ class StepMemory:
         device: list[Share] = []
         host: list[Share] = []
         waiting = 0
-        shards_on_host = self.config.fsdp.cpu_offload and sharding_of(self.config) is not None
+        shards_on_host = self.config.memory.keeps_on_host("shards") and sharding_of(self.config) is not None
         for tag, share in residents.items():
             on_host = tag == OPTIMIZER and self.optimizer_on_host
             if on_host or (shards_on_host and tag not in (KV_CACHE, ENGINE_WEIGHTS)):
@@ -265,7 +265,7 @@ class StepMemory:
             ]
             yield name, shares, count.host_bytes
         if sharding is not None:
-            on_host = config.fsdp.cpu_offload
+            on_host = sharding.cpu_offload
             num_bytes = 0 if on_host else shard_bytes(module, sharding)
             text = f"{numel:,} trained x {sharding.master_dtype.itemsize} B / {sharding.dp_shard} shards"
         elif accumulators:
@@ -378,8 +378,8 @@ class StepMemory:
             # Unit by unit, each through a buffer of its size; the root, with the embedding, comes first.
             fullest = max(sum(sizes[: number + 1]) + size for number, size in enumerate(sizes))
             return [Share(HANDOFF, fullest - sum(sizes), "a unit on its way into the weights that are gathered")]
-        if config.rollout.handoff.transport == "distributed" or config.fsdp.cpu_offload:
-            count = 2 if config.fsdp.cpu_offload else 4
+        if config.rollout.handoff.transport == "distributed" or sharding.cpu_offload:
+            count = 2 if sharding.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares
 

@@ -23,6 +23,7 @@ from hybrid_rl.planning.size_text import size_text
 MOST_NAMED = 3  # remedies in a message
 MOST_RANKS = 64
 HOST_MEMORY = "memory.host_memory"
+ON_HOST = "memory.on_host"
 ADAPTER_RANK = 16  # of adapters where all weights do not fit
 CANNOT_PLAN = (ConfigError, ModelError)  # keys that do not go together, or a model that cannot be counted with them
 FEWER = {"rollout.engine_args.max_num_batched_tokens": (2048, 256), "rollout.max_num_seqs": (32, 8, 1)}
@@ -113,7 +114,7 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
 
     def told(remedy: Remedy) -> Remedy:
         """Return a remedy with what it needs of the host, if shards go there."""
-        if "fsdp.cpu_offload" not in dict(remedy.values) or HOST_MEMORY in dict(remedy.values):
+        if "shards" not in dict(remedy.values).get(ON_HOST, ()) or HOST_MEMORY in dict(remedy.values):
             return remedy
         plan = smallest_plan(shape, remedy.apply(config), remedy.budget(budget), passes)
         return dataclasses.replace(remedy, note=f"needs {size_text(plan.bytes_of_host)} per host")
@@ -122,7 +123,7 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
     more_ranks = list(_more_ranks(config, budget))
     found: list[Remedy] = []
     for one in singles:
-        is_new = not any(other.values[0][0] == one.values[0][0] for other in found)
+        is_new = not any(other.values[0][0] == one.values[0][0] != ON_HOST for other in found)
         if len(found) < MOST_NAMED and is_new and fits([one]):
             found.append(one)
     # If most ranks are not enough, fewer are not.
@@ -165,9 +166,9 @@ def _adapters(config: TrainerConfig) -> list[Remedy]:
 
 def _to_the_host(config: TrainerConfig) -> list[Remedy]:
     """Return the keys that take from the device what a host may not have room for."""
-    if config.model.device != "cuda" or config.num_ranks == 1 or config.fsdp.cpu_offload:
+    if config.model.device != "cuda" or config.num_ranks == 1 or config.memory.keeps_on_host("shards"):
         return []
-    return [Remedy((("fsdp.cpu_offload", True),))]
+    return [Remedy(((ON_HOST, [*(config.memory.on_host or []), "shards"]),))]
 
 
 def _more_of_the_host(
@@ -185,11 +186,15 @@ def _more_of_the_host(
 
 
 def sum_of(remedies: Sequence[Remedy]) -> Remedy:
-    """Return remedies together; of two values of a key the last."""
+    """Return remedies together; of two values of a key the last, of two lists of what is on the host all."""
     values: dict[str, Any] = {}
     for remedy in remedies:
-        values |= dict(remedy.values)
+        values |= {path: _with(values.get(path), value) for path, value in remedy.values}
     return Remedy(tuple(values.items()))
+
+
+def _with(before: Any, value: Any) -> Any:
+    return [*dict.fromkeys([*before, *value])] if isinstance(before, list) and isinstance(value, list) else value
 
 
 def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
@@ -202,6 +207,7 @@ def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget
 def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
     """Yield keys that need less memory, those that cost least time first."""
     several, is_cuda, model = config.num_ranks != 1, config.model.device == "cuda", config.model
+    on_host: list[Any] = list(config.memory.on_host or [])
 
     def one(path: str, value: Any) -> Remedy:
         return Remedy(((path, value),))
@@ -232,18 +238,18 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
         for number in numbers:
             if attrgetter(path)(config) > number:
                 yield one(path, number)
-    if is_cuda and not model.activation_offload:
-        yield one("model.activation_offload", True)
+    if is_cuda and "activations" not in on_host:
+        yield one(ON_HOST, [*on_host, "activations"])
     if isinstance(config.rollout, VLLMRolloutConfig):
         for number in _replica_sizes(config, shape):
             if number > config.rollout.tensor_parallel_size:
                 yield one("rollout.tensor_parallel_size", number)
     if is_cuda and model.dtype == "float32":
         yield one("model.dtype", "bfloat16")
-    if is_cuda and not several and config.memory.optimizer_on_host is False:
-        yield one("memory.optimizer_on_host", True)
-    if is_cuda and several and not config.fsdp.cpu_offload:
-        yield one("fsdp.cpu_offload", True)
+    if is_cuda and not several and config.memory.on_host is not None and "optimizer" not in on_host:
+        yield one(ON_HOST, [*on_host, "optimizer"])
+    if is_cuda and several and "shards" not in on_host:
+        yield one(ON_HOST, [*on_host, "shards"])
 
 
 def _replica_sizes(config: TrainerConfig, shape: RunShape) -> list[int]:
@@ -288,4 +294,6 @@ def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:
 def _written(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -104,8 +104,8 @@ def _tell(plan: MemoryPlan) -> None:
     """Log what was decided."""
     choices, there = plan.choices, plan.budget.device_bytes
     decided = [f"memory.offload={list(choices.offload)}"] if "memory.offload" in choices.reasons else []
-    if "memory.optimizer_on_host" in choices.reasons:
-        decided.append("memory.optimizer_on_host=true")
+    if "memory.on_host" in choices.reasons:
+        decided.append("memory.on_host=['optimizer']")
     if "optimizer.tokens_per_micro_batch" in choices.reasons:
         decided.append(f"tokens_per_micro_batch={choices.tokens_per_micro_batch}")
     if "kv_cache_memory_bytes" in choices.reasons:

@@ -53,7 +53,8 @@ class Actor(TrainedModel):
     ) -> None:
         """is_trained: False for a policy that only generates, without an optimizer."""
         self._spec = spec = LossSpec.of(config)
-        optimizer = HostOptimizer if config.memory.optimizer_on_host else Optimizer if is_trained else NoOptimizer
+        is_on_host = config.memory.keeps_on_host("optimizer")
+        optimizer = HostOptimizer if is_on_host else Optimizer if is_trained else NoOptimizer
         super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps, optimizer=optimizer)
         algorithm = config.algorithm
         self._old_logprobs = algorithm.old_logprobs

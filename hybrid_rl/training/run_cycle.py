@@ -98,7 +98,7 @@ def _check(config: TrainerConfig, residents: frozenset[str], offload: frozenset[
     missing = [tag for tag in RESIDENTS if tag in offload - residents]
     if missing:
         stays = {ENGINE_WEIGHTS, KV_CACHE} | ({ACTOR} if engine_is_actor else set())
-        stays |= {OPTIMIZER} if config.memory.optimizer_on_host else set()
+        stays |= {OPTIMIZER} if config.memory.keeps_on_host("optimizer") else set()
         movable = ", ".join(tag for tag in RESIDENTS if tag in residents - stays)
         without = "; ".join(f"this run has no {tag} ({_why_not(config, tag)})" for tag in missing)
         raise ConfigError(f"{without}; memory.offload can name {movable or 'nothing'}")

@@ -183,7 +183,7 @@ def test_a_model_folder_a_pool_for_the_reference_and_hybrid_sharding_change_noth
     module.save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
     expected = train(1, build_model(), max_steps=1).fit()  # two updates
-    settings = {"sync_every_micro_batch": True, "reshard_after_forward": False, "activation_offload": True}
+    settings = {"sync_every_micro_batch": True, "reshard_after_forward": False, "on_host": ["activations"]}
     for keys in (
         {"num_ranks": 2, "model": tmp_path / "model", "reference_ranks": 2, **settings},
         {"num_ranks": 4, "dp_replicate": 2, "gradient_checkpointing": True},

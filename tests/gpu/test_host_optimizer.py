@@ -59,7 +59,7 @@ def test_a_run_learns_the_same(dtype: torch.dtype, make_trainer: Any, records: A
     found = []
     for on_host in (False, True):
         model = build_model(dtype=dtype).to(DEVICE)
-        trainer = make_trainer(model, max_steps=3, **{"memory.optimizer_on_host": on_host})
+        trainer = make_trainer(model, max_steps=3, **{"memory.on_host": ["optimizer"] if on_host else []})
         trainer.fit()
         optimizer = optimizer_of(trainer)
         assert {tensor.device.type for tensor in optimizer.tensors()} == {"cpu" if on_host else "cuda"}

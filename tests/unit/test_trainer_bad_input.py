@@ -57,7 +57,7 @@ def refused(make_trainer, tmp_path, monkeypatch, model_folder):
         ({"train_dataset": sums(3), "num_train_epochs": 1.0}, "do not fill one step"),
         ({"eval_dataset": lambda: iter(sums(4))}, "stream"),
         ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
-        ({"cpu_offload": True}, "one rank shards nothing; set num_ranks"),
+        ({"on_host": ["shards"]}, "shards does nothing on a CPU"),
         ({"rollouts_path": "rollouts"}, "mode=full makes its own rollouts"),
         ({"ray.watchdog_seconds": 9.0}, "belongs to controller.backend=ray, not local"),
         (

@@ -76,7 +76,7 @@ def plan_handoff(
     """
     assert config.num_ranks != "auto"
     num_ranks, rollout = config.num_ranks, config.rollout
-    on_host = config.model.device == "cpu" or (config.fsdp.cpu_offload and num_ranks > 1)
+    on_host = config.model.device == "cpu" or (config.memory.keeps_on_host("shards") and num_ranks > 1)
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
     dtype = DTYPES[config.model.dtype]
     if not isinstance(rollout, ColocatedRolloutConfig):
@@ -103,7 +103,7 @@ def plan_handoff(
     rank = max(reports, key=lambda number: reports[number].total.read_bytes - reports[number].local.read_bytes)
     found = reports[rank]
     words += f"; through files in {rollout.handoff.weights_path}" if rollout.handoff.transport == "disk" else ""
-    words += "; its shards are in host memory" if config.fsdp.cpu_offload and on_host else ""
+    words += "; its shards are in host memory" if config.memory.keeps_on_host("shards") and on_host else ""
     return HandoffPlan(
         words,
         {"local": found.local, "host": found.host, "remote": found.remote},

@@ -261,7 +261,7 @@ def _chosen(memory: MemoryPlan) -> Iterator[RenderableType]:
     cache = choices.kv_cache_memory_bytes
     leaves = {
         "offload": f"[{', '.join(choices.offload)}]",
-        "optimizer_on_host": str(choices.optimizer_on_host).lower(),
+        "on_host": "[optimizer]",
         "kv_cache_memory_bytes": str(cache) + ("" if cache is None else f" ({size_text(cache)})"),
         "tokens_per_micro_batch": str(choices.tokens_per_micro_batch),
     }

@@ -67,7 +67,7 @@ def step_work(
         scored[CRITIC] = ModelWork.of(critic).without_head()
         learners[CRITIC] = (scored[CRITIC], trained(critic))
     on_host = {POLICY} if memory.choices.optimizer_on_host else set()
-    if config.fsdp.cpu_offload:
+    if config.memory.keeps_on_host("shards"):
         on_host = set(learners)
     return StepWork(
         num_ranks=config.num_ranks,

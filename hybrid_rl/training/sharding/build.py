@@ -94,7 +94,7 @@ def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
     return {
         "attention": config.model.attention if config.is_packed else UNPACKED,
         "compile": config.model.torch_compile,
-        "activation_offload": config.model.activation_offload and is_trained,
+        "activation_offload": config.memory.keeps_on_host("activations") and is_trained,
         "float32_head": config.model.cast_lm_head_to_fp32,
     }
 
@@ -137,7 +137,7 @@ def shard_options(config: TrainerConfig, mesh: RankMesh, device_type: str) -> Sh
         param_dtype=DTYPES[config.model.dtype],
         reduce_dtype=DTYPES[fsdp.reduce_dtype],
         reshard_after_forward=fsdp.reshard_after_forward,
-        cpu_offload=fsdp.cpu_offload,
+        cpu_offload=config.memory.keeps_on_host("shards"),
         sync_every_micro_batch=default_sync if fsdp.sync_every_micro_batch is None else fsdp.sync_every_micro_batch,
     )
 

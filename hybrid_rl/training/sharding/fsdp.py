@@ -115,7 +115,7 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     dtype. Raises ConfigError for an option that this device cannot do, ModelError for an architecture without blocks.
     """
     if options.cpu_offload and mesh.device_type == "cpu":
-        raise ConfigError("cpu_offload=true does nothing on CPU ranks: parameters are in host memory anyway; unset it")
+        raise ConfigError("cpu_offload=True does nothing on CPU ranks: parameters are there anyway; leave it out")
     twin = Twin(module, reshard_after_forward=options.reshard_after_forward)
     with torch.no_grad():
         for parameter in weights_of(module).masters():

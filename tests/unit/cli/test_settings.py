@@ -41,7 +41,7 @@ def test_shells_that_do_not_split_get_key_and_value() -> None:
 
 
 def test_words_are_sections_and_names() -> None:
-    assert complete_word("optimizer") == ["optimizer", "optimizer_on_host"]
+    assert complete_word("optimizer") == ["optimizer"]
 
 
 def test_values_of_numbers_are_their_default() -> None:

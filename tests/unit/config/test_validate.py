@@ -227,8 +227,6 @@ INERT = [
     ({"reduce_dtype": "bfloat16"}, {"num_ranks": 2}),
     ({"reshard_after_forward": False}, {"num_ranks": 2}),
     ({"sync_every_micro_batch": True}, {"num_ranks": 2}),
-    ({"cpu_offload": True}, {"num_ranks": 2, "hardware": GPUS}),
-    ({"cpu_offload": True, "num_ranks": 2}, {"hardware": GPUS}),
     ({"rollouts_path": "there"}, {"mode": "train"}),
     ({"rollouts_path": "there", "mode": "rollout"}, {"mode": "train"}),
     ({"save_rollouts": True, "mode": "train", "rollouts_path": "there"}, {"mode": "rollout", "rollouts_path": None}),
@@ -243,6 +241,37 @@ def test_keys_that_would_do_nothing(keys: dict[str, Any], remedy: dict[str, Any]
         resolved(**keys)
     if remedy is not None:
         resolved(**{**keys, **remedy})
+
+
+@pytest.mark.parametrize(
+    ("on_host", "keys", "message"),
+    [
+        (
+            ["shards"],
+            {"hardware": GPUS},
+            "cannot name shards with num_ranks=1; one rank shards nothing: take optimizer",
+        ),
+        (["optimizer"], {"hardware": GPUS, "num_ranks": 2}, "cannot name optimizer with num_ranks=2; take shards"),
+        (["shards"], {"num_ranks": 2}, "shards does nothing on a CPU"),
+        (["optimizer"], {}, "optimizer does nothing on a CPU"),
+        (["activations", "activations"], {}, "names something twice"),
+        (["optimizer"], {"hardware": GPUS, "offload": ["optimizer"]}, "it never leaves host memory"),
+        (["shards"], {"hardware": GPUS, "num_ranks": 2, "offload": ["optimizer"]}, "would move nothing"),
+        (["weights"], {}, "one of optimizer, shards, activations"),
+    ],
+)
+def test_what_cannot_live_in_host_memory_is_refused(on_host: list[str], keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(on_host=on_host, **keys)
+
+
+def test_what_lives_in_host_memory() -> None:
+    one, several = resolved(on_host=["optimizer", "activations"], hardware=GPUS), {"hardware": GPUS, "num_ranks": 2}
+    assert one.memory.keeps_on_host("optimizer") and one.memory.keeps_on_host("activations")
+    assert not one.memory.keeps_on_host("shards") and not resolved().memory.keeps_on_host("optimizer")
+    assert resolved(on_host=["shards", "activations"], **several).memory.keeps_on_host("shards")
+    assert one.memory.with_optimizer(False).on_host == ["activations"]
+    assert resolved().memory.with_optimizer(True).on_host == ["optimizer"]
 
 
 @pytest.mark.parametrize("keys", [{}, {"dtype": "float32"}, {"dtype": "auto"}], ids=str)

@@ -282,7 +282,7 @@ def test_a_host_that_is_too_small_is_told_how_much_would_do(monkeypatch):
 def test_what_goes_to_the_host_names_what_it_needs_there(monkeypatch):
     config = settings(num_ranks=2, device="cuda", dtype="bfloat16")
     budget = budget_for(10**12, ranks=2)
-    (words,) = found_where(monkeypatch, lambda changed, _: changed.fsdp.cpu_offload, config, budget)
-    on_host = dataclasses.replace(config, fsdp=dataclasses.replace(config.fsdp, cpu_offload=True))
+    (words,) = found_where(monkeypatch, lambda changed, _: changed.memory.keeps_on_host("shards"), config, budget)
+    on_host = dataclasses.replace(config, memory=dataclasses.replace(config.memory, on_host=["shards"]))
     needed = plan_memory(shape_of(config), on_host, budget).bytes_of_host
-    assert words == f"fsdp.cpu_offload=true (needs {size_text(needed)} per host)"
+    assert words == f"memory.on_host=[shards] (needs {size_text(needed)} per host)"

@@ -74,7 +74,7 @@ def test_formulas_are_the_arithmetic_of_their_bytes(step_of):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_optimizer_on_the_host_has_masters_and_rooms(step_of, dtype):
-    config = settings(device="cuda", dtype=dtype, optimizer_on_host=True)
+    config = settings(device="cuda", dtype=dtype, on_host=["optimizer"])
     itemsize = 4 if dtype == "float32" else 2
     step = step_of(config, on_host=True)
     share = step.residents(0)[OPTIMIZER]

@@ -38,7 +38,7 @@ def test_choices_reach_the_configuration_of_the_workers():
     assert run.plan is not None and run.plan.fits and run.plan.budget.device_bytes == 10**9
     # A sample of at most 13 tokens is one block of 16, a token takes 192 B.
     assert run.config.rollout.kv_cache_memory_bytes == 8 * 16 * 192
-    assert run.config.memory.offload == [] and run.config.memory.optimizer_on_host is False
+    assert run.config.memory.offload == [] and run.config.memory.on_host == []
     assert run.plan.resident_bytes(ACTOR) == 5472 * 4
     given = planned(prepared(device_memory="1GB", offload=["optimizer"], kv_cache_memory_bytes=10**6))
     assert given.config.memory.offload == [OPTIMIZER] and given.memory.offload == {OPTIMIZER}

@@ -116,9 +116,9 @@ def test_neighbours_that_differ_in_what_never_moves_share_a_lease() -> None:
         ({"memory.offload": ["reward_models"]}, r"no reward_models \(all its rewards are functions\)"),
         ({"memory.offload": ["actor"]}, "rollout.engine=inplace on one rank the engine generates from the actor's own"),
         ({"memory.offload": ["actor"], "handoff.adopt_weights": True, **VLLM}, "adopt_weights=true on one rank"),
-        ({"memory.offload": ["optimizer", "optimizer"]}, "names a resident twice"),
+        ({"memory.offload": ["optimizer", "optimizer"]}, "names something twice"),
         ({"memory.offload": ["kv_cache"]}, "kv_cache"),
-        ({"memory.optimizer_on_host": True}, "everything is in host memory anyway"),
+        ({"memory.on_host": ["optimizer"]}, "everything is in host memory anyway"),
     ],
 )
 def test_what_cannot_move_is_refused(keys: dict[str, Any], message: str) -> None:

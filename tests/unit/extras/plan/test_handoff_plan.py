@@ -46,7 +46,7 @@ def test_other_hosts_send_in_the_dtype_of_the_engine() -> None:
 
 
 def test_shards_in_host_memory_cross_pcie_in_the_dtype_of_the_engine() -> None:
-    found = plan_handoff(*made(2, "rollout.engine=vllm", "cpu_offload=true"), ranks_per_host=8, layouts=LAYOUTS)
+    found = plan_handoff(*made(2, "rollout.engine=vllm", "on_host=[shards]"), ranks_per_host=8, layouts=LAYOUTS)
     assert found.bytes_by_link == {"remote": 0, "pcie": 2 * PARAMETERS}
     assert found.words.endswith("its shards are in host memory") and not found.is_on_gpus
 
