@@ -191,24 +191,24 @@ def check_rollouts(config: TrainerConfig, max_steps: int, steps_done: int) -> No
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """All parts of a run, checked, before any weights are loaded."""
 
     config: TrainerConfig
+    given: frozenset[str]  # paths of the keys that were set
+    hardware: Hardware
     choice: ModelChoice
     skeleton: PreTrainedModel  # the module; without weights if it was given by path
     adapters: AdapterSize | None  # if only adapters are trained
+    stop_ids: tuple[int, ...]  # tokens that end completions
     data: Data
     rewards: RewardSetup
-    stop_ids: tuple[int, ...]  # tokens that end completions
+    agents: AgentSetup | None  # what makes trajectories of many turns
     max_steps: int
     checkpoint: Checkpoint | None  # from which it goes on
-    memory: MemoryPhases
     lock: FolderLock | None  # on the folder of a resumed run
-    hardware: Hardware
-    agents: AgentSetup | None  # what makes trajectories of many turns
-    given: frozenset[str]  # paths of the keys that were set
+    memory: MemoryPhases
     plan: MemoryPlan | None = None  # of memory, if one was made
     grades: Grades = field(default_factory=Grades)
 
@@ -352,20 +352,20 @@ def prepare(
         check_rollouts(resolved, max_steps, checkpoint.step)  # it may be an earlier one
         check_resumed_adapters(choice.module or choice.recipe(resolved), checkpoint.folder, resolved)
     return Run(
-        resolved,
-        choice,
-        skeleton,
-        adapters,
-        data,
-        rewards,
-        stop_ids,
-        max_steps,
-        checkpoint,
-        phases,
-        lock,
-        hardware,
-        made_by,
-        given,
+        config=resolved,
+        given=given,
+        hardware=hardware,
+        choice=choice,
+        skeleton=skeleton,
+        adapters=adapters,
+        stop_ids=stop_ids,
+        data=data,
+        rewards=rewards,
+        agents=made_by,
+        max_steps=max_steps,
+        checkpoint=checkpoint,
+        lock=lock,
+        memory=phases,
     )
 
 

@@ -46,7 +46,7 @@ LAYOUTS = list(layouts(1, 1))
 @pytest.fixture
 def calls(monkeypatch):
     """How often oneDNN is called, as on a processor that MKL does not know."""
-    monkeypatch.setattr(linear, "is_intel", lambda: False)
+    monkeypatch.setattr(linear, "transposes_by_mkl", lambda: False)
     counted = []
     count_linear_calls(monkeypatch, lambda: counted.append(1))
     return counted
@@ -123,7 +123,7 @@ def test_values_and_gradients_are_those_of_the_plain_layer(shape, bias, calls):
 
 @pytest.mark.parametrize("intel", [False, True])
 def test_weight_gradients_of_both_libraries(intel, monkeypatch):
-    monkeypatch.setattr(linear, "is_intel", lambda: intel)
+    monkeypatch.setattr(linear, "transposes_by_mkl", lambda: intel)
     grad, rows = torch.randn(256, 80), torch.randn(256, 96)
     assert relative(weight_gradient(grad, rows), grad.double().t() @ rows.double()) < 1e-6
 
