@@ -64,7 +64,8 @@ def test_the_whole_with_a_tiny_model(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_llama(tmp_path / "tiny.gguf", template=TEMPLATE)
     monkeypatch.setattr(smollm2, "model_file", lambda package: tmp_path / "tiny.gguf")
-    keys = ["max_steps=2", "eval_steps=2", "prompts_per_step=2", "num_generations=4", f"output_dir={tmp_path / 'runs'}"]
+    keys = ["max_steps=2", "eval_steps=2", "prompts_per_step=2", "num_generations=4", "max_refills=0"]
+    keys += [f"output_dir={tmp_path / 'runs'}"]
     assert main(["quickstart", "--model", "smollm2", "device=cpu", *keys]) == 0
     out = capsys.readouterr().out
     run = tmp_path / "runs" / "smollm2-quickstart"
