@@ -2,7 +2,7 @@
 
 `python benchmarks/simulate_tail.py` prints two tables; nothing sleeps and no model is loaded. An engine makes a token
 of each of its sequences per step, so that a rollout takes as many steps as its fullest place. Prompts are dealt to
-ranks and ordered by hybrid_rl/rollout/dealing.py, from the lengths of one earlier visit. Lengths are log-normal:
+ranks and ordered by hybrid_rl/rollout/task_split.py, from the lengths of one earlier visit. Lengths are log-normal:
 `between` is the sigma of the prompts' medians, `within` that of the samples of a prompt; the mean is about a tenth of
 the limit.
 """
@@ -20,8 +20,8 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
-from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.lengths import rounded_mean
+from hybrid_rl.rollout.task_split import TaskList
 
 LIMIT = 8192
 Lengths = Sequence[Sequence[int]]  # by prompt and generation

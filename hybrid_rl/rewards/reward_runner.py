@@ -42,7 +42,7 @@ class RewardRunner:
     cut; if it fails, the whole group is masked.
 
     Reward models and judges only have a name, a weight and a place (`late`) here: their values are computed elsewhere
-    and added by `merge_late` (rollout/late.py). Until then rewards are nan.
+    and added by `merge_late` (rollout/deferred_scores.py). Until then rewards are nan.
 
     Args:
         reward_funcs: a function or a list of them, plain or `async def`; see `functions.py` for their arguments;

@@ -24,16 +24,16 @@ from hybrid_rl.metrics.metric_sums import Timings
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
-from hybrid_rl.rollout.dealing import TaskList, split_off
+from hybrid_rl.rollout.counters import GREEDY, Collected, Tally
 from hybrid_rl.rollout.held_files import check_row
 from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 from hybrid_rl.rollout.lengths import LengthRecord, group_lengths, length_metrics
-from hybrid_rl.rollout.observed import baseline_metrics, dataset_metrics, reward_metrics, success_rates
-from hybrid_rl.rollout.open_prompts import OpenPrompts
+from hybrid_rl.rollout.pending_prompts import PendingPrompts
 from hybrid_rl.rollout.refill import Refill
+from hybrid_rl.rollout.reward_metrics import baseline_metrics, dataset_metrics, reward_metrics, success_rates
 from hybrid_rl.rollout.successes import FIRST_FUNCTION, SuccessRule
-from hybrid_rl.rollout.tally import GREEDY, Collected, Tally
-from hybrid_rl.rollout.won import SecondsWon
+from hybrid_rl.rollout.task_split import TaskList, split_off
+from hybrid_rl.rollout.time_saved import SecondsWon
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -121,7 +121,7 @@ class Collector:
         self._max_failure_share, self._shaping = max_failure_share, shaping
         self._next_id = 0
         self._told: set[object] = set()
-        self._open, self._lengths, self._won = OpenPrompts(), LengthRecord(), SecondsWon()
+        self._open, self._lengths, self._won = PendingPrompts(), LengthRecord(), SecondsWon()
 
     def after(self, other: Collector, step: int) -> Collector:
         """Take the place of another collector after a training step: ids go on from its, and nothing is told twice.

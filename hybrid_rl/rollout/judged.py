@@ -17,7 +17,7 @@ from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
 from hybrid_rl.rewards.completions import TAIL_TOKENS, opening_of
 from hybrid_rl.rewards.judging import Question
 from hybrid_rl.rollout.call import RolloutCall
-from hybrid_rl.rollout.late import LateScores, failed_before
+from hybrid_rl.rollout.deferred_scores import LateScores, failed_before
 from hybrid_rl.rollout.sample_records import shown_completions
 
 Encode = Callable[[str | Messages], Sequence[int]]

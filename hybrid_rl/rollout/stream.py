@@ -35,10 +35,10 @@ from hybrid_rl.metrics.metric_sums import MetricSums, Timings
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardResult, RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.deferred_scores import merge_late
 from hybrid_rl.rollout.held_files import load_held
 from hybrid_rl.rollout.hold_rule import AnyGroup, Ending, HoldRule, Standing
 from hybrid_rl.rollout.judged import Encode, JudgeRound
-from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.sample_columns import first_in_full, logged_means, reward_columns
 
 Gather = Callable[[Any], list[Any]]

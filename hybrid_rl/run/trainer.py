@@ -21,8 +21,8 @@ from hybrid_rl.metrics.eval_samples import EvalSamples
 from hybrid_rl.metrics.metric_sums import joined, largest, now
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector
+from hybrid_rl.rollout.counters import Collected
 from hybrid_rl.rollout.generations import Generation, generations_of
-from hybrid_rl.rollout.tally import Collected
 from hybrid_rl.run.adapters import with_adapters
 from hybrid_rl.run.agent_checks import AgentArguments
 from hybrid_rl.run.attributes import SLOTS, refusing, setting, shown

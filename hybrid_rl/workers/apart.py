@@ -30,7 +30,7 @@ from hybrid_rl.process import progress
 from hybrid_rl.process.interrupts import request_interrupt
 from hybrid_rl.resharding.handoff.disk import version_folder
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
-from hybrid_rl.rollout.tally import use_metrics
+from hybrid_rl.rollout.counters import use_metrics
 from hybrid_rl.training.run_cycle import memory_phases
 from hybrid_rl.training.sharding.build import policy_on_meta
 from hybrid_rl.workers.generating import GeneratingWorker, load_policy

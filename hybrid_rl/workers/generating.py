@@ -23,10 +23,10 @@ from hybrid_rl.models.packed.likeness import check_fingerprint
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream
+from hybrid_rl.rollout.deferred_scores import merge_late
 from hybrid_rl.rollout.held_files import held_text
 from hybrid_rl.rollout.hold_rule import HeldPrompt
 from hybrid_rl.rollout.judged import judge_encoder
-from hybrid_rl.rollout.late import merge_late
 from hybrid_rl.rollout.stream import GroupStream
 from hybrid_rl.rollout.trajectory_stream import TrajectoryStream
 from hybrid_rl.training.sharding.build import build_model

@@ -32,7 +32,7 @@ from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.rewards import RewardFailure, RewardModelEntry
-from hybrid_rl.rollout.late import LateScores
+from hybrid_rl.rollout.deferred_scores import LateScores
 from hybrid_rl.training.batch_plan import token_cap
 from hybrid_rl.training.sharding.build import call_options, filled
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM

@@ -32,9 +32,9 @@ from hybrid_rl.rollout import hold_rule, stream
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionStream
-from hybrid_rl.rollout.dealing import TaskList
 from hybrid_rl.rollout.held_files import save_held
 from hybrid_rl.rollout.hold_rule import HoldRule
+from hybrid_rl.rollout.task_split import TaskList
 from hybrid_rl.workers.hybrid import HybridWorker
 
 STOP = 1

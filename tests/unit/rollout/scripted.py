@@ -16,7 +16,7 @@ from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParam
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import StepPlan, replay
 from hybrid_rl.rollout.completion_stream import CompletionStream
-from hybrid_rl.rollout.tally import Collected
+from hybrid_rl.rollout.counters import Collected
 from hybrid_rl.workers.hybrid import HybridWorker
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)

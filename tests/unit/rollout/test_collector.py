@@ -17,10 +17,10 @@ from hybrid_rl.rewards import RewardFailure, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionStream
+from hybrid_rl.rollout.counters import Tally
 from hybrid_rl.rollout.generations import generations_of
 from hybrid_rl.rollout.lengths import length_metrics
-from hybrid_rl.rollout.observed import reward_metrics
-from hybrid_rl.rollout.tally import Tally
+from hybrid_rl.rollout.reward_metrics import reward_metrics
 from tests.support.agents.turns import cut_in_turns
 from tests.support.inside.rollouts import note_use, rank_of
 from tests.unit.engines.engines import decode as letters

@@ -12,7 +12,7 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import DataError, RewardError
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.demonstrations import DemonstrationEncoder, Demonstrations
-from hybrid_rl.rollout.observed import baseline_metrics
+from hybrid_rl.rollout.reward_metrics import baseline_metrics
 from tests.support.tiny import EOS_ID, build_tokenizer, ids_of
 from tests.unit.rollout.refilling import PARAMS, ListSampler, Rig, row_of, worth
 from tests.unit.rollout.scripted import STATE, replayed

@@ -13,7 +13,7 @@ from hybrid_rl.rewards import RewardFailure, RewardRunner, dense_reward, format_
 from hybrid_rl.rewards.results import THE_AGENT
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream
-from hybrid_rl.rollout.late import LateScores, merge_late
+from hybrid_rl.rollout.deferred_scores import LateScores, merge_late
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
 
 TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]

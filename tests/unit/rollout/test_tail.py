@@ -23,10 +23,10 @@ from hybrid_rl.rewards import RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionGroup, CompletionStream, in_order
-from hybrid_rl.rollout.dealing import TaskList, split_off
 from hybrid_rl.rollout.held_json import plain
 from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.rollout.lengths import LengthRecord, expected_length, group_lengths
+from hybrid_rl.rollout.task_split import TaskList, split_off
 from tests.support.inside.rollouts import begin_group, loads_of, set_lengths, wrap_begin
 from tests.unit.engines.engines import inplace, prompt
 from tests.unit.models.families import VOCABULARY

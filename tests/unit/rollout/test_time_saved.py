@@ -15,7 +15,7 @@ from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout import stream
-from hybrid_rl.rollout.won import SecondsWon, num_steps
+from hybrid_rl.rollout.time_saved import SecondsWon, num_steps
 from tests.support.inside.rollouts import plan_of, set_plan
 from tests.unit.rollout import holding
 from tests.unit.rollout.holding import KnownEngine, Run, Setting, listen

@@ -12,7 +12,7 @@ from hybrid_rl.errors import CheckpointError, ConfigError, counted
 from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 
 
-class OpenPrompts:
+class PendingPrompts:
     """Prompts by group, by the training step after which they are held. A step that is taken back begins again from
     what was held after the one before, with the same ids: ids order groups, and judges' noise depends on them."""
 

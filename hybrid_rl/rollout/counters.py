@@ -13,7 +13,7 @@ from hybrid_rl.metrics.metric_sums import MetricSums, Timings
 from hybrid_rl.rewards import RewardFailure, check_failure_share, check_not_ended, format_failures
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport
 from hybrid_rl.rollout.lengths import length_metrics
-from hybrid_rl.rollout.won import SecondsWon
+from hybrid_rl.rollout.time_saved import SecondsWon
 
 logger = logging.getLogger("hybrid_rl")
 
