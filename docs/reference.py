@@ -116,7 +116,9 @@ def files() -> str:
 def _coded(here: str) -> str:
     """What is to be set, with the keys in it as code."""
     names = sorted(KEYS, key=len, reverse=True)
-    return re.sub(rf"(?<![\w.])(?:\w+\.)*(?:{'|'.join(names)})\b(?:\.[a-z_]+)?(?:=[\w.]+)?", r"`\g<0>`", here)
+    return re.sub(
+        rf"(?<![\w.])(?:\w+\.)*(?:{'|'.join(names)})\b(?:\.[a-z_]+)?(?:=(?:\[[\w,]*\]|[\w.]+))?", r"`\g<0>`", here
+    )
 
 
 def pages() -> dict[Path, str]:

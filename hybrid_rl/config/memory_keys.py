@@ -24,10 +24,10 @@ class MemoryConfig:
     )
     on_host: list[OnHost] | None = key(
         None,
-        "parts of training that live in host memory, for GPUs: optimizer = masters and Adam moments of the policy, "
-        "updated there, with one rank; shards = those of FSDP2 with their gradients and optimizers, with several; "
-        "activations = those that wait for the backward pass; [] = none; None = the optimizer, if the run would not "
-        "fit otherwise",
+        "parts of training that live in host memory: optimizer = masters and Adam moments of the policy, updated "
+        "there (one rank); shards = FSDP2's shards, gradients and optimizers (several ranks); activations = those that "
+        "wait for the backward pass (on CPUs only a copy); a list names all of them; None = the optimizer, if the run "
+        "would not fit otherwise",
     )
     device_memory: str | None = key(
         None, "memory of a rank's device that the run may take, such as 80GB or 64GiB; None = all of a GPU's"

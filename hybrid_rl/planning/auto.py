@@ -188,7 +188,7 @@ def _attempts(side: Side, shape: RunShape) -> Iterator[Attempt]:
     if config.num_ranks != 1 and memory.keeps_on_host("shards"):
         may_leave = []
     can_step_on_host = config.num_ranks == 1 and config.model.device == "cuda"
-    hosts = [memory.keeps_on_host("optimizer")]
+    hosts = [memory.keeps_on_host("optimizer") and config.num_ranks == 1]
     if memory.on_host is None and can_step_on_host:
         hosts.append(True)
     most = tokens_per_micro_batch(config, shape.max_length)

@@ -207,7 +207,7 @@ def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget
 def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
     """Yield keys that need less memory, those that cost least time first."""
     several, is_cuda, model = config.num_ranks != 1, config.model.device == "cuda", config.model
-    on_host: list[Any] = list(config.memory.on_host or [])
+    on_host: list[Any] = [part for part in config.memory.on_host or [] if part != "optimizer" or not several]
 
     def one(path: str, value: Any) -> Remedy:
         return Remedy(((path, value),))
@@ -240,6 +240,8 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
                 yield one(path, number)
     if is_cuda and "activations" not in on_host:
         yield one(ON_HOST, [*on_host, "activations"])
+        if not several and config.memory.on_host is None:  # a list leaves nothing of it to the plan
+            yield one(ON_HOST, ["optimizer", "activations"])
     if isinstance(config.rollout, VLLMRolloutConfig):
         for number in _replica_sizes(config, shape):
             if number > config.rollout.tensor_parallel_size:
@@ -288,7 +290,9 @@ def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:
     for number in sorted(numbers):
         is_whole = (number <= host or number % host == 0) and not any(number % divisor for divisor in divisors)
         if config.num_ranks < number <= MOST_RANKS and is_whole:
-            yield Remedy((("num_ranks", number),))
+            others = [part for part in config.memory.on_host or [] if part != "optimizer"]
+            kept = ((ON_HOST, others),) if config.memory.keeps_on_host("optimizer") else ()
+            yield Remedy((("num_ranks", number), *kept))
 
 
 def _written(value: Any) -> str:

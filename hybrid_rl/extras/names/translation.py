@@ -266,6 +266,7 @@ _RULES: Mapping[str, Callable[[Any, Mapping[str, Any]], Answer | None]] = Mappin
         f"{_ROLLOUT}.name": lambda value, _: Answer({"rollout.engine": value}) if value in ("vllm", "hf") else None,
         f"{_ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
         f"{_ROLLOUT}.val_kwargs.do_sample": lambda value, _: None if value else Answer({"eval_temperature": 0}),
+        f"{_MODEL}.enable_activation_offload": _switch({"on_host": ["activations"]}),
         f"{_MODEL}.lora_rank": _adapter_rank,
         **{f"{_MODEL}.{key}": _of_adapter(key) for key in ("lora_alpha", "target_modules")},
         f"{_MODEL}.exclude_modules": _of_adapter("peft.exclude_modules"),

@@ -115,7 +115,9 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     dtype. Raises ConfigError for an option that this device cannot do, ModelError for an architecture without blocks.
     """
     if options.cpu_offload and mesh.device_type == "cpu":
-        raise ConfigError("cpu_offload=True does nothing on CPU ranks: parameters are there anyway; leave it out")
+        raise ConfigError(
+            "memory.on_host=[shards] does nothing on CPU ranks, whose shards are there anyway; leave it out"
+        )
     twin = Twin(module, reshard_after_forward=options.reshard_after_forward)
     with torch.no_grad():
         for parameter in weights_of(module).masters():

@@ -121,9 +121,9 @@ def test_values_and_gradients_are_those_of_the_plain_layer(shape, bias, calls):
         assert relative(got, expected) < 1e-6
 
 
-@pytest.mark.parametrize("intel", [False, True])
-def test_weight_gradients_of_both_libraries(intel, monkeypatch):
-    monkeypatch.setattr(linear, "transposes_by_mkl", lambda: intel)
+@pytest.mark.parametrize("by_mkl", [False, True])
+def test_weight_gradients_of_both_libraries(by_mkl, monkeypatch):
+    monkeypatch.setattr(linear, "transposes_by_mkl", lambda: by_mkl)
     grad, rows = torch.randn(256, 80), torch.randn(256, 96)
     assert relative(weight_gradient(grad, rows), grad.double().t() @ rows.double()) < 1e-6
 

@@ -286,3 +286,28 @@ def test_what_goes_to_the_host_names_what_it_needs_there(monkeypatch):
     on_host = dataclasses.replace(config, memory=dataclasses.replace(config.memory, on_host=["shards"]))
     needed = plan_memory(shape_of(config), on_host, budget).bytes_of_host
     assert words == f"memory.on_host=[shards] (needs {size_text(needed)} per host)"
+
+
+@pytest.mark.parametrize("part", ["optimizer", "activations"])
+def test_on_one_gpu_activations_on_the_host_do_not_keep_the_optimizer_from_it(monkeypatch, part):
+    """If the run fits with checkpointing, and what is not named is decided by the plan: by the optimizer alone, or with
+    activations."""
+
+    def fits(changed, _):
+        memory, checkpoints = changed.memory, changed.model.gradient_checkpointing
+        decides = memory.on_host is None or memory.keeps_on_host("optimizer")
+        return decides and checkpoints and (part == "optimizer" or memory.keeps_on_host(part))
+
+    (words, *_) = found_where(monkeypatch, fits, settings(device="cuda", dtype="bfloat16"), budget_for(10**9))
+    expected = {
+        "optimizer": "model.gradient_checkpointing=true",
+        "activations": "memory.on_host=[optimizer,activations]",
+    }
+    assert expected[part] in words and (part == "optimizer") == ("on_host" not in words)
+
+
+def test_more_ranks_keep_no_host_optimizer(monkeypatch):
+    config = settings(device="cuda", dtype="bfloat16", on_host=["optimizer", "activations"])
+    budget = budget_for(10**9, gpus_per_host=2)
+    found = found_where(monkeypatch, lambda changed, _: changed.num_ranks > 1, config, budget)
+    assert found == ["num_ranks=2 and memory.on_host=[activations]"]

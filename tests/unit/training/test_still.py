@@ -67,7 +67,7 @@ def test_if_all_groups_are_alike_the_optimizer_still_takes_its_step() -> None:
     expected, _, _ = updated(torch.float64, {}, splits=False, rewards=alike)
     assert passes == [True] and metrics["grad_norm"] == 0
     for mine, theirs, first in zip(weights, expected, build_model(torch.float64).parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-15)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-14)  # the rows of the batch are in another order
         assert not torch.equal(mine, first)
 
 

@@ -1,6 +1,7 @@
 """Settings of verl, translated with their values: the line at the end of the error is a configuration."""
 
 import math
+import re
 import shlex
 from typing import Any
 
@@ -211,3 +212,16 @@ def test_adapters_by_short_names(arguments: list[str], expected: dict[str, str])
     assert ("without lora_alpha it is" in " ".join(text.split())) is (
         bool(expected) and "lora_alpha=" not in str(arguments)
     )
+
+
+@pytest.mark.parametrize(("value", "advice"), [("True", "on_host=[activations]"), ("False", "asks for nothing")])
+def test_activations_of_verl_on_the_host(value: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        load_config(None, arguments=[f"actor_rollout_ref.model.enable_activation_offload={value}"])
+
+
+@pytest.mark.parametrize("key", ["fsdp.cpu_offload", "model.activation_offload", "memory.optimizer_on_host"])
+def test_an_earlier_switch_that_was_off_is_not_told_to_be_on(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {key: False})
+    assert "leave it out" in str(caught.value) or "is off" in str(caught.value), caught.value

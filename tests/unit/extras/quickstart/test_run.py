@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hybrid_rl.config import load_config
+from hybrid_rl.config import load_config, resolve
 from hybrid_rl.extras.quickstart import run as module
 from hybrid_rl.extras.quickstart.command import SETTINGS
 from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
@@ -64,3 +64,10 @@ def test_a_run_of_a_few_steps_has_a_shorter_warm_up_unless_one_is_given() -> Non
     for arguments, expected in (([], 10), (["max_steps=5"], 0), (["max_steps=11"], 10), (["max_steps=10"], 1)):
         assert settings_of(SETTINGS, arguments)[0].optimizer.warmup_steps == expected
     assert settings_of(SETTINGS, ["max_steps=5", "warmup_steps=7"])[0].optimizer.warmup_steps == 7
+
+
+def test_demonstrations_draw_no_other_groups() -> None:
+    settings = SETTINGS.with_name("smollm2.yaml")
+    for name, expected in (("grpo", 40), ("sft", 0)):
+        config, given = settings_of(settings, [f"algorithm={name}"])
+        assert resolve(config, given).algorithm.max_refills == expected
