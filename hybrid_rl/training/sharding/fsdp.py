@@ -116,7 +116,7 @@ def shard(module: PreTrainedModel, mesh: DeviceMesh, options: ShardOptions) -> S
     """
     if options.cpu_offload and mesh.device_type == "cpu":
         raise ConfigError(
-            "memory.on_host=[shards] does nothing on CPU ranks, whose shards are there anyway; leave it out"
+            "memory.on_host=[shards] does nothing on CPU ranks: all is in host memory anyway; leave it out"
         )
     twin = Twin(module, reshard_after_forward=options.reshard_after_forward)
     with torch.no_grad():
