@@ -27,5 +27,5 @@ class Episode:
 
 # Runs one episode to its end. What it raises ends the trajectory with reason "error", except TrajectoryEndedError, and
 # except AgentError, which ends the run. If it has a method `close()`, that is called once, after the last episode of
-# the run.
+# the run; `sample_at(temperature)` of an agent that must know it is called, between episodes, if it changes.
 Agent = Callable[[Episode], Awaitable[None]]

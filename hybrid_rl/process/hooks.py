@@ -19,6 +19,7 @@ HOOKS = {
     "is_off_anyway": "names:is_off_anyway",
     "foreign_names": "names:names",
     "value_advice": "names:value_advice",
+    "http_agent": "endpoint.http_agent:HttpAgent",
     "can_draw": "pictures.curves:can_draw",
     "draw_curves": "pictures.curves:draw",
     "memory_pictures": "pictures.memory_pictures:MemoryPictures",
@@ -41,6 +42,7 @@ HOOKS = {
 FORMER_NAMES = {
     "hybrid_rl.agents.adapters": "environments",
     "hybrid_rl.agents.python_tool": "programs.python_tool",
+    "hybrid_rl.agents.server": "endpoint",
     "hybrid_rl.report": "report",
     "hybrid_rl.sandbox": "sandbox",
 }

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hybrid_rl.agents.client import Limits
-from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.batch import Batch
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SlotUse
@@ -34,7 +33,6 @@ from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.episodes import Episodes, EpisodeSettings, Room
 from hybrid_rl.rollout.held_files import check_tokens
 from hybrid_rl.rollout.held_json import read_fields
-from hybrid_rl.rollout.held_turns import HeldTurns
 from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 from hybrid_rl.rollout.sample_columns import first_in_full
 from hybrid_rl.rollout.stream import GroupStream, awaited
@@ -135,7 +133,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         settings: EpisodeSettings,
         **options: Any,
     ) -> None:
-        self._turns, self._held_turns, self._settings = EngineTurns(client), HeldTurns(client), settings
+        self._turns, self._held_turns, self._settings = EngineTurns(client), EngineTurns(client), settings
         self._alive_after: int | None = None  # the step after which trajectories that are alive are held
         self._room, self._before = Room(1), client.stats()  # of held trajectories; when the present step began
         self._num_ended = self._num_again = 0  # trajectories of the present call; those that it begins once more
@@ -149,9 +147,10 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         self._release()
 
     def sample_at(self, temperature: float) -> None:
-        """Let agents that ask over HTTP get answers at this temperature from now on; others follow the call."""
-        if isinstance(self._settings.agent, HttpAgent):
-            self._settings.agent.sample_at(temperature)
+        """Tell an agent that has to know it (`sample_at`) of another temperature; others follow the call."""
+        sample_at = getattr(self._settings.agent, "sample_at", None)
+        if sample_at is not None:
+            sample_at(temperature)
 
     def close(self) -> None:
         """Cancel what is held, close the agent, if it has a method for that, and end the event loops that agents run
@@ -161,7 +160,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         if close is not None and not self._is_closed:
             close()
         self._is_closed = True
-        self._turns.close()
+        self._turns.release()
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return samples as `GroupStream.run` says."""

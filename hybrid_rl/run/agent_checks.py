@@ -16,11 +16,11 @@ from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
 from hybrid_rl.agents.floor import check_rollout_func
 from hybrid_rl.agents.schemas import check_tools_shown
-from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.rewards import GivenReward
 from hybrid_rl.rollout.agent_columns import AGENT
 
@@ -89,7 +89,7 @@ def check_agents(
             ("max_environments", *OF_TOOLS),
             "on agent, which calls tools and environments itself; leave it out, and limit them there",
         )
-        HttpAgent(given.agent, temperature=config.rollout.temperature)
+        extra("http_agent")(given.agent, temperature=config.rollout.temperature)
         return AgentSetup(agent=given.agent, turn_rewards_problem=token_rewards_problem(config))
     if config.data.chat_template_kwargs.get("tools"):
         raise ConfigError(f"chat_template_kwargs has 'tools', and {' and '.join(names)} give tools too; leave it out")

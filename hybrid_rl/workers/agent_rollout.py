@@ -6,7 +6,7 @@ from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.plain_text import PlainText
-from hybrid_rl.agents.server.http_agent import HttpAgent
+from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.episodes import EpisodeSettings
 from hybrid_rl.workers.setup import WorkerSetup
 
@@ -25,7 +25,7 @@ def episode_settings(setup: WorkerSetup) -> EpisodeSettings:
             rewritten_history=config.agents.rewritten_history,
         )
     if agents.agent is not None:
-        agent = HttpAgent(agents.agent, temperature=config.rollout.temperature)
+        agent = extra("http_agent")(agents.agent, temperature=config.rollout.temperature)
     elif agents.rollout_func is None:
         agent = agents.tool_agent(config.agents)
     longest = config.rollout.max_completion_length

@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
-from hybrid_rl.agents.server.requests import MODEL
+from hybrid_rl.extras.endpoint.requests import MODEL
 
 VerifiersAgent = Callable[[Mapping[str, Any], str, str], Coroutine[Any, Any, dict[str, Any]]]
 

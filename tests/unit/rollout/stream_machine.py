@@ -23,7 +23,7 @@ from hybrid_rl.config import resolve
 from hybrid_rl.config.load import load_config
 from hybrid_rl.errors import ConfigError, PeerFailedError
 from hybrid_rl.process import threads
-from hybrid_rl.rollout import held_turns
+from hybrid_rl.rollout import turns as engine_turns
 from tests.unit.rollout.engine_runs import EngineRun, EngineSetting, MakeRig, Picture, Versions
 from tests.unit.rollout.holding import RankFailedError, listen
 
@@ -110,7 +110,7 @@ class StreamMachine(RuleBasedStateMachine):
         look = threads.LoopWatch.look
         self._patch.setattr(threads.LoopWatch, "look", lambda watch: (look(watch), self._playing.script.watch()))
         if setting.tool_seconds:
-            self._patch.setattr(held_turns, "PATIENCE_SECONDS", 0.001)
+            self._patch.setattr(engine_turns, "PATIENCE_SECONDS", 0.001)
         self.is_published, self.is_disturbed = True, setting.is_apart or not (setting.ahead + setting.oversample)
         # Up to which step the run is that of the model; what was changed, by the step after which it was.
         self.num_alike: float = 0 if setting.tool_seconds else 10**9

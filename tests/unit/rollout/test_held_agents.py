@@ -13,7 +13,7 @@ import pytest
 
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.process import threads
-from hybrid_rl.rollout import held_turns
+from hybrid_rl.rollout import turns as engine_turns
 from tests.unit.rollout.engine_runs import EngineRun, EngineSetting
 from tests.unit.rollout.holding import KnownEngine, RankFailedError
 
@@ -61,7 +61,7 @@ def test_what_is_dropped_is_gone_and_all_that_was_generated_is_delivered_or_drop
 def test_what_fails_between_two_engine_steps_is_told_to_ranks_that_share_the_engine(number, tmp_path, monkeypatch):
     """Whichever of the two steps between two looks it is: nobody waits for a step that does not come."""
     run = run_of(tmp_path, 2, 2, 0, 3, 2, "fifo", 2, 2, 3, 100, is_shared=True)
-    monkeypatch.setattr(held_turns.LoopWatch, "look", lambda watch: run.script.watch())
+    monkeypatch.setattr(engine_turns.LoopWatch, "look", lambda watch: run.script.watch())
     run.one_step()
     run.script.watches = {1: number}
     with pytest.raises(RankFailedError, match="rank 1, beside its engine"):
@@ -76,7 +76,7 @@ def test_a_rank_steps_its_engine_when_its_agents_are_gone(monkeypatch):
     """Their event loop is closed, and asked nothing any more."""
     monkeypatch.setattr(threads, "WATCH_SECONDS", 0.0)
     client = EngineClient(KnownEngine(1, 1))
-    turns = held_turns.HeldTurns(client)
+    turns = engine_turns.EngineTurns(client)
 
     async def nothing() -> None:
         return None
@@ -121,9 +121,9 @@ def test_held_trajectories_leave_room_for_the_others(tmp_path):
 
 def test_the_time_of_a_trajectory_does_not_run_between_rollouts(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(held_turns, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(engine_turns, "time", SimpleNamespace(monotonic=lambda: now[0]))
     client: Any = None
-    turns, seen = held_turns.HeldTurns(client), []
+    turns, seen = engine_turns.EngineTurns(client), []
     for _ in range(2):
         turns.begin(0)
         now[0] += 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybrid_rl.agents.chat import Chat
-from hybrid_rl.agents.server.http_agent import HttpAgent
+from hybrid_rl.extras.endpoint.http_agent import HttpAgent
 from tests.support.tiny import CHAT_TEMPLATE, build_tokenizer
 from tests.unit.rollout.agents import TASKS, Rig, own_logprobs
 
@@ -97,7 +97,7 @@ def test_a_function_that_blocks_the_event_loop_of_all_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("hybrid_rl.process.threads.BLOCKED_SECONDS", 0.1)
-    monkeypatch.setattr("hybrid_rl.agents.server.http_agent.WATCH_SECONDS", 0.02)
+    monkeypatch.setattr("hybrid_rl.extras.endpoint.http_agent.WATCH_SECONDS", 0.02)
 
     async def blocks(row: dict[str, Any], base_url: str, api_key: str) -> float:
         while "event loop" not in caplog.text and time.monotonic() < latest:

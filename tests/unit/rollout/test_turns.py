@@ -48,7 +48,7 @@ def turns_on(main, *, rig=None, **settings):
         assert is_idle(client)
         return result, client
     finally:
-        turns.close()
+        turns.release()
 
 
 def test_answers_are_those_of_the_engine():
@@ -88,7 +88,7 @@ def test_a_rollout_ends_as_soon_as_its_agents_have(monkeypatch):
         with client.session():
             turns.run(lambda: asyncio.sleep(0.002), 1)
     seconds = time.monotonic() - begun
-    turns.close()
+    turns.release()
     assert seconds < 10
 
 
@@ -225,7 +225,7 @@ def test_an_error_of_the_engine_ends_the_rollout():
     rig.engine.step = fail
     with pytest.raises(RuntimeError, match="out of memory"), client.session():
         turns.run(lambda: main(turns), 1)
-    turns.close()
+    turns.release()
     assert ended == ["cancelled"] and not rig.engine.num_unfinished
 
 
@@ -260,7 +260,7 @@ def test_ranks_that_share_an_engine_go_on_until_the_last_has_ended():
             with client.session():
                 return turns.run(main, 1)
         finally:
-            turns.close()
+            turns.release()
 
     results = on_ranks(3, play)
     for rank, answers in enumerate(results):
@@ -289,7 +289,7 @@ def test_a_rank_may_ask_its_judges_while_another_still_plays():
                 judged = [event for events in client.stream([request(-2, 5, 4)], 1) for event in events]
             return answers, judged
         finally:
-            turns.close()
+            turns.release()
 
     for rank, (answers, judged) in enumerate(on_ranks(2, play)):
         (alone,) = contract().ready().run([request(0, 4 + rank, 3)])
@@ -306,7 +306,7 @@ def test_idle_ranks_meet_seldom():
                 turns.run(lambda: asyncio.sleep(0.3 if rank else 0.0), 1)
             return len(client.exchanged)
         finally:
-            turns.close()
+            turns.release()
 
     begun = time.monotonic()
     met = on_ranks(2, play)[0]
@@ -327,7 +327,7 @@ def test_the_failure_of_one_rank_ends_the_rollout_of_the_others():
             with client.session():
                 return turns.run(main, 1)
         finally:
-            turns.close()
+            turns.release()
 
     first, second = on_ranks(2, play)
     assert isinstance(second, ValueError)

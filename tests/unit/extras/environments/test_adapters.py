@@ -19,9 +19,9 @@ from hybrid_rl import Trainer
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.environments import EnvironmentKind
 from hybrid_rl.agents.floor import RolloutClient, checked_trajectories
-from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.extras.endpoint.http_agent import HttpAgent
 from hybrid_rl.extras.environments.gym import gymnasium_environment
 from hybrid_rl.extras.environments.openenv import openenv_environment
 from hybrid_rl.extras.environments.reasoning_gym import reasoning_gym_rollout, reasoning_gym_rows

@@ -20,12 +20,12 @@ import pytest
 
 from hybrid_rl.agents.client import Limits, TrajectoryEndedError
 from hybrid_rl.agents.parsing import argument_types
-from hybrid_rl.agents.server import http_agent
-from hybrid_rl.agents.server import routes as app
-from hybrid_rl.agents.server.answers import token_texts
-from hybrid_rl.agents.server.http_agent import HttpAgent
 from hybrid_rl.agents.trajectory import Completion, Trajectory
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError, MessagesRefusedError
+from hybrid_rl.extras.endpoint import http_agent
+from hybrid_rl.extras.endpoint import routes as app
+from hybrid_rl.extras.endpoint.answers import token_texts
+from hybrid_rl.extras.endpoint.http_agent import HttpAgent
 from tests.support.inside.agents import replace_agent
 from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
 

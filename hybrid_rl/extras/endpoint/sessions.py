@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.agents.client import AgentClient, TrajectoryEndedError
-from hybrid_rl.agents.server.answers import Answer, answer_of
-from hybrid_rl.agents.server.refusals import (
+from hybrid_rl.agents.trajectory import EndReason
+from hybrid_rl.data.prompts import Messages
+from hybrid_rl.errors import DataError
+from hybrid_rl.extras.endpoint.answers import Answer, answer_of
+from hybrid_rl.extras.endpoint.refusals import (
     Refusal,
     bad_request,
     failed,
@@ -19,10 +22,7 @@ from hybrid_rl.agents.server.refusals import (
     nested_too_deep,
     session_ended,
 )
-from hybrid_rl.agents.server.requests import AnswerRequest, as_object
-from hybrid_rl.agents.trajectory import EndReason
-from hybrid_rl.data.prompts import Messages
-from hybrid_rl.errors import DataError
+from hybrid_rl.extras.endpoint.requests import AnswerRequest, as_object
 
 
 class Session:

@@ -17,12 +17,12 @@ from typing import Any
 
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.episode import Episode
-from hybrid_rl.agents.server.routes import AgentServer
-from hybrid_rl.agents.server.sessions import Session
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import PROMPT_COLUMN, shorten
 from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.extras.endpoint.routes import AgentServer
+from hybrid_rl.extras.endpoint.sessions import Session
 from hybrid_rl.process.threads import WATCH_SECONDS, LoopThread, LoopWatch, start_thread
 
 logger = logging.getLogger("hybrid_rl")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rl.agents.server.requests import AnswerRequest
 from hybrid_rl.agents.trajectory import Turn
 from hybrid_rl.data.rendering import THOUGHTS
+from hybrid_rl.extras.endpoint.requests import AnswerRequest
 
 BROKEN = "\ufffd"  # how a part of a character decodes
 # Mistral's templates refuse ids of tool calls that are not of 9 letters and digits.

@@ -16,9 +16,9 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from hybrid_rl.agents.client import AgentClient
-from hybrid_rl.agents.server import answers as wire
-from hybrid_rl.agents.server.answers import Answer
-from hybrid_rl.agents.server.refusals import (
+from hybrid_rl.extras.endpoint import answers as wire
+from hybrid_rl.extras.endpoint.answers import Answer
+from hybrid_rl.extras.endpoint.refusals import (
     Refusal,
     bad_request,
     failed,
@@ -27,8 +27,8 @@ from hybrid_rl.agents.server.refusals import (
     session_ended,
     wrong_key,
 )
-from hybrid_rl.agents.server.requests import MODEL, AnswerRequest, read_request
-from hybrid_rl.agents.server.sessions import Session
+from hybrid_rl.extras.endpoint.requests import MODEL, AnswerRequest, read_request
+from hybrid_rl.extras.endpoint.sessions import Session
 from hybrid_rl.process.threads import LoopThread
 
 logger = logging.getLogger("hybrid_rl")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rl.agents.server.refusals import bad_request
 from hybrid_rl.data.prompts import Messages, shorten
+from hybrid_rl.extras.endpoint.refusals import bad_request
 
 # The name of the only model; a request may give any, since agents have names of their own built in.
 MODEL = "policy"
