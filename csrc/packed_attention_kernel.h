@@ -2,8 +2,10 @@
 //
 // A family is a root (a whole sample, or a prompt) and its children (completions of that prompt). A root sees itself,
 // causally; a child sees all of its root, then itself, causally: the index of a key in "root, then own" is its position.
-// One task is one family and one key head, so every gradient has one writer: the root's keys collect what all of its
-// children send them. Within a task the rows (token, query head) go through in tiles of up to eight.
+// If all sequences of a row begin with the same tokens, these are computed once: the first family is this prefix, and all
+// others see it before their root. One task is one family and one key head, so every gradient has one writer: the root's
+// keys collect what all of its children send them. What the families send to the prefix is collected by family, and added
+// up at the end in their order. Within a task the rows (token, query head) go through in tiles of up to eight.
 
 #pragma once
 
@@ -30,10 +32,12 @@ struct Problem {
   float *out, *lse; // [T, H, D_v], [T, H]; the backward pass reads them
   const float* grad; // [T, H, D_v]; null in the forward pass
   float *grad_query, *grad_key, *grad_value;
+  float *prefix_grad_key, *prefix_grad_value; // [F - 1, P, H_kv, D], [F - 1, P, H_kv, D_v], by the family that sends them
   const int64_t* starts; // [N], first token of every segment, in the order of the families
   const int64_t* tokens; // [N], tokens of every segment
   const int64_t* families; // [F + 1], first segment of every family
   int64_t num_families, num_heads, num_kv_heads, key_dim, value_dim;
+  int64_t num_prefix; // P, tokens at the front of the row, which are the first family; 0: none
   float scale, softcap; // softcap 0: none
   int64_t window; // 0: none
 };
@@ -268,13 +272,21 @@ HYBRID_RL_INLINE void gather(const Problem& p, Scratch& s, int64_t kv_head, int6
   }
 }
 
-HYBRID_RL_INLINE void scatter(const Problem& p, const Scratch& s, int64_t kv_head, int64_t start, int64_t count, int64_t before) {
+// Gradients of `count` keys and values from index `before` on into rows [count, H_kv, D] and [count, H_kv, D_v].
+HYBRID_RL_INLINE void scatter(
+    const Problem& p, const Scratch& s, int64_t kv_head, int64_t count, int64_t before, float* grad_key, float* grad_value) {
   for (int64_t i = 0; i < count && p.grad != nullptr; ++i) {
     const float* key = s.grad_keys + (before + i) * s.key_dim;
     const float* value = s.grad_values + (before + i) * s.value_dim;
-    std::copy(key, key + p.key_dim, p.grad_key + ((start + i) * p.num_kv_heads + kv_head) * p.key_dim);
-    std::copy(value, value + p.value_dim, p.grad_value + ((start + i) * p.num_kv_heads + kv_head) * p.value_dim);
+    std::copy(key, key + p.key_dim, grad_key + (i * p.num_kv_heads + kv_head) * p.key_dim);
+    std::copy(value, value + p.value_dim, grad_value + (i * p.num_kv_heads + kv_head) * p.value_dim);
   }
+}
+
+HYBRID_RL_INLINE void scatter_segment(
+    const Problem& p, const Scratch& s, int64_t kv_head, int64_t start, int64_t count, int64_t before) {
+  const int64_t first = start * p.num_kv_heads;
+  scatter(p, s, kv_head, count, before, p.grad_key + first * p.key_dim, p.grad_value + first * p.value_dim);
 }
 
 template <int W>

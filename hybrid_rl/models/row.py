@@ -1,9 +1,10 @@
 """A micro-batch as one packed row, in which samples of the same prompt share its tokens.
 
 The row holds roots, then children. A root is a separate sequence: the whole of a sample, or a prompt that several
-samples share. A child is the completion of one such sample; it attends to its root and causally to itself. With the
-prompts in front and the children of a root side by side, both sides of "completions attend to their prompt" are
-contiguous slices of the row.
+samples share. A child is the completion of one such sample; it attends to its root and causally to itself. If all
+prompts begin alike, as with a system prompt and the schemas of tools, those tokens stand once in front of the roots: a
+prefix, to which everything after it attends. With the prefix and the prompts in front and the children of a root side
+by side, both sides of "completions attend to their prompt" are contiguous slices of the row.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from hybrid_rl.memory.transfer import upload
 # that is in no sample may have an embedding of zeros, at which some norms have an infinite slope: 0 * inf is NaN.
 ROW_STEP = 128
 SMALLEST_FILLED_ROW = 1024
+# A prefix is shared if that saves this part of the row's tokens: kernels of CUDA attend to it in a call of its own.
+LEAST_SAVED = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,20 @@ class Layout:
 
     roots: tokens of each root, those with children first; children: tokens of each child, at least 1; parents: the
     root of each child: 0 at first, then rising by 0 or 1. is_filled: the last root fills the row up, and is not
-    read.
+    read. prefix: tokens in front of the roots, with which all sequences begin.
     """
 
     roots: tuple[int, ...]
     children: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     is_filled: bool = False
+    prefix: int = 0
 
     def __post_init__(self) -> None:
         steps = [after - before for before, after in zip((-1, *self.parents), self.parents, strict=False)]
         if len(self.parents) != len(self.children) or steps[:1] not in ([], [1]) or set(steps) - {0, 1}:
             raise ValueError(f"{len(self.children)} children need parents 0, .. rising by 0 or 1, not {self.parents}")
-        if self.num_shared > len(self.roots) or min((*self.roots, *self.children, 1)) < 1:
+        if self.num_shared > len(self.roots) or min((*self.roots, *self.children, 1)) < 1 or self.prefix < 0:
             raise ValueError(f"every segment has at least 1 token and every child a root, not {self}")
 
     @property
@@ -52,14 +56,24 @@ class Layout:
         return self.parents[-1] + 1 if self.parents else 0
 
     @property
+    def first_root(self) -> int:
+        """The segment that is the first root: 1 after a prefix."""
+        return int(self.prefix > 0)
+
+    @property
+    def first_child(self) -> int:
+        """The segment that is the first child, if there is one."""
+        return self.first_root + len(self.roots)
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of every segment."""
-        return [*self.roots, *self.children]
+        return [*([self.prefix] if self.prefix else []), *self.roots, *self.children]
 
     @property
     def num_root_tokens(self) -> int:
         """Tokens before the first child."""
-        return sum(self.roots)
+        return self.prefix + sum(self.roots)
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +84,7 @@ class Layout:
     def longest(self) -> int:
         """Tokens of the longest sequence, a child's root included."""
         whole = (self.roots[root] + length for root, length in zip(self.parents, self.children, strict=True))
-        return max((*self.roots, *whole))
+        return self.prefix + max((*self.roots, *whole), default=0)
 
     def child_totals(self) -> list[int]:
         """Count the tokens of all children of each root that has any."""
@@ -79,12 +93,14 @@ class Layout:
             totals[root] += length
         return totals
 
-    def child_keys(self) -> list[Tensor]:
-        """Return the places of the tokens that each child sees: those of its root, then its own; int64 [root + child]
-        each."""
-        places = torch.arange(self.num_tokens).split(self.lengths)
-        own = places[len(self.roots) :]
-        return [torch.cat([places[root], child]) for root, child in zip(self.parents, own, strict=True)]
+    def seen(self) -> list[Tensor]:
+        """Return the places of the tokens that the last token of each segment sees: those of the prefix and of its
+        root, then its own; int64 each."""
+        own = torch.arange(self.num_tokens).split(self.lengths)
+        prefix, roots = own[: self.first_root], own[self.first_root : self.first_child]
+        whole = [torch.cat([*prefix, root]) if prefix else root for root in roots]
+        children = zip(self.parents, own[self.first_child :], strict=True)
+        return [*prefix, *whole, *(torch.cat([whole[root], child]) for root, child in children)]
 
     def check_num_tokens(self, rows: Tensor) -> None:
         """Raise ModelError if these are not the T tokens that were laid out."""
@@ -93,7 +109,8 @@ class Layout:
 
     def positions(self) -> Tensor:
         """Return the position of every token in its sequence, int64 [T]."""
-        first = torch.tensor([0] * len(self.roots) + [self.roots[root] for root in self.parents])
+        own = [0] * len(self.roots) + [self.roots[root] for root in self.parents]
+        first = torch.tensor([0] * self.first_root + [self.prefix + before for before in own])
         lengths = torch.tensor(self.lengths)
         return torch.arange(self.num_tokens) + (first - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
 
@@ -126,21 +143,24 @@ class PackedRow:
         Logprobs have the order of the completions whatever the order of the row; the first token of every completion
         comes from the last token of its prompt, shared or not.
         """
-        sizes, own = prompts.lengths.tolist(), completions.lengths.tolist()
-        shared, single = _arrangement(prompts, completions)
+        own = completions.lengths.tolist()
+        shared, single, prefix = _arrangement(prompts, completions)
+        sizes = (prompts.lengths - prefix).tolist()
         children = [index for group in shared for index in group]
         roots = [*(sizes[group[0]] for group in shared), *(sizes[i] + own[i] for i in single)]
-        filler = _filler(sum(roots) + sum(own[index] for index in children))
+        filler = _filler(prefix + sum(roots) + sum(own[index] for index in children))
         layout = Layout(
             (*roots, *([filler] if filler else [])),
             tuple(own[index] for index in children),
             tuple(root for root, group in enumerate(shared) for _ in group),
             is_filled=filler > 0,
+            prefix=prefix,
         )
         prompt_rows, completion_rows = list(prompts), list(completions)
-        parts = [prompt_rows[group[0]] for group in shared]
-        parts += [part for index in single for part in (prompt_rows[index], completion_rows[index])]
-        parts += [parts[0][:1].expand(filler)]
+        first = prompt_rows[[*children, *single][0]]
+        parts = [first[:prefix], *(prompt_rows[group[0]][prefix:] for group in shared)]
+        parts += [part for index in single for part in (prompt_rows[index][prefix:], completion_rows[index])]
+        parts += [first[:1].expand(filler)]
         parts += [completion_rows[index] for index in children]
         columns = (
             torch.cat(parts),
@@ -154,11 +174,13 @@ class PackedRow:
 
 def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]]) -> Tensor:
     """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. weights: of a token of
-    the prompt and one of the completion, for each sample. A shared prompt counts for all of its samples, the filler for
-    none."""
-    sizes, own = prompts.lengths.tolist(), completions.lengths.tolist()
-    shared, single = _arrangement(prompts, completions)
-    parts = [(sum(weights[index][0] for index in group), sizes[group[0]]) for group in shared]
+    the prompt and one of the completion, for each sample. A prefix and a shared prompt count for all of their samples,
+    the filler for none."""
+    own = completions.lengths.tolist()
+    shared, single, prefix = _arrangement(prompts, completions)
+    sizes = (prompts.lengths - prefix).tolist()
+    parts = [(sum(weights[index][0] for group in (*shared, single) for index in group), prefix)]
+    parts += [(sum(weights[index][0] for index in group), sizes[group[0]]) for group in shared]
     parts += [part for i in single for part in ((weights[i][0], sizes[i]), (weights[i][1], own[i]))]
     children = [(weights[index][1], own[index]) for group in shared for index in group]
     filler = _filler(sum(length for _, length in (*parts, *children)))
@@ -166,12 +188,28 @@ def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
 
 
-def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int]]:
-    """Return the samples that share a prompt, group by group, and the others. A sample without completion tokens is
-    left out, unless all are."""
-    wanted = [index for index, length in enumerate(completions.lengths.tolist()) if length] or [0]
+def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int], int]:
+    """Return the samples that share a prompt, group by group, the others, and the tokens of the prefix of all prompts
+    that is shared. A sample without completion tokens is left out, unless all are."""
+    own = completions.lengths.tolist()
+    wanted = [index for index, length in enumerate(own) if length] or [0]
     groups = prompt_groups(prompts, wanted)
-    return [group for group in groups if len(group) > 1], [group[0] for group in groups if len(group) == 1]
+    rows = list(prompts)
+    distinct = [rows[group[0]] for group in groups]
+    prefix = common_prefix(distinct)
+    num_tokens = sum(map(len, distinct)) + sum(own[index] for index in wanted)
+    if prefix * (len(groups) - 1) < LEAST_SAVED * num_tokens:
+        prefix = 0
+    return [group for group in groups if len(group) > 1], [group[0] for group in groups if len(group) == 1], prefix
+
+
+def common_prefix(prompts: Sequence[Tensor]) -> int:
+    """Return how many tokens all prompts begin with; every one has at least one more."""
+    length = min(map(len, prompts)) - 1
+    alike = torch.ones(length, dtype=torch.bool)
+    for prompt in prompts[1:]:
+        alike &= prompt[:length] == prompts[0][:length]
+    return int(alike.cumprod(0).sum())
 
 
 def _filler(num_tokens: int) -> int:
@@ -184,14 +222,15 @@ def _sources(
 ) -> Tensor:
     starts = lengths_to_offsets(layout.lengths).tolist()
     before = torch.zeros(len(completions), dtype=torch.int64)  # the place before the first token of a completion
-    for root, index in enumerate(single, len(shared)):
+    for root, index in enumerate(single, layout.first_root + len(shared)):
         before[index] = starts[root] + sizes[index] - 1
     children = [index for group in shared for index in group]
-    before[children] = torch.tensor(starts[len(layout.roots) : -1], dtype=torch.int64) - 1
+    before[children] = torch.tensor(starts[layout.first_child : -1], dtype=torch.int64) - 1
     rows = completions.row_index()
     sources = torch.arange(rows.numel()) + (before - completions.offsets[:-1])[rows]
     first = completions.offsets[:-1][children]
-    sources[first] = torch.tensor([starts[root + 1] - 1 for root in layout.parents], dtype=torch.int64)
+    ends = starts[layout.first_root + 1 :]
+    sources[first] = torch.tensor([ends[root] - 1 for root in layout.parents], dtype=torch.int64)
     return sources
 
 

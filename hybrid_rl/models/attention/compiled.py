@@ -32,15 +32,15 @@ class CompiledAttention:
         self._layout = layout
         lengths = layout.lengths
         starts = lengths_to_offsets(lengths).tolist()
-        children: list[list[int]] = [[] for _ in layout.roots]
-        for child, root in enumerate(layout.parents, len(layout.roots)):
-            children[root].append(child)
-        order = [segment for root, own in enumerate(children) for segment in (root, *own)]
-        families = lengths_to_offsets([1 + len(own) for own in children])
+        families = [[segment] for segment in range(layout.first_child)]  # the prefix and the roots, with their children
+        for child, root in enumerate(layout.parents, layout.first_child):
+            families[layout.first_root + root].append(child)
+        order = [segment for family in families for segment in family]
         self._segments = (
             torch.tensor([starts[segment] for segment in order]),
             torch.tensor([lengths[segment] for segment in order]),
-            families,
+            lengths_to_offsets([len(family) for family in families]),
+            layout.prefix,
         )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -2,7 +2,8 @@
 
 It runs on every device and dtype, and with every option, so it also runs if no other form can. Its price is
 padding and copies: sequences are padded per bucket of similar lengths, and each completion gets a copy of the keys and
-values of its prompt. Everything outside attention is still computed once per token of the row.
+values of its prompt, each prompt one of those of the prefix. Everything outside attention is still computed once per
+token of the row.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ SMALL_LENGTH = 32  # below this a launch costs more than the padding it would sa
 
 
 class PaddedAttention:
-    """AttentionContext of one row. No sequence sees another one, except a completion its prompt."""
+    """AttentionContext of one row. No sequence sees another one, except a completion its prompt and all the prefix."""
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
         self._layout = layout
-        own = torch.arange(layout.num_tokens).split(layout.lengths)
-        num_roots = len(layout.roots)
-        seen = [*own[:num_roots], *layout.child_keys()]
+        own, seen = torch.arange(layout.num_tokens).split(layout.lengths), layout.seen()
+        # What sees nothing before itself needs no mask: the prefix, or if there is none the roots.
+        num_plain = layout.first_root or len(layout.roots)
+        seen[:num_plain] = own[:num_plain]
         buckets, order = [], []
-        for segments in (range(num_roots), range(num_roots, len(own))):  # a root needs no mask, a child does
+        for segments in (range(num_plain), range(num_plain, len(own))):
             for members in length_buckets([len(seen[segment]) for segment in segments]):
                 chosen = [segments[member] for member in members]
                 buckets.append(_Bucket.of([own[i] for i in chosen], [seen[i] for i in chosen]))

@@ -24,10 +24,10 @@ class UnpackedRow:
     """
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
-        roots = torch.arange(layout.num_tokens).split(layout.lengths)[: len(layout.roots)]
-        sequences = [*roots[layout.num_shared : len(roots) - layout.is_filled], *layout.child_keys()]
+        seen, last_root = layout.seen(), layout.first_child - layout.is_filled
+        sequences = [*seen[layout.first_root + layout.num_shared : last_root], *seen[layout.first_child :]]
         spread = padded(sequences)
-        # A prompt that several samples share is the same in all of them: its hidden states are those of the last.
+        # What several samples share is the same in all of them: its hidden states are those of the last.
         collect = torch.zeros(layout.num_tokens, dtype=torch.int64)
         for row, sequence in enumerate(sequences):
             collect[sequence] = row * spread.shape[1] + torch.arange(len(sequence))

@@ -8,7 +8,8 @@ and key of a segment, and return a logsumexp of [H, T_q] in float32 (Dao 2023, a
 A completion that shares its prompt attends in two parts, to itself and to its prompt: softmax(q [K_1 K_2]) [V_1 V_2] is
 the mean of the parts' outputs weighted by exp(lse_1) and exp(lse_2). The backward pass of a part, called with the
 output and logsumexp of the *whole*, gives that part's share of the gradients: it needs only P = exp(q K^T - lse) and
-the row sums of grad * out (Liu et al. 2023, arXiv:2310.01889).
+the row sums of grad * out (Liu et al. 2023, arXiv:2310.01889). A prefix of the row is one more part, for everything
+after it.
 """
 
 from __future__ import annotations
@@ -129,21 +130,25 @@ class FlashAttnKernel:
 Kernel = TorchKernel | FlashAttnKernel
 
 
+class SharedPart(NamedTuple):
+    """Tokens at the end of a row (queries), which see all of a segment before them (keys)."""
+
+    queries: slice
+    keys: slice
+    segments: Segments
+
+    def of(self, state: AttentionState) -> AttentionState:
+        """Return the rows of this part."""
+        queries, keys, lse = self.queries, self.keys, state.lse[:, self.queries].contiguous()
+        return AttentionState(state.query[queries], state.key[keys], state.value[keys], state.out[queries], lse)
+
+
 @dataclass(frozen=True)
 class Parts:
-    """The parts of the attention of a row. own: every segment with itself, causally; shared: the tokens from
-    num_root_tokens on with the first num_shared_tokens, all of a segment; None if nothing is shared."""
+    """The parts of the attention of a row. own: every segment with itself, causally; shared: what else is seen."""
 
     own: Segments
-    shared: Segments | None = None
-    num_root_tokens: int = 0
-    num_shared_tokens: int = 0
-
-    def of_shared(self, state: AttentionState) -> AttentionState:
-        """Return the rows of the shared part."""
-        back, front = slice(self.num_root_tokens, None), slice(self.num_shared_tokens)
-        lse = state.lse[:, back].contiguous()
-        return AttentionState(state.query[back], state.key[front], state.value[front], state.out[back], lse)
+    shared: Sequence[SharedPart] = ()
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -153,13 +158,13 @@ class _VarlenAttention(torch.autograd.Function):
     ) -> Tensor:
         results = kernel.forward(query, key, value, parts.own, options)
         state = AttentionState(query, key, value, *(tensor.contiguous() for tensor in results))
-        if parts.shared is not None:
-            mine = parts.of_shared(state)
-            other, other_lse = kernel.forward(mine.query, mine.key, mine.value, parts.shared, options)
+        for part in parts.shared:
+            mine = part.of(state)
+            other, other_lse = kernel.forward(mine.query, mine.key, mine.value, part.segments, options)
             total = torch.logaddexp(mine.lse, other_lse)
             weights = [(lse - total).exp().t()[..., None] for lse in (mine.lse, other_lse)]
             mine.out.copy_(weights[0] * mine.out + weights[1] * other)
-            state.lse[:, parts.num_root_tokens :] = total
+            state.lse[:, part.queries] = total
         ctx.save_for_backward(*state)
         ctx.settings = kernel, parts, options
         return state.out
@@ -170,12 +175,11 @@ class _VarlenAttention(torch.autograd.Function):
         kernel, parts, options = ctx.settings
         state, grad = AttentionState(*ctx.saved_tensors), grads[0].contiguous()
         gradients = kernel.backward(grad, state, parts.own, options)
-        if parts.shared is not None:
-            rest = grad[parts.num_root_tokens :]
-            others = kernel.backward(rest, parts.of_shared(state), parts.shared, options)
-            gradients[0][parts.num_root_tokens :] += others[0]
-            gradients[1][: parts.num_shared_tokens] += others[1]
-            gradients[2][: parts.num_shared_tokens] += others[2]
+        for part in parts.shared:
+            others = kernel.backward(grad[part.queries], part.of(state), part.segments, options)
+            gradients[0][part.queries] += others[0]
+            gradients[1][part.keys] += others[1]
+            gradients[2][part.keys] += others[2]
         return (*gradients, None, None, None)
 
 
@@ -183,7 +187,8 @@ class VarlenAttention:
     """AttentionContext of a row, with or without shared prompts, on such a kernel.
 
     If a window hides part of a prompt from its completions, each completion gets a copy of its prompt's keys and
-    values: a segment of keys has one window, and the completions of a prompt would need one each.
+    values: a segment of keys has one window, and the completions of a prompt would need one each. With a prefix each
+    prompt and each completion gets a copy of that, too.
     """
 
     def __init__(self, layout: Layout, kernel: Kernel, device: torch.device | str) -> None:
@@ -193,12 +198,13 @@ class VarlenAttention:
         """Same arguments as AttentionContext.attend."""
         layout = self._layout
         layout.check_num_tokens(query)
-        if not layout.children or options.window is None or options.window >= layout.longest:
+        is_shared = bool(layout.children or layout.prefix)
+        if not is_shared or options.window is None or options.window >= layout.longest:
             return self._run(query, key, value, self._parts, options)
-        first = layout.num_root_tokens
-        roots = self._run(query[:first], key[:first], value[:first], self._roots, options)
-        keys, values = (tensor.index_select(0, self._child_keys) for tensor in (key, value))
-        return torch.cat([roots, self._run(query[first:], keys, values, self._children, options)])
+        first = layout.prefix or layout.num_root_tokens
+        front = self._run(query[:first], key[:first], value[:first], self._front, options)
+        keys, values = (tensor.index_select(0, self._copied_keys) for tensor in (key, value))
+        return torch.cat([front, self._run(query[first:], keys, values, self._back, options)])
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, parts: Parts, options: AttentionOptions) -> Tensor:
         apply: Any = _VarlenAttention.apply
@@ -213,24 +219,33 @@ class VarlenAttention:
 
     @cached_property
     def _parts(self) -> Parts:
-        layout = self._layout
-        own = (layout.lengths, layout.lengths, True)
-        if not layout.children:
-            return Parts(self._segments(own)[0])
-        prompts = layout.roots[: layout.num_shared]
-        own_part, shared = self._segments(own, (layout.child_totals(), prompts, False))
-        return Parts(own_part, shared, layout.num_root_tokens, sum(prompts))
+        layout, shared = self._layout, list[tuple[slice, slice, Sequence[int], Sequence[int]]]()
+        prefix, prompts = layout.prefix, layout.roots[: layout.num_shared]
+        if layout.children:
+            places = slice(layout.num_root_tokens, None), slice(prefix, prefix + sum(prompts))
+            shared.append((*places, layout.child_totals(), prompts))
+        if prefix:
+            shared.append((slice(prefix, None), slice(prefix), [layout.num_tokens - prefix], [prefix]))
+        lengths = ((queries, keys, False) for _, _, queries, keys in shared)
+        own, *parts = self._segments((layout.lengths, layout.lengths, True), *lengths)
+        return Parts(own, [SharedPart(*places, part) for (*places, _, _), part in zip(shared, parts, strict=True)])
+
+    @property
+    def _num_front(self) -> int:
+        """Segments that see nothing before themselves: the prefix, or if there is none the roots."""
+        return self._layout.first_root or self._layout.first_child
 
     @cached_property
-    def _roots(self) -> Parts:
-        return Parts(self._segments((self._layout.roots, self._layout.roots, True))[0])
+    def _front(self) -> Parts:
+        lengths = self._layout.lengths[: self._num_front]
+        return Parts(self._segments((lengths, lengths, True))[0])
 
     @cached_property
-    def _children(self) -> Parts:
-        totals = [len(places) for places in self._layout.child_keys()]
-        return Parts(self._segments((self._layout.children, totals, True))[0])
+    def _back(self) -> Parts:
+        totals = [len(places) for places in self._layout.seen()[self._num_front :]]
+        return Parts(self._segments((self._layout.lengths[self._num_front :], totals, True))[0])
 
     @cached_property
-    def _child_keys(self) -> Tensor:
-        (places,) = upload([torch.cat(self._layout.child_keys())], self._device)
+    def _copied_keys(self) -> Tensor:
+        (places,) = upload([torch.cat(self._layout.seen()[self._num_front :])], self._device)
         return places

@@ -35,9 +35,9 @@ VERIFY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.
 # models differ by up to 0.02 (SmolLM2 0.011), an attention that is wrong at one place by 0.1.
 BLOCK_TOLERANCE = 0.05
 BLOCKS = "outputs of blocks"
-# The row that a model is verified on: two samples that share a prompt, one on its own, and what fills a row up.
-VERIFY_LAYOUT = Layout((3, 9, 2), (5, 2), (0, 0))
-FILLER = 2
+# The row that a model is verified on: two samples that share a prompt, one on its own, and what fills a row up. All of
+# them begin with the same token.
+VERIFY_LAYOUT = Layout((2, 8, 2), (5, 2), (0, 0), is_filled=True, prefix=1)
 TOKENWISE = ("mlp", "moe", "dense", "sparse")  # types of layers that see one token at a time
 # Names of classes and parameters that mix tokens without attention, in every family so far.
 MIXERS = re.compile("Attention|Attn|Mixer|LSTM|Recurrent")
@@ -144,7 +144,7 @@ def _output_gaps(
 ) -> dict[str, float]:
     """Return the gaps of `check_outputs`, by what was compared. blocks: let every block start from equal numbers."""
     name = type(model.module).__name__
-    sequences = [sequence for sequence in whole_sequences(row) if len(sequence) > FILLER]
+    sequences = whole_sequences(row)
     context = model.attention.context(row.layout, model.device)
     beside = context if isinstance(context, UnpackedRow) else None
     places, own = same_places(row, sequences)
@@ -234,23 +234,23 @@ def verify_row(model: PackedModel, prompt_ids: Sequence[int] = ()) -> PackedRow:
     expects there, and go on with different parts of it: equal samples would hide that they see each other.
     """
     tokens = various_tokens(model.module, VERIFY_LAYOUT.num_tokens)
-    for place, token in zip((0, 1, 2, *range(5, 12), *range(14, 21)), prompt_ids, strict=False):
+    for place, token in zip((0, 1, 2, *range(4, 11), *range(13, 20)), prompt_ids, strict=False):
         tokens[place] = token
-    for place, token in zip((3, 4), prompt_ids, strict=False):
-        tokens[place] = token
+    for token in prompt_ids[1:2]:
+        tokens[3] = token
     tokens = tokens.to(model.device)
-    filler = slice(VERIFY_LAYOUT.num_root_tokens - FILLER, VERIFY_LAYOUT.num_root_tokens)
+    filler = slice(VERIFY_LAYOUT.num_root_tokens - VERIFY_LAYOUT.roots[-1], VERIFY_LAYOUT.num_root_tokens)
     tokens[filler] = tokens[0]
     first = lengths_to_offsets(VERIFY_LAYOUT.lengths)[:-1].to(model.device)
     return PackedRow(tokens, VERIFY_LAYOUT.positions().to(model.device), tokens[first + 1], first, VERIFY_LAYOUT)
 
 
 def whole_sequences(row: PackedRow) -> list[list[int]]:
-    """Return the sequences of a row, each with its prompt; those that share no prompt come first."""
-    segments = [part.tolist() for part in row.token_ids.cpu().split(row.layout.lengths)]
-    roots, children = segments[: len(row.layout.roots)], segments[len(row.layout.roots) :]
-    shared = [roots[root] + child for root, child in zip(row.layout.parents, children, strict=True)]
-    return [*roots[row.layout.num_shared :], *shared]
+    """Return the sequences of a row but what fills it up, each with its prompt; those that share none come first."""
+    layout, tokens = row.layout, row.token_ids.cpu()
+    whole = [tokens[places].tolist() for places in layout.seen()]
+    last_root = layout.first_child - layout.is_filled
+    return [*whole[layout.first_root + layout.num_shared : last_root], *whole[layout.first_child :]]
 
 
 def same_places(row: PackedRow, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -262,12 +262,12 @@ def same_places(row: PackedRow, sequences: Sequence[Sequence[int]]) -> tuple[Ten
         for sequence, start in zip(sequences, starts, strict=False)
         for place in range(len(sequence))
     }
-    segments = [part.tolist() for part in row.token_ids.cpu().split(row.layout.lengths)]
-    before = [[] for _ in row.layout.roots] + [segments[root] for root in row.layout.parents]
+    tokens, lengths = row.token_ids.cpu(), row.layout.lengths
+    whole = [tokens[places].tolist() for places in row.layout.seen()]
     asked = [
-        known.get((*prompt, *segment[: place + 1]))
-        for prompt, segment in zip(before, segments, strict=True)
-        for place in range(len(segment))
+        known.get(tuple(sequence[: len(sequence) - length + place + 1]))
+        for sequence, length in zip(whole, lengths, strict=True)
+        for place in range(length)
     ]
     places = [place for place, found in enumerate(asked) if found is not None]
     device = row.token_ids.device

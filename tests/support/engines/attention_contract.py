@@ -20,6 +20,8 @@ LAYOUTS = {
     "equal lengths": Layout((64, 64), (16, 16, 16, 16), (0, 0, 1, 1)),
     "a long prompt beside a long completion": Layout((1, 60), (59, 2), (0, 1)),
     "a child of its own": Layout((10, 12), (4, 4), (0, 1)),
+    "a prefix of single samples": Layout((9, 1, 30), prefix=5),
+    "a prefix of groups and single samples": Layout((35, 1, 20, 4), (3, 8, 1, 40), (0, 0, 1, 1), prefix=37),
 }
 OPTIONS = {
     "plain": AttentionOptions(),
@@ -40,10 +42,13 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 8e-6, torch.bfloat16: 3e-2, t
 def visible_keys(layout: Layout, window: int | None) -> Tensor:
     """Which tokens of a row each of them sees, bool [T, T], from the definition."""
     segment = torch.arange(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths))
-    parent = torch.tensor([-1] * len(layout.roots) + list(layout.parents))
+    first = 1 if layout.prefix else 0
+    parent = torch.tensor([-1] * (first + len(layout.roots)) + [first + root for root in layout.parents])
     position, place = layout.positions(), torch.arange(layout.num_tokens)
     same = (segment[:, None] == segment) & (place[:, None] >= place)
-    visible = same | (parent[segment][:, None] == segment)
+    visible = (
+        same | (parent[segment][:, None] == segment) | ((place >= layout.prefix)[:, None] & (place < layout.prefix))
+    )
     return visible if window is None else visible & (position[:, None] - position < window)
 
 

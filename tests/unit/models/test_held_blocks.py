@@ -21,6 +21,7 @@ from hybrid_rl.models.packed.startup_check import (
     VERIFY_TOLERANCE,
     _output_gaps,
     verify_row,
+    whole_sequences,
 )
 from hybrid_rl.models.row import Layout
 from tests.unit.models.families import REFUSED, build
@@ -94,7 +95,8 @@ ROWS: dict[str, Callable[[Tensor, Any], tuple[Tensor, Any]]] = {
     "samples that see each other": lambda positions, layout: (positions, Layout((sum(layout.lengths),))),
     "positions that go on": lambda positions, layout: (torch.arange(len(positions)), layout),
     "a position too far": lambda positions, layout: (positions + (torch.arange(len(positions)) > 13), layout),
-    "children without their prompt": lambda positions, layout: (positions, Layout(layout.lengths)),
+    "children without their prompt": lambda positions, layout: (positions, Layout(layout.lengths[1:], prefix=1)),
+    "sequences without their prefix": lambda positions, layout: (positions, Layout(layout.lengths)),
 }
 
 
@@ -153,10 +155,9 @@ def test_the_check_of_blocks_leaves_no_hook_and_changes_no_weight() -> None:
 def test_sequences_begin_as_the_prompt_of_the_run_does_and_go_on_differently() -> None:
     model = CausalLM(build("qwen2"))
     row = verify_row(model, range(30, 50))
-    short, long = [0, 1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11]
-    tokens = row.token_ids.tolist()
-    assert [tokens[i] for i in short] == [30, 31, 32] and [tokens[i] for i in long[:2]] == [30, 31]
-    assert len({*tokens[2:3], *tokens[5:12], *tokens[14:]}) == 15
+    sequences = whole_sequences(row)
+    assert [sequence[:2] for sequence in sequences] == [[30, 31]] * 3
+    assert [{*sequence[2:]} for sequence in sequences] == [{*range(33, 40)}, {32, *range(40, 45)}, {32, 45, 46}]
     plain = verify_row(model).token_ids.tolist()
-    assert verify_row(model, [40]).token_ids.tolist() == [40, *plain[1:3], 40, *plain[4:12], *[40] * 2, *plain[14:]]
+    assert verify_row(model, [40]).token_ids.tolist() == [40, *plain[1:11], *[40] * 2, *plain[13:]]
     assert model.verify(range(30, 50)) < 2e-6

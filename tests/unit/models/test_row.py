@@ -1,5 +1,7 @@
 """A packed row: the place of every token, and that each label is predicted from exactly its own past."""
 
+import os.path
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,6 +30,37 @@ def test_hand_computed_row():
     assert row.layout == Layout((2, 2, 4), (2, 1), (0, 0))
     assert row.labels.tolist() == [10, 11, 12, 13, 14, 15]
     assert row.sources.tolist() == [1, 8, 2, 1, 5, 6]
+
+
+def test_hand_computed_row_of_prompts_that_begin_alike():
+    prompts = jagged([[7, 8, 1], [7, 8, 2, 3], [7, 8, 1]])
+    completions = jagged([[10, 11], [12], [13]])
+    row = PackedRow.of(prompts, completions, CPU)
+    # What all prompts begin with; the rest of the shared prompt; that of the single sample; completions of the first.
+    assert row.token_ids.tolist() == [7, 8, 1, 2, 3, 12, 10, 11, 13]
+    assert row.positions.tolist() == [0, 1, 2, 2, 3, 4, 3, 4, 3]
+    assert row.layout == Layout((1, 3), (2, 1), (0, 0), prefix=2)
+    assert [places.tolist() for places in row.layout.seen()] == [
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 3, 4, 5],
+        [0, 1, 2, 6, 7],
+        [0, 1, 2, 8],
+    ]
+    assert row.labels.tolist() == [10, 11, 12, 13]
+    assert row.sources.tolist() == [2, 6, 4, 2]
+    assert (row.layout.num_root_tokens, row.layout.num_tokens, row.layout.longest) == (6, 9, 5)
+    # The prefix counts for all three samples, the rest of the shared prompt for two.
+    weights = [(1.0, 1.0), (4.0, 0.5), (2.0, 0.0)]
+    assert place_weights(prompts, completions, weights).tolist() == [7, 7, 3, 4, 4, 0.5, 1, 1, 0]
+
+
+def test_a_prefix_that_saves_little_is_not_shared():
+    """One token of two prompts is less than a 32nd of 39 tokens, two are more; a prompt keeps a token of its own."""
+    long = jagged([[1] * 18, [2] * 17])
+    assert PackedRow.of(jagged([[7, 1], [7, 2]]), long, CPU).layout.prefix == 0
+    assert PackedRow.of(jagged([[7, 7, 1], [7, 7, 2]]), long, CPU).layout.prefix == 2
+    assert PackedRow.of(jagged([[7, 7], [7, 7, 2]]), jagged([[1], [2]]), CPU).layout.prefix == 1
 
 
 def test_as_how_many_tokens_each_place_counts():
@@ -66,8 +99,11 @@ def test_every_label_is_predicted_from_its_own_past(prompts, samples):
     assert found == expected
     # Every distinct prompt that is completed is there once, and nothing else (all samples empty: one prompt).
     needed = {tuple(prompt) for prompt, completion in zip(chosen, completions, strict=True) if completion}
-    size = sum(map(len, needed)) + sum(map(len, completions))
-    assert len(row.token_ids) == row.layout.num_tokens == (size or len(chosen[0]))
+    size = sum(map(len, needed)) + sum(map(len, completions)) or len(chosen[0])
+    prefix = min(len(os.path.commonprefix(list(needed))), *(len(prompt) - 1 for prompt in needed)) if needed else 0
+    saved = prefix * (len(needed) - 1)
+    assert row.layout.prefix == (prefix if saved and saved >= size / 32 else 0)
+    assert len(row.token_ids) == row.layout.num_tokens == size - (saved if row.layout.prefix else 0)
 
 
 def test_a_batch_without_any_completion_token_still_makes_a_row():
@@ -136,3 +172,30 @@ def test_what_fills_a_row_up_changes_no_logprob(monkeypatch):
     assert filled.layout.num_tokens > bare.layout.num_tokens >= 1024
     for mine, theirs in zip(model.row_logprobs(filled, 1.0), model.row_logprobs(bare, 1.0), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+# RMS norms of transformers round to float32 in models of float64, layer norms do not.
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [("gpt2", torch.float64, 1e-12), ("gpt2", torch.float32, 5e-6), ("qwen2", torch.float32, 5e-6)],
+)
+def test_a_shared_prefix_changes_neither_hidden_states_nor_gradients(name, dtype, tolerance, monkeypatch):
+    """With it four prompts of 24 tokens and 12 completions are 23 + 4 + 60 tokens and not 156."""
+    model = CausalLM(build(name).to(dtype))
+    prompts = jagged([[*range(3, 26), 30 + number // 3] for number in range(12)])
+    completions = jagged([[40 + number, *range(50, 54)] for number in range(12)])
+    rows, numbers = [], []
+    for least in (2.0, 1 / 32):
+        monkeypatch.setattr("hybrid_rl.models.row.LEAST_SAVED", least)
+        row = PackedRow.of(prompts, completions, CPU)
+        hidden = model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
+        predicting = hidden[row.sources]
+        model.module.zero_grad()
+        direction = torch.randn(predicting.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        (predicting * direction).sum().backward()
+        gradients = [parameter.grad for parameter in model.backbone.parameters() if parameter.grad is not None]
+        rows.append(row)
+        numbers.append([predicting.detach(), *(gradient.clone() for gradient in gradients)])
+    assert [(row.layout.prefix, row.layout.num_tokens) for row in rows] == [(0, 156), (23, 87)]
+    for apart, shared in zip(*numbers, strict=True):
+        assert float((apart - shared).abs().max()) <= tolerance * float(apart.abs().max())

@@ -16,7 +16,7 @@ from hybrid_rl.models.attention.attention_function import AttentionOptions, opti
 from hybrid_rl.models.attention.survey import LayerCall
 from hybrid_rl.models.experts.routing import HeldRouting, find_routers
 from hybrid_rl.models.packed.classifier import verify_scores
-from hybrid_rl.models.packed.startup_check import VERIFY_TOLERANCE, verify_row
+from hybrid_rl.models.packed.startup_check import VERIFY_LAYOUT, VERIFY_TOLERANCE, verify_row
 from hybrid_rl.models.row import Layout
 from tests.support.libraries.torch_names import forward_hooks
 from tests.unit.models.checkpoints import build_stored
@@ -209,7 +209,9 @@ def test_experts_that_compute_otherwise_when_packed_are_found() -> None:
     module = build_stored("mixtral")
     for child in module.modules():
         if type(child).__name__ == "MixtralExperts":
-            child.register_forward_hook(lambda _, args, output: output * (1.5 if args[0].shape[0] == 21 else 1.0))
+            child.register_forward_hook(
+                lambda _, args, output: output * (1.5 if args[0].shape[0] == VERIFY_LAYOUT.num_tokens else 1.0)
+            )
     with pytest.raises(ModelError, match="gives other logits"):
         CausalLM(module).verify()
 

@@ -96,6 +96,8 @@ BAD = [
     ({"families": torch.tensor([0, 1])}, "families must run from 0 to the number of segments, 2"),
     ({"families": torch.tensor([0, 0, 2])}, "family 0 has no root"),
     ({"starts": torch.tensor([0, 5], dtype=torch.int32)}, "must be contiguous int64"),
+    ({"num_prefix": 4}, "a prefix of 4 tokens must be the first family, alone"),
+    ({"num_prefix": 5, "families": torch.tensor([0, 2])}, "a prefix of 5 tokens must be the first family, alone"),
 ]
 
 
@@ -108,6 +110,7 @@ def test_arguments_that_do_not_go_together_are_refused(changed, message):
         "starts": torch.tensor([0, 5]),
         "tokens": torch.tensor([5, 5]),
         "families": torch.tensor([0, 1, 2]),
+        "num_prefix": 0,
     } | changed
     operator = native.operator("packed_attention")
     with pytest.raises(RuntimeError) as caught:
