@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs
+from hybrid_rl.algos import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, LossInputs, register
 from hybrid_rl.config import load_config, visible_leaves
 from tests.support.inside.algorithms import registrations_forgotten
 from tests.unit.training.combination_case import resolved, train
@@ -28,6 +28,7 @@ def namespace() -> Iterator[dict[str, object]]:
 
 def test_a_registered_record_is_a_choice_of_the_configuration(namespace: dict[str, object]) -> None:
     assert POLICY_LOSSES["tempered"] is namespace["Tempered"]
+    assert register(POLICY_LOSSES["tempered"]) is namespace["Tempered"]  # again: the same
     config, _ = load_config({"policy_loss": "tempered", "ratio_power": 0.3, "advantage": "rloo"})
     assert config.policy_loss.ratio_power == 0.3  # type: ignore[attr-defined]
     assert visible_leaves({"policy_loss": "tempered"})["policy_loss.ratio_power"].default == 0.5

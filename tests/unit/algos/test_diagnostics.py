@@ -103,24 +103,6 @@ def test_both_directions_are_those_of_the_distributions() -> None:
         assert found[f"mismatch/{name}_k3"] == approx(expected)
 
 
-def test_equal_policies() -> None:
-    rows = torch.tensor([0, 0, 2])
-    logprobs = torch.tensor([-0.5, -1.0, -1.5])
-    found = mismatch(logprobs, logprobs, rows >= 0, rows, 3)
-    assert {name: value for name, value in found.items() if "perplexity" not in name} == {
-        "mismatch/ess_tokens": approx(1.0),
-        "mismatch/ess_samples": approx(1.0),
-        "mismatch/ratio_p01": 1.0,
-        "mismatch/ratio_p50": 1.0,
-        "mismatch/ratio_p99": 1.0,
-        "mismatch/kl_k1": 0.0,
-        "mismatch/kl_k3": 0.0,
-        "mismatch/reverse_kl_k1": 0.0,
-        "mismatch/reverse_kl_k3": 0.0,
-    }
-    assert found["mismatch/perplexity_trainer"] == approx(math.e) == found["mismatch/perplexity_engine"]
-
-
 def test_order_of_samples_does_not_matter(columns: dict[str, Tensor]) -> None:
     order = torch.randperm(len(columns["rows"]), generator=torch.Generator().manual_seed(2))
     shuffled = {name: column[order] for name, column in columns.items()}

@@ -7,8 +7,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rl.algos import CORRECTIONS, POLICY_LOSSES, CorrectionInputs, PolicyObjective, kl_estimate
@@ -16,11 +14,10 @@ from hybrid_rl.algos.kl import ESTIMATORS, exact_kl, kl_reward
 from hybrid_rl.algos.policy_losses.clip import Clip
 from hybrid_rl.algos.value_losses import clipped_value_loss, value_clipped
 from tests.unit.algos.variants import records, variants
-from tests.unit.algos.wild import GAPS, Draw, examples, rows_and_mask, spoiled, two_policies, wild_inputs
+from tests.unit.algos.wild import GAPS, Draw, rows_and_mask, seeds, spoiled, two_policies, wild_inputs
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.sweep))
 LOSSES, WEIGHTS = variants(POLICY_LOSSES), variants(CORRECTIONS)
-SEEDS = st.integers(0, 2**31 - 1)
 
 
 def assert_finite(what: str, column: Tensor) -> None:
@@ -85,59 +82,36 @@ def check_kl(estimator: str, seed: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-@examples(2)
-@given(seed=SEEDS)
-def test_losses(name: str, dtype: torch.dtype, seed: int) -> None:
-    check_loss(name, seed, dtype)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("name", LOSSES)
-@examples(100)
-@given(seed=SEEDS)
-def test_losses_at_length(name: str, dtype: torch.dtype, seed: int) -> None:
-    check_loss(name, seed, dtype)
+@seeds(2, 100)
+def test_losses(name: str, dtype: torch.dtype, seeds: range) -> None:
+    for seed in seeds:
+        check_loss(name, seed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name, record in WEIGHTS.items() if record.is_active])
-@examples(3)
-@given(seed=SEEDS)
-def test_corrections(name: str, dtype: torch.dtype, seed: int) -> None:
-    check_correction(name, seed, dtype)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("name", [name for name, record in WEIGHTS.items() if record.is_active])
-@examples(100)
-@given(seed=SEEDS)
-def test_corrections_at_length(name: str, dtype: torch.dtype, seed: int) -> None:
-    check_correction(name, seed, dtype)
+@seeds(3, 100)
+def test_corrections(name: str, dtype: torch.dtype, seeds: range) -> None:
+    for seed in seeds:
+        check_correction(name, seed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@examples(5)
-@given(seed=SEEDS)
-def test_kl_estimates(estimator: str, dtype: torch.dtype, seed: int) -> None:
-    check_kl(estimator, seed, dtype)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@examples(500)
-@given(seed=SEEDS)
-def test_kl_estimates_at_length(estimator: str, dtype: torch.dtype, seed: int) -> None:
-    check_kl(estimator, seed, dtype)
+@seeds(5, 500)
+def test_kl_estimates(estimator: str, dtype: torch.dtype, seeds: range) -> None:
+    for seed in seeds:
+        check_kl(estimator, seed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@examples(5)
-@given(seed=SEEDS)
-def test_exact_kl(dtype: torch.dtype, seed: int) -> None:
+@seeds(5)
+def test_exact_kl(dtype: torch.dtype, seeds: range) -> None:
+    for seed in seeds:
+        check_exact_kl(seed, dtype)
+
+
+def check_exact_kl(seed: int, dtype: torch.dtype) -> None:
     """Distributions of which some entries are impossible, rows of anything where masked."""
     draw = Draw(seed)
     mask = draw.uniform(0, 1, 20) < 0.75
@@ -154,9 +128,13 @@ def test_exact_kl(dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@examples(5)
-@given(seed=SEEDS)
-def test_value_loss(clip: float | None, dtype: torch.dtype, seed: int) -> None:
+@seeds(5)
+def test_value_loss(clip: float | None, dtype: torch.dtype, seeds: range) -> None:
+    for seed in seeds:
+        check_value_loss(clip, seed, dtype)
+
+
+def check_value_loss(clip: float | None, seed: int, dtype: torch.dtype) -> None:
     """Of values and returns up to 1e12, beyond which advantages are refused."""
     draw = Draw(seed)
     sizes = torch.tensor([0, 1e-6, -0.1, 0.1, 1, -3, 1e6, 1e12, -1e12]).double()
@@ -169,16 +147,15 @@ def test_value_loss(clip: float | None, dtype: torch.dtype, seed: int) -> None:
     assert not gradient[stopped].any() and bool(stopped.any()) == (clip is not None)
 
 
-@examples(30)
-@given(seed=SEEDS)
+@seeds(30)
 @pytest.mark.parametrize("name", [name for name, record in LOSSES.items() if record.follows_advantages])
-def test_without_advantages_there_is_no_gradient(name: str, seed: int) -> None:
+def test_without_advantages_there_is_no_gradient(name: str, seeds: range) -> None:
     """Of a loss that says so: its update computes such samples without a backward pass."""
-    inputs, leaves = wild_inputs(LOSSES[name], seed, torch.float64)
-    still = inputs.mask & (inputs.advantages == 0)
-    loss = LOSSES[name].loss(inputs).per_token
-    for gradient in gradients(torch.where(still, loss, 0).sum(), leaves):
-        assert not gradient.any()
+    for seed in seeds:
+        inputs, leaves = wild_inputs(LOSSES[name], seed, torch.float64)
+        still = inputs.mask & (inputs.advantages == 0)
+        loss = LOSSES[name].loss(inputs).per_token
+        assert not any(gradient.any() for gradient in gradients(torch.where(still, loss, 0).sum(), leaves)), seed
 
 
 def test_the_losses_that_learn_without_advantages() -> None:

@@ -68,26 +68,6 @@ def test_estimators_need_columns_that_exist() -> None:
     assert optional | {Needs.DEMONSTRATIONS} >= interface.OF_ESTIMATORS
 
 
-def test_an_estimator_of_ones_own() -> None:
-    @register
-    @dataclasses.dataclass(frozen=True)
-    class Mine(AdvantageEstimator):
-        estimator: Literal["mine"] = key("mine", "the advantage estimator")
-        my_option: float = key(1.0, "an option")
-
-    assert ADVANTAGES["mine"] is Mine and "mine" not in POLICY_LOSSES
-    assert register(Mine) is Mine  # again: the same
-
-
-def test_a_loss_of_ones_own() -> None:
-    @register
-    @dataclasses.dataclass(frozen=True)
-    class MyLoss(PolicyObjective):
-        objective: Literal["my_loss"] = key("my_loss", "the policy loss")
-
-    assert POLICY_LOSSES["my_loss"] is MyLoss and "my_loss" not in ADVANTAGES
-
-
 def test_a_name_that_is_taken() -> None:
     @dataclasses.dataclass(frozen=True)
     class Other(AdvantageEstimator):

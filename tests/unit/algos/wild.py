@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
 
 from hybrid_rl.algos import LossInputs, PolicyObjective, WholeMiniBatch
@@ -19,15 +19,10 @@ ANYTHING = torch.tensor([math.nan, math.inf, -math.inf, -1e30, 1e30])
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 
 
-def examples(number: int) -> Any:
-    """So many, the same ones in every run. They are seeds, of which none is simpler than another: no search for one."""
-    return settings(
-        max_examples=number,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],
-        phases=[Phase.generate],
-    )
+def seeds(few: int, many: int = 0) -> pytest.MarkDecorator:
+    """Have a test try so many seeds, and many in the sweep."""
+    swept = [pytest.param(range(few, many), marks=pytest.mark.sweep, id=f"to {many}")] if many else []
+    return pytest.mark.parametrize("seeds", [pytest.param(range(few), id=f"{few}"), *swept])
 
 
 class Draw:

@@ -8,19 +8,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rl.algos import ADVANTAGES, AdvantageEstimator, AdvantageInputs
 from hybrid_rl.algos.advantages.group_rewards import GroupEstimator
 from tests.unit.algos.variants import variants
-from tests.unit.algos.wild import Draw, examples, spoiled, two_policies
+from tests.unit.algos.wild import Draw, seeds, spoiled, two_policies
 
 ESTIMATORS: dict[str, AdvantageEstimator] = variants(ADVANTAGES)
 SIZES = torch.tensor([0, 1e-300, 1e-6, 0.5, 1, -1, 3, 1e6, -1e30, 1e154, -1e155, 1e300, -1e300], dtype=torch.float64)
 NUM_SAMPLES = 12
-SEEDS = st.integers(0, 2**31 - 1)
 
 
 def wild_inputs(seed: int, dtype: torch.dtype, *, negative: bool) -> AdvantageInputs:
@@ -71,19 +68,10 @@ def check(name: str, seed: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ESTIMATORS)
-@examples(3)
-@given(seed=SEEDS)
-def test_advantages_are_finite(name: str, dtype: torch.dtype, seed: int) -> None:
-    check(name, seed, dtype)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ESTIMATORS)
-@examples(200)
-@given(seed=SEEDS)
-def test_advantages_are_finite_at_length(name: str, dtype: torch.dtype, seed: int) -> None:
-    check(name, seed, dtype)
+@seeds(3, 200)
+def test_advantages_are_finite(name: str, dtype: torch.dtype, seeds: range) -> None:
+    for seed in seeds:
+        check(name, seed, dtype)
 
 
 def plain_inputs() -> AdvantageInputs:
@@ -140,16 +128,6 @@ def test_large_rewards_are_small_ones_on_another_scale(name: str) -> None:
         assert min(errors) < 1e-9, errors
 
 
-@pytest.mark.parametrize("name", [name for name, one in ESTIMATORS.items() if one.needs_rewards])
-@pytest.mark.parametrize("wrong", [math.inf, -math.inf])
-def test_infinite_rewards_are_refused(name: str, wrong: float) -> None:
-    inputs = plain_inputs()
-    rewards = inputs.rewards.clone()
-    rewards[7] = wrong
-    with pytest.raises(ValueError, match=f"rewards has {wrong} at sample 7, .* NaN for a sample"):
-        ESTIMATORS[name].compute(dataclasses.replace(inputs, rewards=rewards))
-
-
 ALIKE = {
     name: estimator
     for name, estimator in ESTIMATORS.items()
@@ -161,8 +139,8 @@ ALIKE = {
 def test_a_group_whose_rewards_are_alike_has_no_advantages(name: str) -> None:
     """Exactly 0, whatever the reward, of groups beside one that is not alike: an update skips their backward pass."""
     for reward in (0.0, 1.0, 0.1, 0.3, 2 / 3):
-        rewards = torch.tensor([reward] * 7 + [0.0, 1.0, 0.25, 0.0] + [math.nan] * 2).double()
-        groups = torch.tensor([5] * 7 + [1] * 4 + [9] * 2)
+        rewards = torch.tensor([reward] * 49 + [0.0, 1.0, 0.25, 0.0] + [math.nan] * 2).double()
+        groups = torch.tensor([5] * 49 + [1] * 4 + [9] * 2)
         advantages = ALIKE[name].of_samples(rewards, groups)
         assert not advantages[groups != 1].any()
 

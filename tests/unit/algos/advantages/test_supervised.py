@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hybrid_rl.algos.advantages import SFT, Rejection
 from hybrid_rl.algos.interface import AdvantageInputs
@@ -43,20 +41,6 @@ def test_by_hand() -> None:
     assert accepted(0.5, None) == [1, 2, 4]  # the threshold itself is accepted
     assert accepted(0.6, 1) == [1]
     assert accepted(0.2, 3) == [0, 1, 2, 4]
-
-
-@given(
-    samples=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0, NAN])), min_size=1, max_size=16),
-    num_best=st.integers(1, 3),
-)
-def test_best_of_groups_against_sorting(samples: list[tuple[int, float]], num_best: int) -> None:
-    groups, rewards = (torch.tensor(part) for part in zip(*samples, strict=True))
-    expected = set()
-    for group in {g for g, _ in samples}:
-        mates = [i for i, (g, r) in enumerate(samples) if g == group and not math.isnan(r)]
-        expected |= set(sorted(mates, key=lambda i: -samples[i][1])[:num_best])
-    found = Rejection(num_best=num_best).of_samples(rewards, groups)
-    assert set(torch.nonzero(found)[:, 0].tolist()) == expected
 
 
 def test_tokens_of_accepted_samples_have_advantage_one() -> None:

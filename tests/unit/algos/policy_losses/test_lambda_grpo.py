@@ -118,6 +118,13 @@ def test_equal_lengths_groups_of_one_and_empty_completions_weigh_one(lengths: li
     assert gradient.isfinite().all()
 
 
+def test_mini_batches_with_unlike_numbers_of_scored_samples_share_a_column() -> None:
+    """One group of four is in the loss whole, of the other only two samples."""
+    rows, groups = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    for mask in (rows >= 0, rows < 2):
+        assert length_bases(mask, rows, 4, groups, length_scale=0.1).shape == (4, 5)
+
+
 def test_order_of_samples_changes_nothing() -> None:
     given, order = columns(), [4, 1, 5, 0, 3, 2]
     some, places = part(given, order)
