@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import FIELDS, Batch, Jagged, lengths_to_offsets
 from hybrid_rl.errors import DataError
+from tests.support.batches import assert_same
 from tests.support.inside.data import columns_of
 
 ROWS = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6)
@@ -215,13 +216,7 @@ def test_select_refuses_what_is_no_index(batch: Batch, mask: torch.Tensor) -> No
 
 def test_concat_undoes_a_split(batch: Batch) -> None:
     joined = Batch.concat([batch.select([0, 1]), batch.select([]), batch.select([2, 3])])
-    for name, column in batch.items():
-        if isinstance(column, Jagged):
-            assert rows_of(joined[name]) == rows_of(column)
-        elif isinstance(column, torch.Tensor):
-            torch.testing.assert_close(joined[name], column, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert joined[name] == column
+    assert_same(joined, batch)
 
 
 def test_concat_refuses_other_columns(batch: Batch) -> None:
@@ -240,24 +235,11 @@ def addresses(batch: Batch) -> dict[str, int]:
     return {n: (c.values if isinstance(c, Jagged) else c).data_ptr() for n, c in batch.items() if n != "prompt"}
 
 
-def assert_same(left: Batch, right: Batch) -> None:
-    assert list(left) == list(right)
-    for name, column in left.items():
-        other = right[name]
-        if isinstance(column, Jagged):
-            assert torch.equal(column.offsets, other.offsets)
-            column, other = column.values, other.values
-        if isinstance(column, torch.Tensor):
-            assert column.dtype == other.dtype
-            torch.testing.assert_close(column, other, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert column == other
-
-
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_pickled_in_band(batch: Batch, protocol: int) -> None:
     copy = pickle.loads(pickle.dumps(batch, protocol))
     assert_same(batch, copy)
+    assert list(copy) == list(batch)
     copy["group"].add_(1)
     assert batch["group"].tolist() == [7, 3, 7, 9]
 

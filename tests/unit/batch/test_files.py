@@ -17,6 +17,7 @@ import hybrid_rl.batch.rollout_files
 from hybrid_rl.batch import FIELDS, Batch, Field, Jagged
 from hybrid_rl.batch.rollout_files import load_batch, load_rollout, rollout_steps, save_batch, save_rollout
 from hybrid_rl.errors import DataError, StorageError
+from tests.support.batches import assert_same
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
 # Lone halves of characters too: a Python string may hold them.
@@ -26,34 +27,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
 )
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal in value and type, NaN equal to NaN."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
-
-
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
-    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def assert_equal(one: Batch, other: Batch) -> None:
-    assert set(one) == set(other)
-    for name in one:
-        mine, theirs = one[name], other[name]
-        if isinstance(mine, Jagged):
-            assert bits(mine.values) == bits(theirs.values)
-            assert bits(mine.offsets) == bits(theirs.offsets)
-        elif isinstance(mine, torch.Tensor):
-            assert bits(mine) == bits(theirs)
-        else:
-            assert same(mine, theirs)
 
 
 @st.composite
@@ -80,7 +53,7 @@ def batches(draw: st.DrawFn) -> Batch:
 @given(batch=batches())
 def test_round_trip(tmp_path: Path, batch: Batch) -> None:
     save_batch(tmp_path / "batch.safetensors", batch)
-    assert_equal(load_batch(tmp_path / "batch.safetensors"), batch)
+    assert_same(load_batch(tmp_path / "batch.safetensors"), batch)
     assert [path.name for path in tmp_path.iterdir()] == ["batch.safetensors"]
 
 
@@ -89,7 +62,7 @@ def test_text_of_any_kind(tmp_path: Path, text: str) -> None:
     """Halves of a character, alone and side by side, are not the character."""
     batch = Batch({"prompt": [text, {text: text}]})
     save_batch(tmp_path / "batch", batch)
-    assert_equal(load_batch(tmp_path / "batch"), batch)
+    assert_same(load_batch(tmp_path / "batch"), batch)
 
 
 def test_bfloat16_and_inner_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +72,7 @@ def test_bfloat16_and_inner_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     values = torch.tensor([[1.0, -0.0], [math.nan, 3e38], [1e-40, math.inf]]).bfloat16()
     batch = Batch({"hidden": Jagged(values, torch.tensor([0, 2, 2, 3]))})
     save_batch(tmp_path / "batch", batch)
-    assert_equal(load_batch(tmp_path / "batch"), batch)
+    assert_same(load_batch(tmp_path / "batch"), batch)
 
 
 def test_parts_of_other_tensors(tmp_path: Path) -> None:
@@ -109,7 +82,7 @@ def test_parts_of_other_tensors(tmp_path: Path) -> None:
     mask = ids.with_values(torch.ones(1, dtype=torch.bool).expand(6))
     batch = Batch({"completion_ids": ids, "completion_mask": mask, "group": base[3:5], "trajectory": base[4:6]})
     save_batch(tmp_path / "batch", batch)
-    assert_equal(load_batch(tmp_path / "batch"), batch)
+    assert_same(load_batch(tmp_path / "batch"), batch)
 
 
 def test_a_loaded_batch_does_not_follow_the_file(tmp_path: Path) -> None:
@@ -156,7 +129,7 @@ def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path, monkeypat
     monkeypatch.setattr(hybrid_rl.batch.rollout_files, "save_tensors", fail)
     with pytest.raises(StorageError, match="cannot write .*No space left on device; free space"):
         save_batch(path, Batch({"group": torch.arange(5)}))
-    assert_equal(load_batch(path), batch)
+    assert_same(load_batch(path), batch)
     assert [found.name for found in tmp_path.iterdir()] == ["batch"]
 
 
@@ -232,19 +205,19 @@ def test_ranks_are_joined_in_the_order_of_trajectories(tmp_path: Path) -> None:
     folder = tmp_path / "rollouts"
     for rank, trajectories in enumerate([[4, 5, 0], [], [3, 1, 2]]):
         save_rollout(folder, 7, rank, 3, rollout(trajectories))
-    assert_equal(load_rollout(folder, 7), rollout([0, 1, 2, 3, 4, 5]))
+    assert_same(load_rollout(folder, 7), rollout([0, 1, 2, 3, 4, 5]))
 
 
 def test_turns_of_a_trajectory_follow_each_other(tmp_path: Path) -> None:
     save_rollout(tmp_path, 1, 0, 2, rollout([8, 6, 8], [1, 0, 0]))
     save_rollout(tmp_path, 1, 1, 2, rollout([7, 7], [1, 0]))
-    assert_equal(load_rollout(tmp_path, 1), rollout([6, 7, 7, 8, 8], [0, 0, 1, 0, 1]))
+    assert_same(load_rollout(tmp_path, 1), rollout([6, 7, 7, 8, 8], [0, 0, 1, 0, 1]))
 
 
 def test_a_rank_without_samples_may_lack_columns(tmp_path: Path) -> None:
     save_rollout(tmp_path, 1, 0, 2, rollout([]).without("row"))
     save_rollout(tmp_path, 1, 1, 2, rollout([2, 1]))
-    assert_equal(load_rollout(tmp_path, 1), rollout([1, 2]))
+    assert_same(load_rollout(tmp_path, 1), rollout([1, 2]))
     save_rollout(tmp_path, 2, 0, 1, rollout([]))
     assert load_rollout(tmp_path, 2).num_samples == 0
 

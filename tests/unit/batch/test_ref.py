@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import FIELDS, Batch, BatchRef, Jagged, Piece, store
 from hybrid_rl.errors import DataError
+from tests.support.batches import assert_same
 from tests.support.inside.data import pieces_of
 
 INTS = st.integers(-(2**31), 2**31)
@@ -74,21 +75,6 @@ def extra_of(batch: Batch) -> Batch:
     )
 
 
-def same(mine: Batch, theirs: Batch) -> None:
-    """Column by column, bit by bit, dtypes included."""
-    assert set(mine) == set(theirs)
-    assert mine.num_samples == theirs.num_samples
-    for name, column in mine.items():
-        other = theirs[name]
-        if isinstance(column, Jagged):
-            assert column.values.dtype == other.values.dtype
-            assert torch.equal(column.values, other.values) and torch.equal(column.offsets, other.offsets)
-        elif isinstance(column, torch.Tensor):
-            assert column.dtype == other.dtype and torch.equal(column, other)
-        else:
-            assert column == other
-
-
 SAMPLES = st.lists(st.lists(INTS, min_size=1, max_size=4), min_size=1, max_size=5)
 ONE = [[7, 10, 11], [3], [7, 12], [9, 13, 14, 15]]
 
@@ -124,11 +110,11 @@ def test_whatever_is_done_to_it_it_is_the_batch(ranks: list[list[list[int]]], da
             ref = pickle.loads(pickle.dumps(ref)).with_get(blocks.get)
         assert ref.num_samples == batch.num_samples
         assert ref.columns == set(batch)
-    same(ref.load(), batch)
-    same(ref.resolve(blocks.get), batch)
+    assert_same(ref.load(), batch)
+    assert_same(ref.resolve(blocks.get), batch)
     small = {name for name in batch if FIELDS[name].align == "sample"} | {"finish_reason"}
     assert set(ref) == small and len(ref) == len(small)
-    same(Batch(dict(ref)), Batch({name: batch[name] for name in small}))
+    assert_same(Batch(dict(ref)), Batch({name: batch[name] for name in small}))
     assert ref.group_rows() == batch.group_rows()
 
 
@@ -143,10 +129,10 @@ def test_what_is_split_and_joined_again_is_in_order(samples: list[list[int]], da
     answers = []
     for part in parts:
         mine = ref.select(part).resolve(blocks.get)  # ranks without samples among them
-        same(mine, batch.select(part))
+        assert_same(mine, batch.select(part))
         answers.append(blocks.keep(mine.with_columns(**extra_of(mine)), known=ref.columns))
     joined = ref.merge(BatchRef.concat(answers).select(torch.cat(parts).argsort()))
-    same(joined.resolve(blocks.get), batch.with_columns(**extra_of(batch)))
+    assert_same(joined.resolve(blocks.get), batch.with_columns(**extra_of(batch)))
 
 
 # ---------------------------------------------------------------------------------------------------- what lies where
@@ -192,7 +178,7 @@ def test_an_answer_that_adds_nothing() -> None:
     nothing = BatchRef.concat([blocks.keep(batch.select(part), known=ref.columns) for part in ([3, 1], [0, 2])])
     assert (nothing.num_samples, nothing.columns, len(blocks.blocks)) == (4, frozenset(), 2)
     nothing = pickle.loads(pickle.dumps(nothing)).select([2, 1, 3, 0])
-    same(ref.merge(nothing).load(), batch)
+    assert_same(ref.merge(nothing).load(), batch)
     assert nothing.merge(nothing).num_samples == 4
 
 
@@ -214,7 +200,7 @@ def test_blocks_that_no_sample_needs_are_let_go() -> None:
     gc.collect()
     assert [handle() is not None for handle in alive] == [True, False, True, False, True, False, True, False]
     assert len(handles(chosen)) == 4
-    same(chosen.resolve(get), batch_of(ONE).select([2, 2, 0]))
+    assert_same(chosen.resolve(get), batch_of(ONE).select([2, 2, 0]))
     del chosen
     gc.collect()
     assert not any(handle() for handle in alive)
@@ -232,12 +218,12 @@ def test_no_samples_still_have_columns() -> None:
     ref = BatchRef.concat([blocks.keep(batch_of(ONE)), blocks.keep(batch_of(ONE))])
     empty = ref.select([])
     assert empty.num_samples == 0 and len(handles(empty)) == 2
-    same(empty.load(), batch_of(ONE).select([]))
-    same(empty.select([]).load(), batch_of(ONE).select([]))
+    assert_same(empty.load(), batch_of(ONE).select([]))
+    assert_same(empty.select([]).load(), batch_of(ONE).select([]))
     blocks.fetched.clear()
-    same(BatchRef.concat([empty, ref.select([5])]).load(), batch_of(ONE).select([1]))
+    assert_same(BatchRef.concat([empty, ref.select([5])]).load(), batch_of(ONE).select([1]))
     assert blocks.fetched == [2, 3]  # nothing of the empty one
-    same(BatchRef.concat([empty, empty]).load(), batch_of(ONE).select([]))
+    assert_same(BatchRef.concat([empty, empty]).load(), batch_of(ONE).select([]))
 
 
 # ------------------------------------------------------------------------------------------------------------ by hand
@@ -260,7 +246,7 @@ def test_pickle_leaves_the_way_to_fetch_behind() -> None:
     ref = pickle.loads(pickle.dumps(blocks.keep(batch_of(ONE))))
     with pytest.raises(DataError, match="was not made by a worker group: it cannot be loaded here"):
         ref.load()
-    same(ref.with_get(blocks.get).load(), batch_of(ONE))
+    assert_same(ref.with_get(blocks.get).load(), batch_of(ONE))
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
