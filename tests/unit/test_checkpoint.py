@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +28,7 @@ from hybrid_rl.checkpoint.reading import (
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.errors import CheckpointError
 from tests.support.optimizer_state import read_optimizer
+from tests.support.owners import ended_owner
 
 SHARDS = f"{OPTIMIZER_FOLDER}/shard-00001-model-00001-of-00001.safetensors"
 SCALARS = f"{OPTIMIZER_FOLDER}/{SCALARS_FILE}"
@@ -88,12 +87,6 @@ def test_further_models_have_optimizers_in_folders_of_their_own(folder: Path) ->
     for number, place in ((1.0, folder), (2.0, folder / "critic")):
         found = read_optimizer_into(place, {"exp_avg": {"weight": torch.zeros(2)}})
         assert found["step"] == number and found["exp_avg"]["weight"].tolist() == [number, number]
-
-
-def test_a_further_models_optimizer_that_cannot_be_written_leaves_nothing(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
-        write_checkpoint(folder, model_of("new"), {"step": 1}, {}, parts={"critic": {"closure": lambda: None}})
-    assert not folder.exists() and list(folder.parent.iterdir()) == []
 
 
 def test_a_new_one_replaces_an_old_one_wholly(folder: Path) -> None:
@@ -195,11 +188,22 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -> N
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-@pytest.mark.parametrize("damage", ["", '{"global_step": ', "\x00\x01", "[1, 2]"])
-def test_a_damaged_state(folder: Path, damage: str) -> None:
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"global_step": "4"},
+    {"global_step": -4},
+    {"global_step": True},
+    {"global_step": 4.0},
+    {"global_step": 4, "num_tokens": None},
+    {"global_step": 4, "sampler": []},
+    {"global_step": 4, "config": "x"},
+]
+
+
+@pytest.mark.parametrize("text", ["", '{"global_step": ', "\x00\x01", "[1, 2]", *map(json.dumps, IMPOSSIBLE)])
+def test_a_damaged_state(folder: Path, text: str) -> None:
     write(folder)
-    (folder / STATE_FILE).write_text(damage)
-    with pytest.raises(CheckpointError, match=f"{STATE_FILE} is damaged"):
+    (folder / STATE_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{STATE_FILE} is damaged: "):
         read_state(folder)
 
 
@@ -362,25 +366,6 @@ def test_a_model_is_compared_without_what_it_does_not_need(folder: Path) -> None
     check_model(folder.parent)  # no checkpoint, and nothing beside it
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"global_step": "4"},
-        {"global_step": -4},
-        {"global_step": True},
-        {"global_step": 4.0},
-        {"global_step": 4, "num_tokens": None},
-        {"global_step": 4, "sampler": []},
-        {"global_step": 4, "config": "x"},
-    ],
-)
-def test_a_state_that_cannot_be(folder: Path, state: dict[str, Any]) -> None:
-    write(folder)
-    (folder / STATE_FILE).write_text(json.dumps(state))
-    with pytest.raises(CheckpointError, match=f"{STATE_FILE} is damaged: its "):
-        read_state(folder)
-
-
 def test_a_state_of_another_step_than_the_folders_name(folder: Path) -> None:
     write(folder)
     with pytest.raises(CheckpointError, match="its global_step is 7, but the folder is named checkpoint-4"):
@@ -429,11 +414,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_newest_is_the_one_with_the_most_steps(run: Path) -> None:
-    assert newest(run) == run / "checkpoint-10"
-
-
-def test_resume_auto_finds_it(run: Path) -> None:
-    assert resumed("auto", str(run.parent), run.name) == run / "checkpoint-10"
+    assert newest(run) == resumed("auto", str(run.parent), run.name) == run / "checkpoint-10"
 
 
 def test_resume_auto_before_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -509,15 +490,6 @@ def test_resume_of_a_folder(run: Path) -> None:
         find_checkpoint(str(run / "checkpoint-9"), "elsewhere", None)
 
 
-def dead_process() -> Owner:
-    """A process that has ended."""
-    code = "from hybrid_rl.checkpoint.owners import Owner; print(Owner.here().token)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    owner = Owner.of_token(done.stdout.strip())
-    assert owner is not None
-    return owner
-
-
 HERE = Owner.here()
 ELSEWHERE = {
     "container": replace(HERE, namespace=HERE.namespace + 1),
@@ -538,7 +510,7 @@ def left(run: Path, owner: Owner | int) -> list[Path]:
 
 @pytest.mark.parametrize("kind", ["gone", "pid used again", "earlier version"])
 def test_what_a_killed_process_left_is_cleared_up(tmp_path: Path, kind: str) -> None:
-    gone = dead_process()
+    gone = ended_owner()
     owner = {"gone": gone, "pid used again": replace(HERE, started=HERE.started - 1), "earlier version": gone.pid}[kind]
     left(tmp_path, owner)
     assert newest(tmp_path) == tmp_path / "checkpoint-3"

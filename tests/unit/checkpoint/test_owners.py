@@ -19,6 +19,7 @@ from hybrid_rl.checkpoint.owners import LOCK_FILE, FolderLock, Owner
 from hybrid_rl.errors import ConfigError, HybridRLError, StorageError
 from tests.support.inside.ranks import started_at
 from tests.support.libraries.python_names import end_at_once
+from tests.support.owners import ended_owner
 
 # Without torch: `hybrid_rl.checkpoint.owners` imports none.
 HOLDER = """
@@ -59,15 +60,6 @@ def write(folder: Path, owner: Owner) -> Path:
     return path
 
 
-def ended() -> Owner:
-    """A process of this machine that has ended."""
-    code = "from hybrid_rl.checkpoint.owners import Owner; print(Owner.here().token)"
-    token = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    owner = Owner.of_token(token)
-    assert owner is not None
-    return owner
-
-
 # ------------------------------------------------------------------------------------------------------------ owners
 
 
@@ -75,7 +67,7 @@ def test_a_process_is_more_than_its_pid() -> None:
     here = Owner.here()
     assert here.standing() == "alive" and here.pid == os.getpid() and here.started > 0
     assert replace(here, started=here.started - 1).standing() == "gone"  # its pid is used again
-    assert ended().standing() == "gone"
+    assert ended_owner().standing() == "gone"
     assert replace(here, namespace=here.namespace + 1).standing() == "unknown"  # a container
     assert replace(here, kernel="another").standing() == "unknown"  # a machine, or this one before it was restarted
     assert replace(here, host="renamed").standing() == "alive"
@@ -193,7 +185,7 @@ def test_without_locks_of_the_kernel_the_names_tell(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="is in use"):
         FolderLock(tmp_path)
     lock.release()
-    for owner in (ended(), replace(Owner.here(), namespace=7), replace(Owner.here(), kernel="other")):
+    for owner in (ended_owner(), replace(Owner.here(), namespace=7), replace(Owner.here(), kernel="other")):
         write(tmp_path, owner)
         FolderLock(tmp_path).release()
 
