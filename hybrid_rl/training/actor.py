@@ -53,17 +53,19 @@ class Actor(TrainedModel):
     ) -> None:
         """is_trained: False for a policy that only generates, without an optimizer."""
         self._spec = spec = LossSpec.of(config)
+        algorithm = config.algorithm
         is_on_host = config.memory.keeps_on_host("optimizer")
         optimizer = HostOptimizer if is_on_host else Optimizer if is_trained else NoOptimizer
         super().__init__(model, config, context, num_optimizer_steps=num_optimizer_steps, optimizer=optimizer)
-        algorithm = config.algorithm
         self._old_logprobs = algorithm.old_logprobs
         self._reads_squares = Needs.SUM_PI_SQUARED in config.advantage.needs
         self._seed = config.seed
         routers = Routers(model) if spec.reads_routers else None
         self._beside = SideModels(reference, routers, LoadBalance.of(model, algorithm.router_aux_loss_coef))
         self.kl_weight = KLWeight(spec.kl)
-        self.entropy_weight = EntropyWeight(config.entropy, spec.entropy_coef, is_subset=spec.has_entropy_threshold)
+        self.entropy_weight = EntropyWeight(
+            config.entropy, algorithm.entropy_coef, is_subset=spec.has_entropy_threshold
+        )
         self._numbers = LearnedNumbers(spec.policy_loss, model.device)
         self._has_told = False
         self.said: FirstWords | None = None  # before the last update
@@ -75,8 +77,8 @@ class Actor(TrainedModel):
         again only if it was given anew."""
         before, self._spec = self._spec, LossSpec.of(config)
         self.kl_weight.reconfigure(self._spec.kl)
-        if self._spec.entropy_coef != before.entropy_coef:
-            self.entropy_weight.reconfigure(self._spec.entropy_coef)
+        if config.algorithm.entropy_coef != before.algorithm.entropy_coef:
+            self.entropy_weight.reconfigure(config.algorithm.entropy_coef)
         self.optimizer.reconfigure(config.optimizer, num_optimizer_steps)
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:

@@ -40,13 +40,20 @@ def token_cap(device: torch.device, tokens_per_micro_batch: int | None, lengths:
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """How a run cuts its batches. is_packed: see `make_plan`; tokens_per_micro_batch: None = what suits the device."""
+    """How a run cuts its batches.
+
+    tokens_per_micro_batch: None = what suits the device. seed: of the order in which groups are packed, with one rank
+    that of `assign_mini_batches`. is_packed: False if samples are computed next to each other, each with its prompt and
+    padded to the longest: those of a micro-batch are then of similar length, and padding counts. splits_alike: True if
+    groups whose samples all got the same reward come in micro-batches of their own, before the others: they teach
+    nothing (`still_micro_batches`).
+    """
 
     num_mini_batches: int
     tokens_per_micro_batch: int | None
     seed: int
-    is_packed: bool
-    splits_alike: bool
+    is_packed: bool = True
+    splits_alike: bool = False
 
     @classmethod
     def of(cls, config: TrainerConfig) -> PlanSpec:
@@ -65,96 +72,41 @@ class PlanSpec:
     def plan(self, batch: Batch, step: int, context: RankContext, device: torch.device) -> Plan:
         """Make the one plan of a rank's batch in a training step, with as many micro-batches as any other rank has.
 
-        Collective. Raises DataError for samples of several temperatures, and what `make_plan` and `align_plans` raise.
+        Collective. Raises DataError for samples of several temperatures, and what `cut` and `align_plans` raise.
         """
         if batch.num_samples:
             sampling_temperature(batch)
         lengths = (batch["prompt_ids"].lengths + batch["completion_ids"].lengths).tolist()
-        plans = make_plans(
-            batch,
-            num_mini_batches=self.num_mini_batches,
-            tokens_per_micro_batch=token_cap(device, self.tokens_per_micro_batch, lengths),
-            seed=self.seed + step,
-            is_packed=self.is_packed,
-            splits_alike=self.splits_alike,
-        )
+        plans = self.cut(batch, self.seed + step, token_cap(device, self.tokens_per_micro_batch, lengths))
         # Each by itself: ranks that teach something do so in the same place, where all of them run a backward pass.
         counts = zip(*context.gather([num_micro_batches(plan) for plan in plans]), strict=True)
-        return _joined(*(align_plans(plan, theirs) for plan, theirs in zip(plans, counts, strict=True)))
+        return joined_plans(*(align_plans(plan, theirs) for plan, theirs in zip(plans, counts, strict=True)))
+
+    def cut(self, batch: Batch, seed: int, max_tokens: int) -> tuple[Plan, Plan]:
+        """Cut a rank's batch: for each of range(num_mini_batches) the micro-batches of the samples whose column
+        `mini_batch` says so, none if this rank has no such sample. A batch without that column is one mini-batch.
+        Returns the micro-batches of groups that are alike, none unless splits_alike, and all others, which follow them.
+
+        No micro-batch computes more than max_tokens, a prompt that samples share counted once. Samples of one prompt
+        stay together if they fit. Samples of a micro-batch run from long to short, so that equal lengths are side by
+        side. Raises DataError for a sample over the cap and for a mini-batch that does not exist.
+        """
+        minis = _mini_batches(batch, self.num_mini_batches)
+        groups = batch.group_rows()
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+        parts: list[list[list[int]]] = [[[] for _ in range(self.num_mini_batches)] for _ in range(2)]
+        for group in order:
+            differs = not self.splits_alike or _differs(batch["rewards"][groups[group]])
+            for row in groups[group]:
+                parts[differs][minis[row]].append(row)
+        cut = _packed if self.is_packed else _padded
+        alike, others = ([cut(batch, rows, max_tokens) for rows in part] for part in parts)
+        return alike, others
 
 
-def make_plan(
-    batch: Batch,
-    *,
-    num_mini_batches: int,
-    tokens_per_micro_batch: int,
-    seed: int,
-    is_packed: bool = True,
-    splits_alike: bool = False,
-) -> Plan:
-    """Cut a rank's batch: for each of range(num_mini_batches) the micro-batches of the samples whose column
-    `mini_batch` says so, none if this rank has no such sample. A batch without that column is one mini-batch.
-
-    No micro-batch computes more than tokens_per_micro_batch tokens, a prompt that samples share counted once. Samples
-    of one prompt stay together if they fit. Samples of a micro-batch run from long to short, so that equal lengths
-    are side by side. seed: of the order in which groups are packed, with one rank that of `assign_mini_batches`.
-    is_packed: False if samples are computed next to each other, each with its prompt and padded to the longest: those
-    of a micro-batch are then of similar length, and padding counts. splits_alike: True if groups whose samples all got
-    the same reward come in micro-batches of their own, before the others: they teach nothing (`still_micro_batches`).
-
-    Raises DataError for a sample over the cap and for a mini-batch that does not exist.
-    """
-    return _joined(
-        *make_plans(
-            batch,
-            num_mini_batches=num_mini_batches,
-            tokens_per_micro_batch=tokens_per_micro_batch,
-            seed=seed,
-            is_packed=is_packed,
-            splits_alike=splits_alike,
-        )
-    )
-
-
-def _joined(alike: Plan, others: Plan) -> Plan:
+def joined_plans(alike: Plan, others: Plan) -> Plan:
+    """Join the two parts that `PlanSpec.cut` returns, mini-batch by mini-batch."""
     return [[*first, *then] for first, then in zip(alike, others, strict=True)]
-
-
-def make_plans(
-    batch: Batch,
-    *,
-    num_mini_batches: int,
-    tokens_per_micro_batch: int,
-    seed: int,
-    is_packed: bool,
-    splits_alike: bool,
-) -> tuple[Plan, Plan]:
-    """Return the two parts of `make_plan`, whose micro-batches stand one after the other: those of groups that are
-    alike, none unless splits_alike, and all others."""
-    minis = _mini_batches(batch, num_mini_batches)
-    groups = batch.group_rows()
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
-    prompts, completions = batch["prompt_ids"].lengths.tolist(), batch["completion_ids"].lengths.tolist()
-    rows_of: list[tuple[list[int], list[int]]] = [([], []) for _ in range(num_mini_batches)]  # alike, and all others
-    for group in order:
-        differs = not splits_alike or _differs(batch["rewards"][groups[group]])
-        for row in groups[group]:
-            rows_of[minis[row]][differs].append(row)
-
-    def cut(rows: list[int]) -> list[list[int]]:
-        if not is_packed:
-            return _padded([prompts[row] + completions[row] for row in rows], rows, tokens_per_micro_batch)
-        pieces: list[tuple[int, list[int]]] = []  # tokens and samples of what is not cut further
-        for members in prompt_groups(batch["prompt_ids"], rows):
-            prompt = prompts[members[0]]
-            for piece in _cut_group(prompt, [completions[row] for row in members], tokens_per_micro_batch):
-                samples = [members[i] for i in piece]
-                pieces.append((prompt + sum(completions[row] for row in samples), samples))
-        packed = pack_by_tokens([num_tokens for num_tokens, _ in pieces], tokens_per_micro_batch)
-        micros = [[row for i in micro for row in pieces[i][1]] for micro in packed]
-        return [sorted(micro, key=lambda row: (-prompts[row] - completions[row], row)) for micro in micros]
-
-    return [cut(alike) for alike, _ in rows_of], [cut(others) for _, others in rows_of]
 
 
 def _differs(rewards: Tensor) -> bool:
@@ -174,8 +126,23 @@ def still_micro_batches(batch: Batch, plan: Plan, mask: Tensor, context: RankCon
     return [[*flags, False] if mini else [] for flags, mini in zip(still, plan, strict=True)]
 
 
-def _padded(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _packed(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Make micro-batches of samples that share their prompts, from long to short."""
+    prompts, completions = batch["prompt_ids"].lengths.tolist(), batch["completion_ids"].lengths.tolist()
+    pieces: list[tuple[int, list[int]]] = []  # tokens and samples of what is not cut further
+    for members in prompt_groups(batch["prompt_ids"], rows):
+        prompt = prompts[members[0]]
+        for piece in _cut_group(prompt, [completions[row] for row in members], max_tokens):
+            samples = [members[i] for i in piece]
+            pieces.append((prompt + sum(completions[row] for row in samples), samples))
+    packed = pack_by_tokens([num_tokens for num_tokens, _ in pieces], max_tokens)
+    micros = [[row for i in micro for row in pieces[i][1]] for micro in packed]
+    return [sorted(micro, key=lambda row: (-prompts[row] - completions[row], row)) for micro in micros]
+
+
+def _padded(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Make micro-batches of samples of similar length, from long to short."""
+    lengths = (batch["prompt_ids"].lengths + batch["completion_ids"].lengths)[list(rows)].tolist()
     micros = []
     for bucket in length_buckets(lengths):
         members = sorted(bucket, key=lambda index: (-lengths[index], rows[index]))

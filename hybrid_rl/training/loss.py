@@ -51,18 +51,18 @@ def micro_batch_loss(
         name = type(spec.policy_loss).__name__
         raise TypeError(f"{name}.loss gave a {type(loss).__name__}; it must return a hybrid_rl.algos.PolicyLoss")
     per_token, sums = loss.per_token, MetricSums()
-    if spec.off_policy_mask_threshold is not None:
+    if spec.algorithm.off_policy_mask_threshold is not None:
         near = off_policy_mask(
             *(inputs.logprobs, inputs.needed("rollout_logprobs"), inputs.advantages),
             *(mask, inputs.rows, inputs.num_rows),
-            threshold=spec.off_policy_mask_threshold,
+            threshold=spec.algorithm.off_policy_mask_threshold,
         )
         per_token = _masked(per_token, near)
         sums.mean("mismatch/off_policy_masked", (mask & ~near).sum(), masks.num_tokens)
     if spec.has_entropy_threshold:
         least = mini.least_entropy
         if least is None:
-            least = entropy_quantile(entropy, mask, spec.top_entropy_quantile, num_tokens=masks.num_tokens)
+            least = entropy_quantile(entropy, mask, spec.algorithm.top_entropy_quantile, num_tokens=masks.num_tokens)
         is_high = entropy.detach().double() >= least
         per_token, entropy = _masked(per_token, is_high), _masked(entropy, is_high)
         sums.mean("top_entropy/tokens", (mask & is_high).sum(), masks.num_tokens)
@@ -81,16 +81,16 @@ def micro_batch_loss(
         mask,
         inputs.rows,
         inputs.num_rows,
-        spec.loss_type,
+        spec.algorithm.loss_type,
         num_tokens=mini.counts.num_tokens,
         num_trajectories=mini.counts.num_trajectories,
         max_completion_length=spec.max_completion_length,
         lengths=extra.trajectory_tokens,
     )
     total = (weights * _masked(per_token, mask)).sum()
-    if spec.positive_nll_coef:
+    if spec.algorithm.positive_nll_coef:
         nll = -_masked(logprobs, extra.positive).sum() / max(mini.counts.num_positive_tokens, 1)
-        total = total + spec.positive_nll_coef * nll
+        total = total + spec.algorithm.positive_nll_coef * nll
     if beside.balance is not None and balance is not None:
         aux_loss = balance.part(balance.load() if mini.expert_load is None else mini.expert_load)
         total = total + beside.balance.coef * aux_loss

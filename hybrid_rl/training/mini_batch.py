@@ -129,5 +129,5 @@ def look_ahead(
     mine = columns["entropy"].select(rows).values[batch["completion_ids"].with_values(mask).select(rows).values]
     whole = torch.cat(context.data_gather(mine))
     everything = torch.ones_like(whole, dtype=torch.bool)
-    least = entropy_quantile(whole, everything, spec.top_entropy_quantile, num_tokens=len(whole))
+    least = entropy_quantile(whole, everything, spec.algorithm.top_entropy_quantile, num_tokens=len(whole))
     return replace(mini, least_entropy=least.to(model.device))

@@ -53,6 +53,7 @@ def reading_balance(
     if balance is None:
         return nullcontext()
     scored = (~batch["rewards"].isnan()).tolist()
-    kept = [not (spec.mask_truncated_completions and reason in TRUNCATIONS) for reason in batch["finish_reason"]]
+    masked = TRUNCATIONS if spec.algorithm.mask_truncated_completions else ()
+    kept = [reason not in masked for reason in batch["finish_reason"]]
     weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
     return balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights))

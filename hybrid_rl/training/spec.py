@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos import Correction, KLInLoss, KLTerm, Needs, PolicyObjective
-from hybrid_rl.algos.correction import NoCorrection
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.batch import TRUNCATIONS, Batch, Trajectories
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config import AlgorithmConfig, TrainerConfig
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
@@ -33,47 +32,35 @@ def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:
 class LossSpec:
     """The terms of a policy loss. Nothing in it changes during a run; what does is in `MiniBatch`.
 
-    policy_loss, kl, correction: records of algos. loss_type: how tokens are weighted (`algos.masked.token_weights`);
-    max_completion_length: the fixed length that "dr_grpo" divides by. The other fields mean what the keys of the same
-    name mean in `AlgorithmConfig`, and are off unless given. adapts_entropy: whether entropy_coef follows a target. The
-    temperature is not here: samples carry theirs.
+    policy_loss, kl, correction: records of algos. algorithm: the other keys of the loss, among them loss_type, how
+    tokens are weighted (`algos.masked.token_weights`); max_completion_length: the fixed length that "dr_grpo" divides
+    by. adapts_entropy: whether entropy_coef follows a target. The temperature is not here: samples carry theirs.
     """
 
     policy_loss: PolicyObjective
-    loss_type: str
+    kl: KLTerm
+    correction: Correction
+    algorithm: AlgorithmConfig
     max_completion_length: int
-    kl: KLTerm = NoKL()  # noqa: RUF009
-    correction: Correction = NoCorrection()  # noqa: RUF009
-    mask_truncated_completions: bool = False
-    off_policy_mask_threshold: float | None = None
-    top_entropy_quantile: float = 1.0
-    entropy_coef: float = 0.0
-    positive_nll_coef: float = 0.0
-    adapts_entropy: bool = False
+    adapts_entropy: bool
 
     @classmethod
     def of(cls, config: TrainerConfig) -> LossSpec:
         """Take the values from a resolved configuration."""
-        algorithm = config.algorithm
-        return cls(
-            policy_loss=config.policy_loss,
-            loss_type=algorithm.loss_type,
-            max_completion_length=config.rollout.max_completion_length,
-            kl=config.kl,
-            correction=config.correction,
-            mask_truncated_completions=algorithm.mask_truncated_completions,
-            off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
-            top_entropy_quantile=algorithm.top_entropy_quantile,
-            entropy_coef=algorithm.entropy_coef,
-            positive_nll_coef=algorithm.positive_nll_coef,
-            adapts_entropy=isinstance(config.entropy, AdaptiveEntropyConfig),
-        )
+        adapts_entropy = isinstance(config.entropy, AdaptiveEntropyConfig)
+        limit = config.rollout.max_completion_length
+        return cls(config.policy_loss, config.kl, config.correction, config.algorithm, limit, adapts_entropy)
 
     @property
     def follows_advantages(self) -> bool:
         """Whether the loss leaves a sample alone whose advantages are all 0. The balance of experts, which a model may
         bring along, is not looked at."""
-        others = (self.entropy_coef, self.positive_nll_coef, self.adapts_entropy, self.has_entropy_threshold)
+        others = (
+            self.algorithm.entropy_coef,
+            self.algorithm.positive_nll_coef,
+            self.adapts_entropy,
+            self.has_entropy_threshold,
+        )
         return self.policy_loss.follows_advantages and isinstance(self.kl, NoKL) and not any(others)
 
     @property
@@ -104,11 +91,11 @@ class LossSpec:
     @property
     def has_entropy_threshold(self) -> bool:
         """Whether only the tokens of the highest entropy are in the policy loss."""
-        return self.top_entropy_quantile < 1
+        return self.algorithm.top_entropy_quantile < 1
 
     def mask(self, batch: Batch) -> Tensor:
         """Find the completion tokens in the loss, bool [M]."""
-        return loss_mask(batch, mask_truncated_completions=self.mask_truncated_completions)
+        return loss_mask(batch, mask_truncated_completions=self.algorithm.mask_truncated_completions)
 
 
 class Counts(NamedTuple):
@@ -149,7 +136,7 @@ class MiniBatch:
     @classmethod
     def of(cls, batch: Batch, spec: LossSpec, version: int = 0) -> MiniBatch:
         """Describe a mini-batch that is on this rank alone, with the weights that a run begins with."""
-        return cls(Counts.of(batch, spec), version, spec.beta, spec.entropy_coef)
+        return cls(Counts.of(batch, spec), version, spec.beta, spec.algorithm.entropy_coef)
 
 
 @dataclass(frozen=True)

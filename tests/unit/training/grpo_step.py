@@ -10,11 +10,12 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
-from hybrid_rl.training.batch_plan import Plan, make_plan, micro_batch
+from hybrid_rl.training.batch_plan import Plan, micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
 from tests.reference import grpo_case
 from tests.support.float64 import KeepFloat64
+from tests.support.plans import make_plan
 
 LIMIT = grpo_case.MAX_COMPLETION_LENGTH
 ALL_TOKENS = 10_000
@@ -77,13 +78,13 @@ def rolled_batch(rewards: Sequence[float] = grpo_case.REWARDS, version: int = 0)
 
 def plan_of(batch: Batch, tokens_per_micro_batch: int, seed: int = 0) -> Plan:
     """One mini-batch, cut under a token cap."""
-    return make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)
+    return make_plan(batch, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed)
 
 
 def terms_of(config: TrainerConfig, counts: Counts) -> tuple[LossSpec, MiniBatch]:
     """The loss, and the numbers of the mini-batch in the first training step."""
     spec = LossSpec.of(config)
-    return spec, MiniBatch(counts, beta=spec.beta, entropy_coef=spec.entropy_coef)
+    return spec, MiniBatch(counts, beta=spec.beta, entropy_coef=spec.algorithm.entropy_coef)
 
 
 def loss_and_gradient(

@@ -83,7 +83,7 @@ def backward(
     numbers = LearnedNumbers(config.policy_loss)
     dtype = next(model.module.parameters()).dtype
     spec, beside = LossSpec.of(config), SideModels()
-    mini = MiniBatch(counts, VERSION, spec.beta, spec.entropy_coef, numbers.parameters)
+    mini = MiniBatch(counts, VERSION, spec.beta, spec.algorithm.entropy_coef, numbers.parameters)
     if spec.is_exact_kl:
         reference = build_model(dtype)
         with torch.no_grad():

@@ -17,7 +17,8 @@ from hybrid_rl.training.balance import (
     group_costs,
     split_over_ranks,
 )
-from hybrid_rl.training.batch_plan import Plan, align_plans, make_plan, num_micro_batches
+from hybrid_rl.training.batch_plan import Plan, align_plans, num_micro_batches
+from tests.support.plans import make_plan
 
 PAIR_COST = 1 / (6 * 64)
 Lengths = list[tuple[int, list[int]]]  # per group: prompt, and completion of each sample

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hybrid_rl.models import CausalLM
-from hybrid_rl.training.balance import split_over_ranks
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.spec import Counts, LossSpec
@@ -16,7 +15,6 @@ from tests.unit.training.grpo_step import (
     case_batch,
     case_config,
     loss_and_gradient,
-    plan_of,
     terms_of,
     with_advantages,
 )
@@ -66,18 +64,6 @@ def test_cut_and_order_change_nothing(loss_type: str, rewards, keys, dtype: torc
         assert metrics == pytest.approx(expected_metrics, abs=1e-5)  # metrics are summed in float32
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("cap", [30, *(pytest.param(cap, marks=pytest.mark.sweep) for cap in (16, 60, 90))])
-def test_token_cap_changes_nothing(loss_type: str, cap: int) -> None:
-    batch, config = batch_and_config(loss_type)
-    expected_loss, expected, _ = loss_and_gradient(batch, config, [list(range(16))])
-    plan = plan_of(batch, cap, seed=cap)[0]
-    assert len(plan) > 1
-    loss, gradient, _ = loss_and_gradient(batch, config, plan)
-    assert abs(loss - expected_loss) < 1e-6
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("keys", [{"old_logprobs": "detach"}, {"old_logprobs": "recompute"}], ids=["detach", "ratio"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_empty_micro_batches_change_nothing(loss_type: str, keys) -> None:
@@ -106,28 +92,6 @@ def test_a_rank_of_empty_micro_batches_gives_every_parameter_a_gradient_of_zero(
     gradients = [parameter.grad for parameter in model.module.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
     assert Counts.of(batch, LossSpec.of(config)) == Counts()
-
-
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.sweep), 3, 6])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_gradients_of_ranks_add_up(loss_type: str, num_ranks: int) -> None:
-    """Each rank computes the advantages and micro-batches of its own groups; four groups leave some of six ranks
-    nothing. Denominators are those of all ranks."""
-    batch, config = batch_and_config(loss_type)
-    expected_loss, expected, _ = loss_and_gradient(batch, config, [list(range(16))])
-    counts = Counts.of(batch, LossSpec.of(config))
-    whole = batch.without("advantages").with_columns(
-        prompt_length=batch["prompt_ids"].lengths, completion_length=batch["completion_ids"].lengths
-    )
-    shares = [whole.select(part) for part in split_over_ranks(whole, num_ranks, pair_cost=0.01)]
-    plans = [plan_of(share, 60)[0] for share in shares]
-    total, gradient = 0.0, torch.zeros_like(expected)
-    for share, plan in zip(shares, plans, strict=True):
-        micros = plan + [[]] * (max(map(len, plans)) - len(plan))
-        loss, part, _ = loss_and_gradient(with_advantages(share), config, micros, counts=counts)
-        total, gradient = total + loss, gradient + part
-    assert abs(total - expected_loss) < 1e-6
-    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -8,6 +8,11 @@ import torch
 
 from tests.support.inside.training import learned_numbers
 from tests.support.inside.workers import actor_of
+from tests.unit.training.grpo_step import case_config
+
+
+def test_a_loss_that_sees_whole_mini_batches_has_old_logprobs_with_one_update_too() -> None:
+    assert case_config(policy_loss="lambda_grpo").algorithm.old_logprobs == "recompute"
 
 
 def test_what_a_broken_off_update_left_behind_moves_no_learned_number(make_bench) -> None:

@@ -17,122 +17,34 @@ from hybrid_rl.training.batch_plan import (
     Plan,
     PlanSpec,
     align_plans,
-    make_plan,
     micro_batch,
     num_micro_batches,
     still_micro_batches,
 )
+from tests.support.plans import make_plan
 
 # group, prompt length and completion length of each sample; prompts per mini-batch, token cap, seed; the plan
-RECORDED = {
+RECORDED: dict[str, tuple[str, tuple[int, int, int], Plan]] = {
     "ties": (
-        [
-            (0, 10, 5),
-            (0, 10, 9),
-            (0, 10, 0),
-            (0, 10, 20),
-            (1, 4, 0),
-            (1, 4, 3),
-            (1, 4, 1),
-            (1, 4, 9),
-            (2, 8, 5),
-            (2, 8, 14),
-            (2, 8, 1),
-            (2, 8, 5),
-            (3, 1, 5),
-            (3, 1, 14),
-            (3, 1, 5),
-            (3, 1, 3),
-            (4, 7, 3),
-            (4, 7, 1),
-            (4, 7, 3),
-            (4, 7, 20),
-            (5, 3, 3),
-            (5, 3, 0),
-            (5, 3, 0),
-            (5, 3, 5),
-        ],
+        "0/10/5 0/10/9 0/10/0 0/10/20 1/4/0 1/4/3 1/4/1 1/4/9 2/8/5 2/8/14 2/8/1 2/8/5 3/1/5 3/1/14 3/1/5 "
+        "3/1/3 4/7/3 4/7/1 4/7/3 4/7/20 5/3/3 5/3/0 5/3/0 5/3/5",
         (2, 70, 0),
         [[[9, 8, 11, 10, 23, 20, 21, 22]], [[13, 12, 14, 15], [3, 1, 0, 2]], [[19, 7, 16, 18, 17, 5, 6, 4]]],
     ),
     "tight cap": (
-        [
-            (0, 4, 3),
-            (0, 4, 3),
-            (0, 4, 5),
-            (1, 6, 5),
-            (1, 6, 5),
-            (1, 6, 3),
-            (2, 12, 5),
-            (2, 12, 14),
-            (2, 12, 5),
-            (3, 1, 9),
-            (3, 1, 14),
-            (3, 1, 3),
-            (4, 3, 5),
-            (4, 3, 1),
-            (4, 3, 9),
-        ],
+        "0/4/3 0/4/3 0/4/5 1/6/5 1/6/5 1/6/3 2/12/5 2/12/14 2/12/5 3/1/9 3/1/14 3/1/3 4/3/5 4/3/1 4/3/9",
         (5, 26, 7),
         [[[2, 0, 1], [3, 4, 5], [9, 11], [10], [6, 8], [7], [14, 12, 13]]],
     ),
     "scattered groups": (
-        [
-            (4, 12, 3),
-            (7, 6, 0),
-            (6, 7, 14),
-            (2, 5, 9),
-            (3, 3, 20),
-            (2, 5, 20),
-            (6, 7, 0),
-            (3, 3, 20),
-            (5, 5, 0),
-            (0, 5, 9),
-            (1, 2, 9),
-            (4, 12, 0),
-            (1, 2, 5),
-            (5, 5, 9),
-            (0, 5, 0),
-            (7, 6, 14),
-        ],
+        "4/12/3 7/6/0 6/7/14 2/5/9 3/3/20 2/5/20 6/7/0 3/3/20 5/5/0 0/5/9 1/2/9 4/12/0 1/2/5 5/5/9 0/5/0 7/6/14",
         (3, 50, 3),
         [[[2, 6], [4, 7], [5, 3]], [[15, 0, 13, 11, 1, 8]], [[9, 10, 12, 14]]],
     ),
     "one prompt each": (
-        [
-            (0, 10, 9),
-            (0, 10, 5),
-            (0, 10, 0),
-            (0, 10, 14),
-            (0, 10, 1),
-            (0, 10, 5),
-            (0, 10, 9),
-            (0, 10, 9),
-            (1, 3, 9),
-            (1, 3, 5),
-            (1, 3, 1),
-            (1, 3, 5),
-            (1, 3, 9),
-            (1, 3, 5),
-            (1, 3, 3),
-            (1, 3, 1),
-            (2, 11, 3),
-            (2, 11, 5),
-            (2, 11, 20),
-            (2, 11, 3),
-            (2, 11, 0),
-            (2, 11, 1),
-            (2, 11, 14),
-            (2, 11, 0),
-            (3, 4, 9),
-            (3, 4, 5),
-            (3, 4, 20),
-            (3, 4, 14),
-            (3, 4, 3),
-            (3, 4, 0),
-            (3, 4, 0),
-            (3, 4, 20),
-        ],
+        "0/10/9 0/10/5 0/10/0 0/10/14 0/10/1 0/10/5 0/10/9 0/10/9 1/3/9 1/3/5 1/3/1 1/3/5 1/3/9 1/3/5 1/3/3 "
+        "1/3/1 2/11/3 2/11/5 2/11/20 2/11/3 2/11/0 2/11/1 2/11/14 2/11/0 3/4/9 3/4/5 3/4/20 3/4/14 3/4/3 "
+        "3/4/0 3/4/0 3/4/20",
         (1, 41, 11),
         [
             [[8, 12, 9, 11, 13, 14, 10, 15]],
@@ -227,11 +139,14 @@ def test_plan_properties(groups, per_mini_batch, spare, seed, data) -> None:
 @pytest.mark.parametrize(("rows", "arguments", "plan"), RECORDED.values(), ids=RECORDED)
 def test_plans_stay_what_they_were(rows, arguments, plan) -> None:
     """Other micro-batches, or another order of them, would change the last bits of a run on one rank."""
+    groups, prompts, completions = zip(*(map(int, row.split("/")) for row in rows.split()), strict=True)
     batch = Batch(
         {
-            "group": torch.tensor([group for group, _, _ in rows]),
-            "prompt_ids": Jagged.from_rows([[group] * length for group, length, _ in rows], torch.int64),
-            "completion_ids": Jagged.from_rows([[0] * length for _, _, length in rows], torch.int64),
+            "group": torch.tensor(groups),
+            "prompt_ids": Jagged.from_rows(
+                [[n] * length for n, length in zip(groups, prompts, strict=True)], torch.int64
+            ),
+            "completion_ids": Jagged.from_rows([[0] * length for length in completions], torch.int64),
         }
     )
     per_mini_batch, cap, seed = arguments
@@ -259,7 +174,7 @@ def test_a_prompt_counts_once_for_what_is_together(cap: int, sizes: list[list[in
     other = Jagged(batch["prompt_ids"].values.clone(), batch["prompt_ids"].offsets)
     other.values[30:] = 7  # the second group has another prompt
     batch = batch.without("prompt_ids").with_columns(prompt_ids=other)
-    (plan,) = make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=cap, seed=0)
+    (plan,) = make_plan(batch, tokens_per_micro_batch=cap)
     groups = batch["group"].tolist()
     found = [[sum(groups[row] == group for row in micro) for group in (10, 11)] for micro in plan]
     assert sorted([count for count in counts if count] for counts in found) == sorted(sizes)
@@ -270,7 +185,7 @@ def test_samples_beside_each_other_count_with_their_padding(cap: int) -> None:
     """Every sample once, every forward under the cap as it is computed, and never a short one beside a long one."""
     sizes = [(10, length) for length in (0, 3, 5, 9, 20, 41, 42, 50, 50, 7, 30)]
     batch = batch_of([sizes[:5], sizes[5:]], list(range(11)))
-    (micros,) = make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=cap, seed=0, is_packed=False)
+    (micros,) = make_plan(batch, tokens_per_micro_batch=cap, is_packed=False)
     assert sorted(row for micro in micros for row in micro) == list(range(11))
     for micro in micros:
         lengths = [sum(sizes[row]) for row in micro]
@@ -278,18 +193,18 @@ def test_samples_beside_each_other_count_with_their_padding(cap: int) -> None:
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] <= 32 or lengths[-1] >= 0.75 * lengths[0]
     with pytest.raises(DataError, match="60 tokens"):
-        make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=59, seed=0, is_packed=False)
+        make_plan(batch, tokens_per_micro_batch=59, is_packed=False)
 
 
 def test_equal_prompts_of_two_groups_are_one() -> None:
     batch = batch_of([[(10, 3)], [(10, 3)]], [0, 1])
-    assert make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=16, seed=0) == [[[0, 1]]]
+    assert make_plan(batch, tokens_per_micro_batch=16) == [[[0, 1]]]
 
 
 def test_a_sample_over_the_cap_is_refused_with_its_own_size() -> None:
     batch = batch_of([[(10, 3), (10, 9), (10, 0)]], [0, 1, 2])
     with pytest.raises(DataError, match="has 19 tokens, but max_tokens=18"):
-        make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=18, seed=0)
+        make_plan(batch, tokens_per_micro_batch=18)
 
 
 # ------------------------------------------------------------------------------------------------------- many ranks
@@ -297,9 +212,9 @@ def test_a_sample_over_the_cap_is_refused_with_its_own_size() -> None:
 
 def test_mini_batches_without_samples_of_this_rank() -> None:
     batch = batch_of([[(2, 3)], [(4, 1)]], [0, 1]).with_columns(mini_batch=torch.tensor([3, 1]))
-    plan = make_plan(batch, num_mini_batches=5, tokens_per_micro_batch=9, seed=0)
+    plan = make_plan(batch, num_mini_batches=5, tokens_per_micro_batch=9)
     assert plan == [[], [[1]], [], [[0]], []]
-    nothing = make_plan(batch.select([]), num_mini_batches=2, tokens_per_micro_batch=9, seed=0)
+    nothing = make_plan(batch.select([]), num_mini_batches=2, tokens_per_micro_batch=9)
     assert nothing == [[], []]
 
 
@@ -316,7 +231,7 @@ def test_mini_batches_that_do_not_exist(minis, num_mini_batches: int, message: s
     if minis is not None:
         batch = batch.with_columns(mini_batch=torch.tensor(minis))
     with pytest.raises(DataError, match=message):
-        make_plan(batch, num_mini_batches=num_mini_batches, tokens_per_micro_batch=9, seed=0)
+        make_plan(batch, num_mini_batches=num_mini_batches, tokens_per_micro_batch=9)
 
 
 def test_plans_of_ranks_get_equally_many_micro_batches() -> None:
@@ -392,7 +307,7 @@ def test_a_micro_batch_is_still_if_no_rank_has_an_advantage_in_it() -> None:
 def test_ranks_teach_in_the_same_places() -> None:
     """A rank without a group that is alike, and one with nothing else: the empty micro-batches stand where the other
     rank has those of the same kind, so that the first place is still on both."""
-    spec = PlanSpec(num_mini_batches=1, tokens_per_micro_batch=100, seed=0, is_packed=True, splits_alike=True)
+    spec = PlanSpec(num_mini_batches=1, tokens_per_micro_batch=100, seed=0, splits_alike=True)
     parts = [([1.0, 0.0], [[], [0, 1]]), ([1.0, 1.0], [[0, 1], []]), ([0.0, 0.0, 0.0, 1.0], [[0, 1], [2, 3]])]
     counts = [([0], [1]), ([1], [0]), ([1], [1])]
     for rewards, expected in parts:

@@ -76,7 +76,7 @@ def test_a_micro_batch_mixes_no_devices_and_waits_for_none(name: str) -> None:
         reference: Any = Bigrams()
         numbers = LearnedNumbers(config.policy_loss, CUDA)
         spec = LossSpec.of(config)
-        mini = MiniBatch(Counts(20, 3, 20), VERSION, spec.beta, spec.entropy_coef, numbers.on_device)
+        mini = MiniBatch(Counts(20, 3, 20), VERSION, spec.beta, spec.algorithm.entropy_coef, numbers.on_device)
         cuda.forget()
         loss, sums, _ = micro_batch_loss(model, batch, spec, mini, SideModels(reference))
         loss.backward()  # type: ignore[no-untyped-call]

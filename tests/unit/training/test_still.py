@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
 from hybrid_rl.training.actor import Actor
-from hybrid_rl.training.batch_plan import PlanSpec, make_plan
+from hybrid_rl.training.batch_plan import PlanSpec
 from hybrid_rl.training.spec import LossSpec
 from tests.reference.grpo_case import build_model
+from tests.support.plans import make_plan
 from tests.unit.training.grpo_step import case_config, rolled_batch
 
 # Four groups of four: the first and the third are alike.
@@ -35,7 +36,7 @@ def updated(
 
     for version, batch in enumerate((rolled_batch(), rolled_batch(rewards, version=1))):
         is_split = splits and version == 1  # both sides begin from the same weights, to the bit
-        plan = make_plan(batch, num_mini_batches=1, tokens_per_micro_batch=1000, seed=0, splits_alike=is_split)
+        plan = make_plan(batch, tokens_per_micro_batch=1000, splits_alike=is_split)
         if version == 1:
             actor.model.module.model.layers[0].register_forward_pre_hook(note)
         metrics = actor.update(batch, plan, version).result()

@@ -44,15 +44,19 @@ def ours(case: RecordedCase):
     ],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradient_are_those_of_trl(name: str, cap: int, dtype: torch.dtype) -> None:
+def test_loss_gradient_and_metrics_are_those_of_trl(name: str, cap: int, dtype: torch.dtype) -> None:
+    """clip_ratio counts tokens, or samples if their tokens share one ratio; kl includes the importance weight."""
     case = CASES[name]
     batch, config = ours(case)
     plan = plan_of(batch, cap)[0]
     assert (len(plan) == 1) == (cap == ALL_TOKENS)
-    loss, gradient, _ = loss_and_gradient(batch, config, plan, dtype)
+    loss, gradient, metrics = loss_and_gradient(batch, config, plan, dtype)
     assert abs(loss - case.loss) < TOLERANCE
     assert gradient.abs().max() > 1e-3  # a gradient of nothing would agree with nothing
     torch.testing.assert_close(gradient.float(), case.gradient, rtol=0, atol=TOLERANCE)
+    theirs = {key: value for key, value in case.metrics.items() if key in ("entropy", "kl") or "clip_ratio/" in key}
+    assert len(theirs) >= 6
+    assert {key: metrics[key] for key in theirs} == pytest.approx(theirs, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,19 +65,6 @@ def test_advantages_are_those_of_trl(name: str) -> None:
     batch, _ = ours(case)
     first_tokens = batch["advantages"].values[batch["advantages"].offsets[:-1]]
     torch.testing.assert_close(first_tokens, torch.tensor(case.advantages), rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_metrics_are_those_of_trl(name: str) -> None:
-    """clip_ratio counts tokens, or samples if their tokens share one ratio; kl includes the importance weight."""
-    case = CASES[name]
-    batch, config = ours(case)
-    _, _, metrics = loss_and_gradient(batch, config, plan_of(batch, 40)[0])
-    compared = [key for key in case.metrics if key in ("entropy", "kl") or key.startswith("clip_ratio/")]
-    assert len(compared) >= 6
-    assert {key: metrics[key] for key in compared} == pytest.approx(
-        {key: case.metrics[key] for key in compared}, abs=TOLERANCE
-    )
 
 
 def test_no_two_cases_are_alike() -> None:
