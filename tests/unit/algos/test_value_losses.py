@@ -1,4 +1,4 @@
-"""The critic's loss by hand; how much of the returns values explain."""
+"""The critic's loss by hand and as a sum over micro-batches; how much of the returns values explain."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid_rl.algos import token_weights
 from hybrid_rl.algos.value_losses import ValueFit, clipped_value_loss, value_clipped
 
 
@@ -41,10 +42,54 @@ def test_one_token(value: float, target: float, clip: float | None, loss: float,
     assert value_clipped(values, column(1.0), column(target), clip).item() == (slope == 0)
 
 
+def test_the_loop_gives_the_same() -> None:
+    generator = torch.Generator().manual_seed(3)
+    values, old, returns = torch.randn(3, 200, dtype=torch.float64, generator=generator)
+    expected = []
+    for v, o, r in zip(values.tolist(), old.tolist(), returns.tolist(), strict=True):
+        bounded = min(max(v, o - 0.5), o + 0.5)
+        expected.append(0.5 * max((v - r) ** 2, (bounded - r) ** 2))
+    assert clipped_value_loss(values, old, returns, 0.5).tolist() == pytest.approx(expected, rel=1e-12)
+
+
 def test_gradients_flow_through_values_only() -> None:
     values, old, returns = (torch.zeros(2, requires_grad=True) for _ in range(3))
     clipped_value_loss(values, old, returns + 1, 0.2).sum().backward()
     assert values.grad is not None and old.grad is None and returns.grad is None
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8])
+def test_the_loss_does_not_grow_with_the_number_of_micro_batches(num_micro_batches: int) -> None:
+    """A mean of each micro-batch summed up would be 1, 2, 4, 8 times the loss: weights come from global counts."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(1, 9, (8,), generator=generator)
+    rows = torch.repeat_interleave(torch.arange(8), lengths)
+    total = len(rows)
+    old, returns = torch.randn(2, total, generator=generator, dtype=torch.float64)
+    values = torch.randn(total, generator=generator, dtype=torch.float64).requires_grad_()
+    mask = torch.rand(total, generator=generator) < 0.8
+    num_tokens = int(mask.sum())
+    expected = sum(
+        0.5 * max((v - r) ** 2, (min(max(v, o - 0.2), o + 0.2) - r) ** 2)
+        for v, o, r, m in zip(values.tolist(), old.tolist(), returns.tolist(), mask.tolist(), strict=True)
+        if m
+    ) / max(num_tokens, 1)
+    loss = values.new_zeros(())
+    cuts = [8 * i // num_micro_batches for i in range(num_micro_batches + 1)]
+    for first, last in pairwise(cuts):
+        mine = (rows >= first) & (rows < last)
+        per_token = clipped_value_loss(values[mine], old[mine], returns[mine], 0.2)
+        weights = token_weights(
+            mask[mine],
+            rows[mine] - first,
+            last - first,
+            "dapo",
+            num_tokens=num_tokens,
+            num_trajectories=8,
+            max_completion_length=8,
+        )
+        loss = loss + (weights.double() * per_token).sum()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def explained(values: list[float], returns: list[float]) -> float:

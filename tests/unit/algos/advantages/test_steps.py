@@ -1,4 +1,4 @@
-"""Tokens as steps, by hand."""
+"""Tokens as steps: against loops over samples and tokens, and by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,48 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_rl.algos.advantages import Steps, step_rewards
+
+# A sample: per token, whether the policy made it, and two numbers.
+SAMPLES = st.lists(
+    st.lists(st.tuples(st.booleans(), st.floats(-2, 2), st.floats(0, 1)), max_size=7), min_size=1, max_size=6
+)
+
+
+def columns(samples: list[list[tuple[bool, float, float]]]) -> tuple[torch.Tensor, ...]:
+    flat = [token for sample in samples for token in sample]
+    rows = torch.tensor([i for i, sample in enumerate(samples) for _ in sample], dtype=torch.int64)
+    mask = torch.tensor([made for made, *_ in flat], dtype=torch.bool)
+    first = torch.tensor([a for _, a, _ in flat], dtype=torch.float64)
+    second = torch.tensor([b for *_, b in flat], dtype=torch.float64)
+    return mask, rows, first, second
+
+
+@given(samples=SAMPLES)
+def test_sums_and_next_values_against_loops(samples: list[list[tuple[bool, float, float]]]) -> None:
+    mask, rows, terms, decay = columns(samples)
+    ahead, following, so_far = [], [], []
+    for sample in samples:
+        own = [(t, d) for made, t, d in sample if made]
+        sums, carry = [], 0.0
+        for t, d in reversed(own):
+            carry = t + d * carry
+            sums.insert(0, carry)
+        values = iter(sums)
+        nexts = iter([t for t, _ in own[1:]] + [0.0])
+        running = iter([math.fsum(t for t, _ in own[: i + 1]) for i in range(len(own))])
+        for made, *_ in sample:
+            ahead.append(next(values) if made else 0.0)
+            following.append(next(nexts) if made else 0.0)
+            so_far.append(next(running) if made else 0.0)
+    steps = Steps.of(mask, rows, len(samples))
+    taken = steps.take(terms)
+    assert steps.spread(steps.discounted(taken, steps.take(decay))).tolist() == pytest.approx(ahead, abs=1e-12)
+    assert steps.spread(steps.next(taken)).tolist() == following
+    assert steps.spread(steps.accumulated(taken)).tolist() == pytest.approx(so_far, abs=1e-12)
 
 
 def test_one_decay_for_all() -> None:

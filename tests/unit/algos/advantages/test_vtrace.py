@@ -1,4 +1,4 @@
-"""V-trace: its limits, and what it must not do."""
+"""V-trace: the paper's sum of products in loops, its limits, and what it must not do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,28 @@ from hybrid_rl.algos.advantages import VTrace, generalized_advantages
 from hybrid_rl.algos.interface import AdvantageInputs
 from hybrid_rl.algos.masked import row_sum
 from hybrid_rl.errors import ConfigError
+
+
+def reference(
+    rewards: list[float],
+    values: list[float],
+    ratios: list[float],
+    gamma: float,
+    lam: float,
+    rho_clip: float,
+    c_clip: float,
+) -> tuple[list[float], list[float]]:
+    """Eq. 1 as it stands: v_s = V_s + sum over t >= s of gamma^(t - s) (product of c from s to t - 1) delta_t."""
+    n = len(rewards)
+    following = values[1:] + [0.0]
+    rho = [min(rho_clip, ratio) for ratio in ratios]
+    c = [lam * min(c_clip, ratio) for ratio in ratios]
+    delta = [rho[t] * (rewards[t] + gamma * following[t] - values[t]) for t in range(n)]
+    targets = [
+        values[s] + math.fsum(gamma ** (t - s) * math.prod(c[s:t]) * delta[t] for t in range(s, n)) for s in range(n)
+    ]
+    after = targets[1:] + [0.0]
+    return [rho[s] * (rewards[s] + gamma * after[s] - values[s]) for s in range(n)], targets
 
 
 def random_columns(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -37,6 +59,22 @@ def vtrace(rewards: torch.Tensor, *columns: torch.Tensor, **options: float) -> t
 
 LENGTHS = [3, 0, 7, 1]
 ROWS = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "rho_clip", "c_clip"), [(1.0, 1.0, 1.0, 1.0), (0.9, 0.8, 2.0, 1.5), (0.99, 0.0, 0.7, 0.5)]
+)
+def test_against_the_sum_of_products(gamma: float, lam: float, rho_clip: float, c_clip: float) -> None:
+    columns = random_columns(LENGTHS)
+    options = {"gamma": gamma, "lam": lam, "rho_clip": rho_clip, "c_clip": c_clip}
+    found = vtrace(*columns, torch.ones(11).bool(), ROWS, **options)
+    expected: tuple[list[float], list[float]] = ([], [])
+    for r, v, p, q in zip(*(column.split(LENGTHS) for column in columns), strict=True):
+        parts = reference(r.tolist(), v.tolist(), (p - q).exp().tolist(), gamma, lam, rho_clip, c_clip)
+        for whole, part in zip(expected, parts, strict=True):
+            whole.extend(part)
+    assert found[0].tolist() == pytest.approx(expected[0], abs=1e-12)
+    assert found[1].tolist() == pytest.approx(expected[1], abs=1e-12)
 
 
 def test_on_policy_it_is_gae() -> None:

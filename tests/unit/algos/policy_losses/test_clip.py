@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rl.algos import PolicyLoss
+from hybrid_rl.algos import PolicyLoss, token_weights
 from hybrid_rl.algos.policy_losses import Clip
 from hybrid_rl.errors import ConfigError
-from tests.unit.algos.policy_losses.samples import loss_of
+from tests.unit.algos.policy_losses.samples import assert_is, columns, loss_and_gradient, loss_of, samples
 
 DAPO = {"epsilon": 0.2, "epsilon_high": 0.28}
 
@@ -109,6 +109,16 @@ def test_a_ratio_beyond_float32(
     assert (loss.per_token.item(), logprob.grad.item()) == pytest.approx((value, slope), rel=1e-6)
 
 
+def test_at_the_old_policy_the_gradient_is_that_of_reinforce() -> None:
+    """Ratio exactly 1 (old = own logprobs, detached): value -A, gradient -A, not half of it at the tie of the min."""
+    logprobs = torch.tensor([-0.1, -2.0, -7.0], requires_grad=True)
+    advantages, rows = torch.tensor([1.0, -3.0, 0.5]), torch.tensor([0, 0, 1])
+    loss = loss_of(Clip(**DAPO), logprobs, logprobs, advantages, rows >= 0, rows, 2)
+    assert loss.ratio.tolist() == [1.0] * 3
+    loss.per_token.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, 3.0, -0.5]
+
+
 @pytest.fixture
 def sequences() -> dict[str, Tensor]:
     """Row 0: the GSPO example; row 1: three tokens, the middle one masked with a logprob that must not matter."""
@@ -146,6 +156,35 @@ def test_sequence_level_clips_whole_sequences(sequences: dict[str, Tensor]) -> N
     assert gradient is not None and gradient[:2].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("dual_clip", [None, 1.3])
+def test_all_levels_written_out(level: str, dual_clip: float | None) -> None:
+    given = columns()
+    low, high = (0.2, 0.28) if level == "token" else (0.1, 0.12)
+    record = Clip(epsilon=low, epsilon_high=high, dual_clip=dual_clip, importance_sampling_level=level)  # type: ignore[arg-type]
+    loss, gradient = loss_and_gradient(record, given)
+    new, old, advantages = (given[name].tolist() for name in ("logprobs", "old_logprobs", "advantages"))
+    expected, sides = [], set()
+    for places in samples(given):
+        mean = math.exp(sum(new[t] - old[t] for t in places) / len(places)) if places else 0.0
+        found = []
+        for t in places:
+            ratio = math.exp(new[t] - old[t]) if level == "token" else mean
+            bounded, advantage = min(max(ratio, 1 - low), 1 + high), advantages[t]
+            objective = min(ratio * advantage, bounded * advantage)
+            is_free = ratio * advantage <= bounded * advantage
+            if dual_clip is not None and advantage < 0 and objective < dual_clip * advantage:
+                objective, is_free = dual_clip * advantage, False
+            sides.add((is_free, advantage > 0))
+            found.append((t, -objective, -ratio * advantage if is_free else 0.0))
+        if level == "sequence":  # each token of a completion carries 1 / |y| of the ratio of all of them
+            found = [(t, value, sum(slope for _, _, slope in found) / len(found)) for t, value, _ in found]
+        expected += found
+    assert_is(loss, gradient, expected)
+    assert loss.per_sample == (level != "token")
+    assert len(sides) >= 3  # clipped and not, with both signs: at least three of the four
+
+
 def test_gspo_token_differs_where_advantages_do() -> None:
     """One completion, A = 1 and -1: the plain sequence ratio lets gradients cancel, GSPO-token keeps each token's."""
     arguments = {
@@ -165,6 +204,26 @@ def test_gspo_token_differs_where_advantages_do() -> None:
     assert slopes["sequence_token"].tolist() == pytest.approx([-1.221403, 1.221403], abs=5e-7)
 
 
+def test_luspo_is_the_sequence_level_with_sequence_sum() -> None:
+    """arXiv:2602.05261: mean over completions of |y| min(s A, clip(s) A), at the paper's 2e-3 and 2.5e-3."""
+    given = columns()
+    record = Clip(epsilon=2e-3, epsilon_high=2.5e-3, importance_sampling_level="sequence")
+    loss, _ = loss_and_gradient(record, given)
+    new, old, advantages = (given[name].tolist() for name in ("logprobs", "old_logprobs", "advantages"))
+    total = 0.0
+    for places in samples(given):
+        if not places:
+            continue
+        s = math.exp(sum(new[t] - old[t] for t in places) / len(places))
+        advantage = advantages[places[0]]
+        total -= len(places) * min(s * advantage, min(max(s, 1 - 2e-3), 1 + 2.5e-3) * advantage)
+    weights = token_weights(
+        given["mask"], given["rows"], 6, "sequence_sum", num_tokens=18, num_trajectories=6, max_completion_length=9
+    )
+    kept = torch.where(given["mask"], loss.per_token, 0.0)
+    assert (weights * kept).sum().item() == pytest.approx(total / 6, rel=1e-7)  # weights are float32
+
+
 def test_levels_agree_on_single_tokens() -> None:
     arguments = (-torch.rand(6), -torch.rand(6), torch.randn(6), torch.ones(6, dtype=torch.bool), torch.arange(6), 6)
     token, sequence, both = (
@@ -172,3 +231,34 @@ def test_levels_agree_on_single_tokens() -> None:
         for level in ("token", "sequence", "sequence_token")
     )
     assert torch.equal(token.per_token, sequence.per_token) and torch.equal(token.per_token, both.per_token)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
+@pytest.mark.parametrize("wild", [-200.0, -math.inf, math.nan])
+def test_masked_tokens_cannot_poison_the_gradient(level: str, wild: float) -> None:
+    """exp(199) overflows fp32; 0 * inf in the backward pass would make every gradient NaN."""
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.1, wild, -1.0])
+    mask, rows = torch.tensor([True, False, True]), torch.tensor([0, 0, 1])
+    loss = loss_of(Clip(**DAPO, importance_sampling_level=level), logprobs, old, torch.ones(3), mask, rows, 2)
+    torch.where(mask, loss.per_token, torch.zeros(3)).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.1), 0.0, -1.0], rel=1e-6)
+
+
+def test_gradients_flow_through_logprobs_only() -> None:
+    logprobs, old, advantages = (torch.full((2,), -1.0, requires_grad=True) for _ in range(3))
+    rows = torch.zeros(2, dtype=torch.int64)
+    loss_of(Clip(**DAPO), logprobs, old, advantages, rows == 0, rows, 1).per_token.sum().backward()
+    assert logprobs.grad is not None and old.grad is None and advantages.grad is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantages": torch.zeros(1)}, r"must all be \[T\]"),
+    ],
+)
+def test_bad_arguments(sequences: dict[str, Tensor], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loss_of(Clip(**DAPO), **{**sequences, **change}, num_rows=2)  # type: ignore[arg-type]

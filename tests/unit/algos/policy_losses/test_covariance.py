@@ -194,18 +194,67 @@ def test_clip_cov_takes_the_gradient_from_what_was_drawn() -> None:
     assert torch.equal(loss.metrics["covariance/selected_share"], drawn.double())
 
 
-def test_kl_cov_does_not_clip_and_begins_as_reinforce() -> None:
-    """-r A, + .3 |ln r| where chosen: at ratio 1 the penalty has no gradient yet."""
-    logprobs = torch.tensor([0.0, 3.0, 2.0, -2.0], dtype=torch.float64, requires_grad=True)
-    old, chosen, rows = torch.zeros(4).double(), torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.zeros(4, dtype=torch.int64)
-    inputs = LossInputs(logprobs, old, torch.ones(4).double(), rows == 0, rows, 1, prepared=chosen)
-    loss = KLCov(kl_cov_coef=0.3).loss(inputs)
-    loss.per_token.sum().backward()
-    values = [-1.0, -math.exp(3.0), -math.exp(2.0) + 0.6, -math.exp(-2.0) + 0.6]
-    slopes = [-1.0, -math.exp(3.0), -math.exp(2.0) + 0.3, -math.exp(-2.0) - 0.3]
-    assert loss.per_token.tolist() == pytest.approx(values, rel=1e-12)
-    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(slopes, rel=1e-12)
+@pytest.mark.parametrize("coef", [1.0, 0.3])
+def test_kl_cov_against_a_loop(coef: float) -> None:
+    """-r A, + coef |ln r| where chosen; the gradient of that is -r A + coef sign(ln r)."""
+    given = micro_batch()
+    loss = KLCov(kl_cov_coef=coef).loss(given)
+    (gradient,) = torch.autograd.grad(loss.per_token[given.mask].sum(), given.logprobs)
+    for i in range(10):
+        if i == 3:
+            assert gradient[i] == 0
+            continue
+        log_ratio = float(given.logprobs[i].detach() - given.old_logprobs[i])
+        value = slope = -math.exp(log_ratio) * float(given.advantages[i])
+        if i % 3 == 0:
+            value, slope = value + coef * abs(log_ratio), slope + math.copysign(coef, log_ratio)
+        assert float(loss.per_token[i].detach()) == pytest.approx(value, rel=1e-12)
+        assert float(gradient[i]) == pytest.approx(slope, rel=1e-12)
     assert not loss.clipped_low.any() and not loss.clipped_high.any()
+
+
+def test_kl_cov_does_not_clip_and_begins_as_reinforce() -> None:
+    """At ratio 1 the penalty has no gradient yet."""
+    logprobs = torch.tensor([0.0, 3.0], dtype=torch.float64, requires_grad=True)
+    old, chosen, rows = torch.zeros(2).double(), torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64)
+    inputs = LossInputs(logprobs, old, torch.ones(2).double(), rows == 0, rows, 1, prepared=chosen)
+    KLCov().loss(inputs).per_token.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([-1.0, -math.exp(3.0)], rel=1e-12)
+
+
+@pytest.mark.parametrize("record", [ClipCov(clip_cov_ratio=0.2, clip_cov_lb=0.0), KLCov(kl_cov_ratio=0.2)])
+def test_how_the_mini_batch_is_cut_changes_nothing(record: Any) -> None:
+    """Prepared once for all ranks, then cut into samples in another order: the same loss of every token."""
+    whole = batch()
+    prepared = record.prepare(whole)
+    generator = torch.Generator().manual_seed(9)
+    logprobs = whole.old_logprobs + 0.1 * torch.randn(len(whole.rows), generator=generator)
+
+    def loss(mine: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+        columns = [whole.old_logprobs[mine], whole.advantages[mine], whole.mask[mine]]
+        old = whole.old_logprobs[mine]
+        given = LossInputs(logprobs[mine], *columns, rows, num_rows, old, old, prepared=prepared[mine])
+        return record.loss(given).per_token
+
+    together = loss(torch.arange(len(whole.rows)), whole.rows, whole.num_rows)
+    for row in (7, 2, 11, 0):
+        mine = (whole.rows == row).nonzero()[:, 0]
+        assert torch.equal(loss(mine, torch.zeros_like(mine), 1), together[mine])
+
+
+@pytest.mark.parametrize("record", [ClipCov(), KLCov()])
+@pytest.mark.parametrize("wild", [-200.0, -math.inf, math.nan])
+def test_masked_tokens_cannot_poison_anything(record: Any, wild: float) -> None:
+    given = micro_batch()
+    old = torch.where(given.mask, given.old_logprobs, wild)
+    given = micro_batch(old_logprobs=old)
+    per_token = record.loss(given).per_token
+    torch.where(given.mask, per_token, torch.zeros_like(per_token)).sum().backward()
+    assert given.logprobs.grad is not None
+    assert given.logprobs.grad.isfinite().all() and not given.logprobs.grad[~given.mask].any()
+    whole = batch()
+    poisoned = WholeMiniBatch(**{**vars(whole), "old_logprobs": torch.where(whole.mask, whole.old_logprobs, wild)})
+    assert torch.equal(record.prepare(poisoned), record.prepare(whole))
 
 
 def test_bad_arguments() -> None:

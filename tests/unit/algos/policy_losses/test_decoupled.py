@@ -1,4 +1,4 @@
-"""Decoupled PPO written out; A-3PO's log-linear proximal policy by hand."""
+"""Decoupled PPO and A-3PO, written out; the field's number for the log-linear proximal policy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hybrid_rl.algos.policy_losses import A3PO, Clip, Decoupled
 from hybrid_rl.algos.policy_losses.decoupled import log_linear_proximal
 from tests.unit.algos.policy_losses.samples import (
     MASK,
+    VERSION,
     Columns,
     assert_is,
     columns,
@@ -40,6 +41,17 @@ def test_decoupled_written_out() -> None:
     loss, gradient = loss_and_gradient(Decoupled(epsilon_high=0.28), given)
     assert_is(loss, gradient, written_out(given, given["old_logprobs"].tolist()))
     assert "weight" not in loss.metrics and not loss.metrics["behavior_weight"].requires_grad
+
+
+def test_a3po_written_out() -> None:
+    """Ages 3, 1 and 0 of version 6: shares 2/3, 0 and 0 of the way from the engine's policy to the learner's."""
+    given = columns(spread=1.2)
+    behavior, new = given["rollout_logprobs"].tolist(), given["logprobs"].tolist()
+    ages = [VERSION - version for version in given["token_versions"].tolist()]
+    assert set(ages) == {3, 1, 0}
+    proximal = [b + {3: 2 / 3, 1: 0.0, 0: 0.0}[age] * (n - b) for age, b, n in zip(ages, behavior, new, strict=True)]
+    loss, gradient = loss_and_gradient(A3PO(epsilon_high=0.28), given)
+    assert_is(loss, gradient, written_out(given, proximal))
 
 
 def test_the_behavior_policy_as_proximal_is_plain_clipping() -> None:
@@ -73,6 +85,14 @@ def test_ages(version_of_token: int, proximal: float) -> None:
     """d = v - v_behav = 0 and 1: the engine's policy; d = 2: half way; unknown: the engine's."""
     got = log_linear_proximal(torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([version_of_token]), version=7)
     assert got.item() == proximal
+
+
+def test_proximal_lies_between_the_two() -> None:
+    given, ages = columns(), torch.arange(len(MASK)) % 50
+    new, behavior = given["logprobs"].detach(), given["rollout_logprobs"]
+    proximal = log_linear_proximal(new, behavior, 60 - ages, version=60)
+    assert (proximal >= torch.minimum(new, behavior) - 1e-12)[MASK].all()
+    assert (proximal <= torch.maximum(new, behavior) + 1e-12)[MASK].all()
 
 
 def test_bad_arguments() -> None:

@@ -77,6 +77,16 @@ def test_top_k_against_a_loop(num_top: int, kind: str, reference: Any) -> None:
     assert inside > 0 and (num_top == V or inside < num_tokens)
 
 
+def test_the_only_best_token_sampled_is_the_binary_divergence() -> None:
+    new, old = whole(20, 3), whole(20, 4)
+    ids = old.argmax(1)
+    top = old.gather(1, ids[:, None])
+    for kind in ("tv", "kl"):
+        mine = top_divergence(new, ids, top[:, 0], ids[:, None], top, kind)
+        expected = binary_divergence(new.gather(1, ids[:, None])[:, 0], top[:, 0], kind)
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+
+
 def single(ratio: float, advantage: float, divergence: float, clip_ratio_c: float | None) -> tuple[PolicyLoss, Any]:
     log_ratio = logs(ratio).requires_grad_()
     divergences, advantages = (torch.tensor([x], dtype=torch.float64) for x in (divergence, advantage))
@@ -112,6 +122,68 @@ def test_one_token(
     assert float(loss.ratio) == pytest.approx(ratio) and not loss.ratio.requires_grad and loss.weight.requires_grad
 
 
+def inputs(num_tokens: int = 40, **changes: Any) -> LossInputs:
+    new, old = whole(num_tokens, 5).requires_grad_(), whole(num_tokens, 6)
+    token_ids = torch.arange(num_tokens) % V
+    chosen = new.gather(1, token_ids[:, None])[:, 0]
+    old_chosen = old.gather(1, token_ids[:, None])[:, 0]
+    top = old.topk(3, dim=1)
+    generator = torch.Generator().manual_seed(8)
+    columns: dict[str, Any] = {
+        "logprobs": chosen,
+        "old_logprobs": old_chosen,
+        "rollout_logprobs": old_chosen + 0.05 * torch.randn(num_tokens, dtype=torch.float64, generator=generator),
+        "advantages": torch.randn(num_tokens, dtype=torch.float64, generator=generator),
+        "mask": torch.arange(num_tokens) % 5 != 0,
+        "rows": torch.arange(num_tokens) // 10,
+        "num_rows": 4,
+        "entropy": torch.zeros(num_tokens, dtype=torch.float64),
+        "log_probs": new,
+        "token_ids": token_ids,
+        "old_top_ids": top.indices,
+        "old_top_logprobs": top.values,
+    }
+    return LossInputs(**{**columns, **changes})
+
+
+@pytest.mark.parametrize("divergence_type", ["binary_tv", "binary_kl", "topk_tv", "topk_kl"])
+@pytest.mark.parametrize("clip_ratio_c", [None, 2.0])
+def test_record_against_a_loop(divergence_type: Any, clip_ratio_c: float | None) -> None:
+    """Value and gradient, sample by sample; the gradient is min(r, C) A M at ln p of the sampled token and 0 at every
+    other place of the vocabulary."""
+    given = inputs()
+    record = DPPO(divergence_type=divergence_type, divergence_threshold=0.1, clip_ratio_c=clip_ratio_c)
+    loss = record.loss(given)
+    assert given.log_probs is not None and given.token_ids is not None
+    (gradient,) = torch.autograd.grad(loss.per_token[given.mask].sum(), given.log_probs)
+    scope, kind = divergence_type.split("_")
+    old_logprobs = given.rollout_logprobs if scope == "binary" else given.old_logprobs
+    numbers = 0
+    for t in range(40):
+        p, q = math.exp(old_logprobs[t]), math.exp(given.logprobs[t].detach())
+        events = ([p, 1 - p], [q, 1 - q])
+        if scope == "topk":
+            assert given.old_top_ids is not None
+            kept = sorted({*given.old_top_ids[t].tolist(), int(given.token_ids[t])})
+            old = whole(40, 6)[t].exp()
+            events = tuple(
+                [float(x[i]) for i in kept] + [1 - sum(float(x[i]) for i in kept)]
+                for x in (old, given.log_probs[t].detach().exp())
+            )
+        divergence = (tv if kind == "tv" else kl)(*events)
+        advantage, ratio = float(given.advantages[t]), q / p
+        away = (advantage > 0 and ratio > 1) or (advantage < 0 and ratio < 1)
+        masked = away and divergence > 0.1
+        expected = 0.0 if masked else -min(ratio, clip_ratio_c or math.inf) * advantage
+        row = gradient[t].tolist()
+        if given.mask[t]:
+            numbers += masked
+            assert float(loss.per_token[t].detach()) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            assert row.pop(int(given.token_ids[t])) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert row == pytest.approx([0.0] * len(row), abs=0)
+    assert 0 < numbers < 32
+
+
 def test_thresholds_of_the_paper() -> None:
     """0.15 for total variation, 0.05 for KL: at p = 0.5 masks begin at 0.65 and, -ln(4 q (1 - q)) / 2 = 0.05, at
     0.65424."""
@@ -130,18 +202,43 @@ def test_needs_follow_the_divergence() -> None:
     assert DPPO().corrects_rollout and not DPPO(divergence_type="topk_kl").corrects_rollout
 
 
+@pytest.mark.parametrize("divergence_type", ["binary_kl", "topk_kl"])
+@pytest.mark.parametrize("wild", [-200.0, -math.inf, math.nan])
+def test_masked_tokens_cannot_poison_the_gradient(divergence_type: Any, wild: float) -> None:
+    given = inputs()
+    old = torch.where(given.mask, given.old_logprobs, wild)
+    given = inputs(old_logprobs=old, rollout_logprobs=old)
+    per_token = DPPO(divergence_type=divergence_type).loss(given).per_token
+    assert given.log_probs is not None
+    (gradient,) = torch.autograd.grad(
+        torch.where(given.mask, per_token, torch.zeros_like(per_token)).sum(), given.log_probs
+    )
+    assert gradient.isfinite().all() and not gradient[~given.mask].any()
+
+
+@pytest.mark.parametrize("divergence_type", ["binary_tv", "topk_kl"])
+def test_how_tokens_are_cut_changes_nothing(divergence_type: Any) -> None:
+    """Rows 2, 0, 1, 3 one by one give what all of them give together."""
+    record, given = DPPO(divergence_type=divergence_type), inputs()
+    together = record.loss(given)
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask", "entropy", "log_probs", "token_ids")
+    for row in (2, 0, 1, 3):
+        mine = given.rows == row
+        cut = {name: getattr(given, name)[mine] for name in (*names, "old_top_ids", "old_top_logprobs")}
+        part = record.loss(LossInputs(**cut, rows=torch.zeros(10, dtype=torch.int64), num_rows=1))
+        assert torch.equal(part.per_token, together.per_token[mine])
+
+
 def test_bad_arguments() -> None:
-    zeros, ids = torch.zeros(2), torch.zeros(2, 1, dtype=torch.int64)
-    columns = {"log_probs": torch.zeros(2, V), "token_ids": ids[:, 0]}
-    given = LossInputs(zeros, zeros, zeros, zeros == 0, ids[:, 0], 1, **columns)
     with pytest.raises(ValueError, match="the column old_top_ids is None"):
-        DPPO(divergence_type="topk_tv").loss(given)
+        DPPO(divergence_type="topk_tv").loss(inputs(old_top_ids=None))
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
         DPPO().surrogate(torch.zeros(2), torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match="kind='js' is unknown; use tv or kl"):
         binary_divergence(torch.zeros(2), torch.zeros(2), "js")
     with pytest.raises(ValueError, match=r"must all be \[T\]"):
         binary_divergence(torch.zeros(2), torch.zeros(1), "tv")
+    ids = torch.zeros(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"must be \[T, V\]"):
         top_divergence(torch.zeros(2, V), ids, torch.zeros(2), ids, torch.zeros(2, 1), "tv")
     with pytest.raises(ValueError, match=r"must be \[2, K\]"):

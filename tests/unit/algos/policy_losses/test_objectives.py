@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from tests.unit.algos.policy_losses.samples import (
     LENGTHS,
     MASK,
     VERSION,
+    WILD,
     Columns,
     columns,
     loss_and_gradient,
@@ -71,6 +74,35 @@ def test_how_a_mini_batch_is_cut_changes_nothing(name: str, cut: list[list[int]]
         torch.testing.assert_close(slopes, gradient[places], rtol=1e-12, atol=1e-15)
         for ours, whole in ((got.weight, loss.weight), (got.clipped_low, loss.clipped_low)):
             torch.testing.assert_close(ours[kept], whole[places][kept], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masked_tokens_have_no_part_in_it(name: str, dtype: torch.dtype) -> None:
+    """Whatever a masked token holds, values are finite and gradients the same, and 0 at the token."""
+    record, results = RECORDS[name], []
+    for wild in (-1e4, -torch.inf, torch.nan, -1.0):
+        given = columns()
+        given = {key: column.to(dtype) if column.is_floating_point() else column for key, column in given.items()}
+        given["logprobs"] = given["logprobs"].detach().requires_grad_()
+        given["old_logprobs"][WILD] = given["rollout_logprobs"][WILD] = wild
+        loss, gradient = loss_and_gradient(record, given, **extras(record, given))
+        assert loss.per_token.dtype == loss.weight.dtype == dtype
+        assert loss.per_token[MASK].isfinite().all() and gradient.isfinite().all() and not gradient[~MASK].any()
+        results.append((loss.per_token.detach()[MASK], gradient))
+    for per_token, gradient in results[1:]:
+        assert torch.equal(per_token, results[0][0]) and torch.equal(gradient, results[0][1])
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("wild", [math.nan, math.inf])
+def test_an_advantage_that_is_no_number_at_a_masked_token_reaches_nothing(name: str, wild: float) -> None:
+    """Where a completion has one ratio, the gradient of all of its tokens passes there."""
+    record, given = RECORDS[name], columns()
+    loss, gradient = loss_and_gradient(record, given, **extras(record, given))
+    given["advantages"] = torch.where(MASK, given["advantages"], wild)
+    spoilt, found = loss_and_gradient(record, given, **extras(record, given))
+    assert torch.equal(spoilt.per_token[MASK], loss.per_token[MASK]) and torch.equal(found, gradient)
 
 
 @pytest.mark.parametrize("name", RECORDS)

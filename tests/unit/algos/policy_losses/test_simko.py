@@ -97,6 +97,12 @@ def test_only_the_sampled_token_elsewhere(token: int, advantage: float, forking:
     assert float(loss.metrics["simko/punished_share"][0]) == (factor > 1)
 
 
+def test_without_advantage_nothing_moves() -> None:
+    """Neither candidates nor entropy: a bonus would still push."""
+    for token in range(5):
+        assert single(token, 0.0, 1.1, True)[2] == [0.0] * 5
+
+
 @pytest.mark.parametrize(
     ("token", "advantage", "ratio", "value", "side"),
     [(1, 2.0, 1.5, -2.4, "high"), (2, -2.0, 0.5, 1.76, "low"), (2, -2.0, 1.5, 3.3, "")],
@@ -158,6 +164,43 @@ def gradient_of(loss: Tensor, given: LossInputs) -> Tensor:
     return gradient
 
 
+def test_record_against_a_loop() -> None:
+    """Value and gradient at every place of the vocabulary, sample by sample; entropies have no gradient."""
+    given = micro_batch()
+    record = SimKO(mix_topk_coef=0.3, forking_quantile=0.6)
+    loss = record.loss(given)
+    gradient = gradient_of(loss.per_token, given)
+    assert given.log_probs is not None and given.token_ids is not None
+    log_probs, entropies = given.log_probs.detach(), given.entropy.detach()
+    kinds = set()
+    for t in range(30):
+        if not given.mask[t]:
+            assert not gradient[t].any()
+            continue
+        mine = [float(entropies[i]) for i in range(30) if given.rows[i] == given.rows[t] and given.mask[i]]
+        forks = float(entropies[t]) > quantile(mine, 0.6)
+        token, advantage = int(given.token_ids[t]), float(given.advantages[t])
+        ranked = sorted(range(8), key=lambda i: -float(log_probs[t, i]))
+        ratio = math.exp(float(log_probs[t, token] - given.old_logprobs[t]))
+        if forks and advantage < 0 and token == ranked[0]:
+            advantage *= 1.1
+            kinds.add("punished")
+        bounded = min(max(ratio, 0.8), 1.2)
+        value = -min(ratio * advantage, bounded * advantage)
+        slope = value if bounded == ratio or ratio * advantage < bounded * advantage else 0.0
+        expected = [0.0] * 8
+        if forks and advantage > 0:
+            expected[token] += 0.7 * slope
+            for k in ranked[:3]:
+                expected[k] += 0.1 * slope
+            kinds.add("smoothed")
+        else:
+            expected[token] = slope
+        assert float(loss.per_token[t].detach()) == pytest.approx(value, rel=1e-12)
+        assert gradient[t].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert kinds == {"punished", "smoothed"}
+
+
 def test_switched_off_it_is_the_clipped_surrogate() -> None:
     given = micro_batch()
     mine = SimKO(mix_topk_coef=0.0, lambda_top1=1.0).loss(given)
@@ -166,6 +209,37 @@ def test_switched_off_it_is_the_clipped_surrogate() -> None:
     torch.testing.assert_close(
         gradient_of(mine.per_token, given), gradient_of(plain.per_token, given), rtol=1e-12, atol=1e-15
     )
+
+
+def test_how_samples_are_cut_changes_nothing() -> None:
+    """Which tokens fork is a matter of their own sample."""
+    given = micro_batch()
+    together = SimKO().loss(given).per_token
+    names = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask", "entropy", "log_probs", "token_ids")
+    for row in (2, 0, 1):
+        mine = given.rows == row
+        columns = {name: getattr(given, name)[mine] for name in names}
+        part = SimKO().loss(LossInputs(**columns, rows=torch.zeros(10, dtype=torch.int64), num_rows=1))
+        assert torch.equal(part.per_token, together[mine])
+
+
+@pytest.mark.parametrize("wild", [-200.0, -math.inf, math.nan])
+def test_masked_tokens_cannot_poison_the_gradient(wild: float) -> None:
+    given = micro_batch()
+    given = micro_batch(old_logprobs=torch.where(given.mask, given.old_logprobs, wild))
+    gradient = gradient_of(SimKO().loss(given).per_token, given)
+    assert gradient.isfinite().all() and not gradient[~given.mask].any()
+
+
+def test_masked_distributions_cannot_poison_the_gradient() -> None:
+    """Where the mask is off the candidates' ln p may be anything, in correct samples too."""
+    given = micro_batch()
+    assert given.log_probs is not None
+    wild = torch.where(given.mask[:, None], given.log_probs.detach(), -math.inf).requires_grad_()
+    given = micro_batch(log_probs=wild, entropy=torch.where(given.mask, given.entropy.detach(), math.inf))
+    loss = SimKO(mix_topk_coef=0.3).loss(given).per_token
+    (gradient,) = torch.autograd.grad(torch.where(given.mask, loss, torch.zeros_like(loss)).sum(), wild)
+    assert gradient.isfinite().all() and gradient.any()
 
 
 def test_bad_arguments() -> None:

@@ -1,4 +1,4 @@
-"""VESPO by hand: the kernel is a constant of the whole completion."""
+"""VESPO written out: the kernel is a constant of the whole completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ import pytest
 import torch
 
 from hybrid_rl.algos.policy_losses import VESPO
-from tests.unit.algos.policy_losses.samples import loss_of
+from tests.unit.algos.policy_losses.samples import assert_is, columns, loss_and_gradient, loss_of, samples
+
+
+def test_written_out() -> None:
+    """-W^k exp(lambda (1 - W)) A ln p with W the product of the completion's ratios, not their mean."""
+    given = columns()
+    loss, gradient = loss_and_gradient(VESPO(), given)
+    new, old, advantages = (given[name].tolist() for name in ("logprobs", "old_logprobs", "advantages"))
+    expected = []
+    for places in samples(given):
+        weight = math.prod(math.exp(new[t] - old[t]) for t in places)
+        for t in places:
+            k, decay = (2.0, 3.0) if advantages[t] >= 0 else (3.0, 2.0)
+            kernel = weight**k * math.exp(decay * (1 - weight))
+            expected.append((t, -kernel * advantages[t] * new[t], -kernel * advantages[t]))
+    assert_is(loss, gradient, expected)
 
 
 @pytest.mark.parametrize(
