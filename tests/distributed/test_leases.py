@@ -10,16 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.arena import HostArena
 from hybrid_rl.memory.leases import Leases, Resident
 from hybrid_rl.memory.offload import OffloadedTensors
 from hybrid_rl.memory.region import Region
 from tests.distributed.ranks import run_ranks
-from tests.support.engines.engine_faults import Fault
-from tests.support.engines.sleeping_region import SleepingRegion
-from tests.unit.engines.engines import contract
 
 pytestmark = pytest.mark.slow
 
@@ -158,34 +154,7 @@ def one_order(mine: Rank) -> Any:
     return [mine.attempt(leases, "cache", "weights", "adapter"), mine.attempt(leases)], mine.log
 
 
-def engines(mine: Rank) -> Any:
-    """Engines that really sleep: what each rank's memory holds after every lease. Rank 1's second wake fails."""
-    rig = contract(faults=[Fault("wake", "raise", 3)] if mine.rank == 1 else ())
-    engine = rig.engine
-
-    def resident(tag: str, region: SleepingRegion, *after: str) -> Resident:
-        return Resident(
-            tag,
-            lambda: region.num_bytes,
-            lambda tags: engine.sleep(tags),
-            lambda: engine.wake({tag}),
-            after,
-        )
-
-    residents = [resident(KV_CACHE, engine.kv_region, WEIGHTS), resident(WEIGHTS, engine.weights_region)]
-    leases = Leases(residents, mine.gather)
-    said = []
-    for version, tags in enumerate(((WEIGHTS, KV_CACHE), (), (WEIGHTS, KV_CACHE), ())):
-        said.append(mine.attempt(leases, *tags))
-        if engine.state is EngineState.READY and tags:
-            rig.publish(version)
-        occupied = engine.weights_region.occupied_bytes + engine.kv_region.occupied_bytes
-        said.append((sorted(leases.awake), engine.state.value, occupied > 0))
-    return said
-
-
 SCENARIOS = (
-    engines,
     agreement,
     other_wishes,
     unknown_tag,
@@ -258,7 +227,7 @@ def test_a_move_that_fails_on_one_rank_is_undone_on_both(ranks) -> None:
     cause = (
         "rank 1: wake of 'kv': RuntimeError: out of memory; memory was put back as it was before, and work can go on."
     )
-    assert well[1].startswith(f"PeerRefusedError: {cause} In memory were kv 10 bytes; to make room")
+    assert well[1].startswith(f"PeerRefusedError: {cause} In memory were kv 10 B; to make room")
     assert sick[1].startswith(f"MemoryRefusedError: {cause} In memory were nothing else; to make room")
     woken = {tag: f"wake {tag} of {[tag] * 2}" for tag in ("early", "late")}
     back = ["sleep early", woken["early"], woken["late"]]
@@ -300,14 +269,3 @@ def test_all_ranks_walk_in_one_order(ranks) -> None:
         "sleep weights",
         "sleep adapter",
     ]
-
-
-def test_engines_of_all_ranks_sleep_and_wake_together_or_not_at_all(ranks) -> None:
-    well, sick = (rank["engines"] for rank in ranks)
-    night, day = ([], "asleep", False), (["kv_cache", "weights"], "ready", True)
-    assert well[:4] == sick[:4] == ["held", day, "held", night]
-    assert well[4].startswith("PeerBrokenError: memory is in an unknown state") and well[5][0] == ["weights"]
-    assert sick[4:6] == ["InjectedFault: wake number 3 was asked to fail", night]
-    refusal = "MemoryStateError: nothing was moved in memory on any rank: ranks 0, 1: memory is in an unknown"
-    assert well[6].startswith(refusal) and sick[6].startswith(refusal)
-    assert (well[7], sick[7]) == (well[5], night)

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid_rl.engines.base import KV_CACHE
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.cuda_region import CudaRegion
+from hybrid_rl.memory.region import TensorRegion
 from hybrid_rl.models import AttentionOptions
 
 ALIGNMENT_BYTES = 256  # of the keys and of the values of a layer, as of PyTorch's own memory on CUDA
@@ -66,7 +67,7 @@ class PagedCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        region: CudaRegion | None = None,
+        region: TensorRegion | None = None,
     ) -> None:
         self.layers = layers
         self.num_blocks = num_blocks

@@ -27,10 +27,10 @@ from hybrid_rl.engines import registry
 from hybrid_rl.engines.base import KV_CACHE, WEIGHTS, EngineState
 from hybrid_rl.engines.colocated import ColocatedEngine, TracedWeights
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
-from hybrid_rl.engines.inplace.kv_cache import PagedCache
+from hybrid_rl.engines.inplace.kv_cache import region_bytes
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.memory.region import capacity_for
+from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.layout import WeightLayout
@@ -38,7 +38,7 @@ from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.resharding.tracer import trace_loader
 from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import checkpoint_views
-from tests.support.engines.sleeping_region import SleepingRegion
+from tests.support.inside.engines import set_cache_region
 
 NAME = "sleeping"
 
@@ -70,46 +70,6 @@ def sleeping_engine() -> Iterator[None]:
         yield
 
 
-class SleepingCache(PagedCache):
-    """The cache of an in-place engine, in a region: its tensors keep their addresses."""
-
-    region: SleepingRegion
-    _held: dict[int, tuple[Tensor, Tensor]]
-
-    @classmethod
-    def moved(cls, cache: PagedCache) -> None:
-        """Turn a cache that has no memory yet into one in a region."""
-        cache.allocate()
-        assert isinstance(cache, PagedCache)
-        cache.__class__ = cls
-        assert isinstance(cache, SleepingCache)
-        cache.take_region()
-        cache.free()
-
-    def take_region(self) -> None:
-        self.region = SleepingRegion(KV_CACHE)
-        self._held = {index: (self._like(keys), self._like(values)) for index, (keys, values) in self._memory.items()}
-
-    def _like(self, tensor: Tensor) -> Tensor:
-        return self.region.allocate(tuple(tensor.shape), tensor.dtype)
-
-    def allocate(self) -> None:
-        """Get the memory back, all zeros."""
-        self.region.wake()
-        self._memory.update(self._held)
-
-    def free(self) -> None:
-        """Give the pages back."""
-        self._memory.clear()
-        self.region.sleep("discard")
-
-    def clear(self) -> None:
-        """Zeros everywhere, in the same pages."""
-        for pair in self._held.values():
-            for tensor in pair:
-                tensor.zero_()
-
-
 class SleepingEngine(ColocatedEngine, InPlaceEngine):
     """An InPlaceEngine over a model of its own in a region, written by plan."""
 
@@ -121,7 +81,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
             own = AutoModelForCausalLM.from_config(trained.module.config).to(trained.dtype)
         own.requires_grad_(False)
         tensors = dict(own.named_parameters())  # a tied one once
-        self.weights_region = SleepingRegion(WEIGHTS, capacity_bytes=capacity_for(tensors.values()))
+        self.weights_region = Region(WEIGHTS, capacity_bytes=capacity_for(tensors.values()))
         for tensor in tensors.values():
             tensor.data = self.weights_region.allocate(tuple(tensor.shape), tensor.dtype)
         model = CausalLM(own)
@@ -140,8 +100,9 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
         self._traced = TracedWeights(trace, list(live.values()))
         self._layout = WeightLayout.of(named_weights(trained.module).items())
         self._plans: dict[str, Plan] = {}
-        self.weights_region.sleep("discard")
-        SleepingCache.moved(self._cache)
+        self.weights_region.release()
+        room = region_bytes(self._cache.layers, self.kv_cache_tokens)
+        set_cache_region(self, Region(KV_CACHE, capacity_bytes=room))
 
     @property
     def weights(self) -> TracedWeights:
@@ -177,7 +138,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
         self._requeue_running()
         self._release_cache()
         if WEIGHTS in tags and not self.weights_region.is_asleep:
-            self.weights_region.sleep("discard")
+            self.weights_region.release()
             self.policy_version = -1
         self._settle()
 
@@ -185,7 +146,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
         """Get pages back; weights that come back are zeros, of no version."""
         tags = self.require_wake(tags)
         if self.weights_region.is_asleep:
-            self.weights_region.wake()
+            self.weights_region.restore()
         if KV_CACHE in tags:
             self._allocate_cache()
         self._settle()

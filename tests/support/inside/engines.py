@@ -27,6 +27,11 @@ def cache_of(engine: Any) -> Any:
     return engine._cache
 
 
+def set_cache_region(engine: Any, region: Any) -> None:
+    """Have the engine's keys and values, which have no memory yet, lie in a region."""
+    engine._cache._region = region
+
+
 def cache_pairs(engine: Any) -> Iterable[tuple[Tensor, Tensor]]:
     """Memory of keys and values, by layer."""
     pairs: Iterable[tuple[Tensor, Tensor]] = engine._cache._memory.values()

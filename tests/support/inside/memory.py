@@ -20,11 +20,6 @@ def mapping_of(region: Any) -> Any:
     return region._mapping
 
 
-def set_mapping(region: Any, mapping: Any) -> None:
-    """Put something else in the place of a region's bytes."""
-    region._mapping = mapping
-
-
 def release_with(region: Any, release: Callable[[], None]) -> None:
     """Have the region give its pages back in this way."""
     region._release_pages = release

@@ -17,8 +17,6 @@ from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from tests.support.engines.contract_engine import ContractEngine, ContractModel
-from tests.support.engines.engine_faults import Fault
 from tests.support.engines.engine_settings import hf_settings, inplace_settings
 from tests.unit.models.families import VOCABULARY, build
 
@@ -26,11 +24,13 @@ from tests.unit.models.families import VOCABULARY, build
 @dataclass
 class Rig:
     """An engine beside the trainer's model whose weights it gets. remembers_prefixes: it finds prompts that begin alike
-    in its cache."""
+    in its cache, from blocks of 4 tokens on. counts_shared: it tells what the members of a group share; else the prompt
+    counts as computed by each of them."""
 
     engine: RolloutEngine
     module: Any
     remembers_prefixes: bool = True
+    counts_shared: bool = True
 
     def publish(self, version: int) -> HandoffReport:
         return self.engine.update_weights(TensorSource.of(self.module), version)
@@ -74,34 +74,6 @@ def hf(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, block_size:
     return Rig(engine, module, remembers_prefixes=False)
 
 
-class ContractTrainer(ContractModel):
-    """The contract engine's trainer, with what tests ask of a model of transformers."""
-
-    def generate(self, input_ids: torch.Tensor, *, max_new_tokens: int, **_: Any) -> torch.Tensor:
-        for _step in range(max_new_tokens):
-            input_ids = torch.cat([input_ids, self(input_ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
-        return input_ids
-
-
-def contract(
-    *, discard_weights: bool = False, faults: Sequence[Fault] = (), hidden_size: int = 96, **settings: Any
-) -> Rig:
-    """Its tokens take as many bytes of cache as those of the qwen2 rig."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = ContractTrainer(VOCABULARY, hidden_size)
-    engine = ContractEngine(
-        inplace_settings(**{"block_size": 4, "max_num_seqs": 16, **settings}),
-        vocab_size=VOCABULARY,
-        hidden_size=hidden_size,
-        max_positions=64,
-        decode=decode,
-        discard_weights=discard_weights,
-        faults=faults,
-    )
-    return Rig(engine, module)
-
-
 def decode(token_ids: Sequence[int]) -> str:
     """The text of token ids: a letter per token, in turn."""
     return "".join(chr(ord("a") + token % 26) for token in token_ids)
@@ -111,7 +83,7 @@ def decode(token_ids: Sequence[int]) -> str:
 TOKEN_BYTES = 2 * 2 * (8 + 16) * 4
 
 IN_PLACE: dict[str, Callable[..., Rig]] = {"inplace": inplace, "inplace compiled": inplace_compiled}
-FACTORIES = IN_PLACE | {"hf": hf, "contract": contract}
+FACTORIES = IN_PLACE | {"hf": hf}
 
 # (prompt length, most tokens): ragged, and around the block sizes 1, 4 and 16.
 SHAPES = [(1, 5), (4, 9), (5, 1), (8, 4), (16, 7), (17, 12), (3, 16)]

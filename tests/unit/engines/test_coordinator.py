@@ -1,4 +1,4 @@
-"""Ranks that share an engine, each a thread with a contract engine of its own: what every one of them sees."""
+"""Ranks that share an engine, each a thread with an engine of its own: what every one of them sees."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import DataError, EngineStateError, PeerFailedError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from tests.support.inside.engines import num_unfinished_of_all
-from tests.unit.engines.engines import contract, request, same_samples
+from tests.unit.engines.engines import inplace, request, same_samples
 
 DEADLINE_SECONDS = 30.0
 
@@ -40,7 +40,7 @@ def on_ranks(num_ranks, function, *, fingerprints=None, **settings):
     """`function(client, rank)` on every rank; what each returned, or the error it raised."""
     meeting = Meeting(num_ranks)
     results = [None] * num_ranks
-    rigs = [contract(**settings).ready() for _ in range(num_ranks)]  # not in the threads: they share a generator
+    rigs = [inplace(**settings).ready() for _ in range(num_ranks)]  # not in the threads: they share a generator
 
     def main(rank):
         rig = rigs[rank]
@@ -74,7 +74,7 @@ def stream(client, requests):
 
 
 def alone(requests):
-    return contract().ready().run(requests)
+    return inplace().ready().run(requests)
 
 
 MINE = {
@@ -97,14 +97,6 @@ def test_equal_ids_on_two_ranks_are_two_requests():
 
     for rank, samples in enumerate(on_ranks(2, both)):
         same_samples(samples, alone([request(-1, 4 + rank, 3 + rank)]))
-
-
-def test_all_ranks_take_the_same_number_of_steps():
-    def count(client, rank):
-        stream(client, MINE[rank])
-        return client.stats().num_steps, client.stats().num_generated_tokens
-
-    assert len(set(on_ranks(3, count))) == 1
 
 
 def test_a_step_without_requests_exchanges_numbers_only():
@@ -294,14 +286,13 @@ def test_ranks_of_which_one_lost_its_weights_may_be_given_new_ones():
 
 
 @pytest.mark.parametrize("numbers", [(1, 40), (0, 40), (40, 0, 1)])
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_ranks_with_very_unequal_numbers_of_requests_end_together(numbers, rounds):
-    """Also in a session of two rounds, of which the ranks with few requests skip the second."""
+def test_ranks_with_very_unequal_numbers_of_requests_end_together(numbers):
+    """In a session of two rounds, of which the ranks with few requests skip the second."""
 
     def unequal(client, rank):
         samples = []
         with client.session():
-            for number in range(rounds if numbers[rank] == 40 else 1):
+            for number in range(2 if numbers[rank] == 40 else 1):
                 some = [request(40 * number + i, 3 + i % 3, 1 + i % 5) for i in range(numbers[rank])]
                 samples += stream(client, some)
                 if number == 0:  # a round ends for nobody before it has ended for all
@@ -310,7 +301,7 @@ def test_ranks_with_very_unequal_numbers_of_requests_end_together(numbers, round
 
     results = on_ranks(len(numbers), unequal, max_num_seqs=8, max_num_waiting=16)
     for number, (ids, _, left) in zip(numbers, results, strict=True):
-        assert ids == list(range(number * (rounds if number == 40 else 1)))
+        assert ids == list(range(80 if number == 40 else number))
         assert left == 0
     assert len({num_steps for _, num_steps, _ in results}) == 1
 

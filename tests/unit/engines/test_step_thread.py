@@ -11,7 +11,7 @@ from hybrid_rl.engines import step_thread
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import EngineStateError
 from tests.support.inside.engines import thread_of
-from tests.unit.engines.engines import contract, request, same_samples
+from tests.unit.engines.engines import inplace, request, same_samples
 
 DEADLINE_SECONDS = 30.0
 
@@ -33,7 +33,7 @@ class Gate:
 
 @pytest.fixture
 def client():
-    made = EngineClient(contract().ready().engine, in_thread=True)
+    made = EngineClient(inplace().ready().engine, in_thread=True)
     yield made
     made.close()
 
@@ -48,11 +48,6 @@ def aside(call):
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread
-
-
-def test_samples_are_those_of_the_engine_itself(client):
-    requests = [request(i, 4, 6) for i in range(3)]
-    same_samples(client.generate(requests, 1), contract().ready().run(requests))
 
 
 def test_requests_cancels_and_counters_are_answered_while_a_step_runs(client, gate):
@@ -84,7 +79,7 @@ def test_threads_that_wait_at_the_same_time_share_the_steps(client):
     for thread in threads:
         thread.join(DEADLINE_SECONDS)
     same_samples(
-        [samples[number][0] for number in range(4)], contract().ready().run([request(i, 4, 6) for i in range(4)])
+        [samples[number][0] for number in range(4)], inplace().ready().run([request(i, 4, 6) for i in range(4)])
     )
 
 
@@ -195,7 +190,7 @@ class Streams:
 
 def test_steps_run_on_the_stream_on_which_the_engine_was_made(monkeypatch):
     """Its kernels meet there: what a step starts on another stream may be read before it is done."""
-    rig = contract().ready()
+    rig = inplace().ready()
     with monkeypatch.context() as patch:
         streams = Streams(patch)
         streams.set(streams.stream("of the engine"))

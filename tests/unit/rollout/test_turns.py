@@ -16,7 +16,7 @@ from hybrid_rl.rollout import turns as turns_module
 from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 from tests.support.inside.rollouts import is_idle
-from tests.unit.engines.engines import contract, inplace, prompt, request
+from tests.unit.engines.engines import inplace, prompt, request
 from tests.unit.engines.test_coordinator import on_ranks
 
 
@@ -265,7 +265,7 @@ def test_ranks_that_share_an_engine_go_on_until_the_last_has_ended():
     results = on_ranks(3, play)
     for rank, answers in enumerate(results):
         for number, answer in enumerate(answers):
-            (alone,) = contract().ready().run([request(0, 4 + rank, 3 + number)])
+            (alone,) = inplace().ready().run([request(0, 4 + rank, 3 + number)])
             assert answer.token_ids == alone.completion_ids
     assert [len(answers) for answers in results] == [2, 2, 0]
 
@@ -292,9 +292,9 @@ def test_a_rank_may_ask_its_judges_while_another_still_plays():
             turns.release()
 
     for rank, (answers, judged) in enumerate(on_ranks(2, play)):
-        (alone,) = contract().ready().run([request(0, 4 + rank, 3)])
+        (alone,) = inplace().ready().run([request(0, 4 + rank, 3)])
         assert [answer.token_ids for answer in answers] == [alone.completion_ids] * (1 + 4 * rank)
-        (alone,) = contract().ready().run([request(-2, 5, 4)])
+        (alone,) = inplace().ready().run([request(-2, 5, 4)])
         assert [event.completion_ids for event in judged] == [alone.completion_ids]
 
 
