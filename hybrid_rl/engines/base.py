@@ -1,22 +1,17 @@
-"""Requests, answers and the weight half of the engine contract.
-
-Weights and cache come and go by tag. The other half, which generates, is `Generator` in guards.py.
-"""
+"""Requests, answers, and what engines count."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypeVar
 
 from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -182,13 +177,17 @@ class Counters:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
+    def since(self, before: Counters) -> Counters:
+        """Return what has been counted since an earlier count."""
+        names = [item.name for item in fields(Counters)]
+        return Counters(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
     def prefix_hit_share(self, since: Counters | None = None) -> float:
         """Return the share of all prompt tokens that were not computed, of those since an earlier count if one is
         given; 0 without any."""
-        before = since or Counters()
-        found = self.num_prefix_tokens + self.num_shared_prompt_tokens
-        found -= before.num_prefix_tokens + before.num_shared_prompt_tokens
-        total = found + self.num_prompt_tokens - before.num_prompt_tokens
+        counts = self.since(since or Counters())
+        found = counts.num_prefix_tokens + counts.num_shared_prompt_tokens
+        total = found + counts.num_prompt_tokens
         return found / total if total else 0.0
 
 
@@ -241,45 +240,6 @@ class EngineStats(Counters):
     num_running: int
     kv_cache_bytes: int
     kv_cache_used_share: float
-
-
-class WeightHolder(ABC):
-    """The half of an engine that holds weights and memory.
-
-    state, policy_version: what is in memory, and which version the weights are (-1: none). kv_cache_bytes: of the cache
-    while it is awake.
-    """
-
-    state: EngineState
-    policy_version: int
-    kv_cache_bytes: int
-
-    @abstractmethod
-    def update_weights(self, source: Source, version: int) -> HandoffReport:
-        """Take the weights of a policy version. Cached prefixes are dropped; kept requests are prefilled again.
-
-        Raises EngineStateError while requests run that are not held by pause("keep"), while requests wait that no pause
-        holds back (they were promised the version they were submitted for), or for a version that does not rise;
-        HandoffError if the weights cannot be taken or are wrong: an engine that has written some of them by then holds
-        no version, and generates nothing until it is given weights.
-        """
-
-    @abstractmethod
-    def sleep(self, tags: Iterable[str]) -> None:
-        """Release the memory of these tags ("weights", "kv_cache"). An engine may discard its weights: then it holds no
-        version, and generates nothing until it is given weights."""
-
-    @abstractmethod
-    def wake(self, tags: Iterable[str]) -> None:
-        """Get the memory of these tags back. Weights come before the cache."""
-
-    def invalidate(self) -> None:
-        """Generate nothing more with the current weights: they turned out to be wrong."""
-        self.policy_version = -1
-
-    def close(self) -> None:
-        """Release everything. The engine cannot be used afterwards."""
-        return
 
 
 def derive_seed(*parts: int | str) -> int:

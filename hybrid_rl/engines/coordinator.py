@@ -69,6 +69,17 @@ class Coordinator:
         self.rank, self.num_ranks, self._fingerprint = rank, num_ranks, fingerprint
         self._gather, self._gather_numbers = gather, gather_numbers
 
+    @classmethod
+    def alone(cls) -> Coordinator:
+        """Return the coordinator of an engine that is not shared."""
+        return cls(
+            rank=0,
+            num_ranks=1,
+            gather=lambda message: [message],
+            gather_numbers=lambda numbers: [[*numbers]],
+            fingerprint=lambda: 0,
+        )
+
     # Ids are unique on a rank; with the rank as the last digit they are unique on all.
     def shared_id(self, identity: int) -> int:
         """Return the id in the shared engine of a request of this rank."""

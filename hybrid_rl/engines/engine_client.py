@@ -63,7 +63,7 @@ class EngineClient:
         self, engine: RolloutEngine, *, in_thread: bool = False, coordinator: Coordinator | None = None
     ) -> None:
         self.engine = engine
-        self._coordinator = coordinator
+        self._coordinator = coordinator or Coordinator.alone()
         self._thread = StepThread() if in_thread else None
         # Takes one step, wherever the engine is stepped; by the caller who holds `_driver`.
         self._advance: Callable[[], None] = partial(self._thread.run, self._step) if self._thread else self._step
@@ -95,7 +95,7 @@ class EngineClient:
                 "meanwhile"
             )
         self._is_open, self._is_exclusive, self._begins = True, is_exclusive, True
-        self._num_open = 1 if self._coordinator else 0  # what the others do is known after the next step boundary
+        self._num_open = int(self.is_shared)  # what the others do is known after the next step boundary
         try:
             yield
             self._is_open = False
@@ -127,7 +127,7 @@ class EngineClient:
             handle = self.submit(requests, version)
             try:
                 # A rank that shares the engine stays until no rank has unfinished requests.
-                self._num_unfinished = max(self._num_unfinished, 1 if self._coordinator else 0)
+                self._num_unfinished = max(self._num_unfinished, int(self.is_shared))
                 while not handle.is_done or self._num_unfinished:
                     if can_interrupt and interrupt_requested():
                         raise KeyboardInterrupt
@@ -163,9 +163,7 @@ class EngineClient:
                     raise DataError(f"request id {identity} is in use")
                 known.add(identity)
             self._handles.update(dict.fromkeys(handle.ids, handle))
-            shared = (
-                replace(request, id=self._shared(request.id)) if self._coordinator else request for request in requests
-            )
+            shared = (replace(request, id=self._coordinator.shared_id(request.id)) for request in requests)
             join_line(self._backlog, shared)
         self._asked.set()
         return handle
@@ -201,13 +199,13 @@ class EngineClient:
     @property
     def is_shared(self) -> bool:
         """Whether several ranks step the engine together: then every step of one waits for one of each other."""
-        return self._coordinator is not None
+        return self._coordinator.num_ranks > 1
 
     @property
     def is_busy(self) -> bool:
         """Whether requests were unfinished at the last step boundary: of any rank that shares the engine, so all of
         them find the same."""
-        return bool(self._num_unfinished if self._coordinator else self._handles)
+        return bool(self._num_unfinished if self.is_shared else self._handles)
 
     def wake(self) -> None:
         """End the wait of `advance`, if it waits. Thread-safe."""
@@ -220,16 +218,12 @@ class EngineClient:
             finished += self.poll(handle)
         return finished
 
-    def _shared(self, identity: int) -> int:
-        return self._coordinator.shared_id(identity) if self._coordinator else identity
-
     def cancel(self, handle: Handle) -> None:
         """End these requests; they finish with reason "abort" after the next step. Thread-safe."""
         with self._lock:
             self._asked.set()
-            mine = {
-                self._shared(identity): identity for identity in handle.ids if self._handles.get(identity) is handle
-            }
+            ids = [identity for identity in handle.ids if self._handles.get(identity) is handle]
+            mine = {self._coordinator.shared_id(identity): identity for identity in ids}
             for request in [request for request in self._backlog if request.id in mine]:
                 self._backlog.remove(request)
                 begun, identity = request.begun, mine.pop(request.id)
@@ -271,57 +265,50 @@ class EngineClient:
         return use
 
     def _no_cost(self) -> StepCost:
-        return StepCost(num_ranks=self._coordinator.num_ranks if self._coordinator else 1)
+        return StepCost(num_ranks=self._coordinator.num_ranks)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
     def _step(self) -> None:
         """Pass a step boundary, and run a step of the engine if there is anything to do."""
         mark_progress()
-        num_expected, num_before = self._boundary(generates=True), self.engine.num_generated_tokens
-        generates, num_prompt_tokens = bool(self.engine.num_unfinished), self.engine.num_prompt_tokens
-        num_drafted, num_accepted = self.engine.num_draft_tokens, self.engine.num_accepted_tokens
-        start = time.perf_counter()
+        num_expected, before = self._boundary(generates=True), replace(self.engine.counters)
+        generates, start = bool(self.engine.num_unfinished), time.perf_counter()
         try:
             events = self.engine.step() if generates else []
         except BaseException:
-            if self._coordinator:
+            if self.is_shared:
                 self._forget()
             raise
-        made = self.engine.num_generated_tokens - num_before
+        seconds, made = time.perf_counter() - start, self.engine.counters.since(before)
         if generates:
-            num_drafted = self.engine.num_draft_tokens - num_drafted
-            num_accepted = self.engine.num_accepted_tokens - num_accepted
-            self._use = self._use.after(made - num_accepted, num_drafted, num_accepted)
-            self._cost.add(
-                made - num_accepted, self.engine.num_prompt_tokens - num_prompt_tokens, time.perf_counter() - start
-            )
-        progress.add_tokens(made / self._coordinator.num_ranks if self._coordinator else made)
-        for event in self._coordinator.own(events) if self._coordinator else events:
+            num_tokens = made.num_generated_tokens - made.num_accepted_tokens
+            self._use = self._use.after(num_tokens, made.num_draft_tokens, made.num_accepted_tokens)
+            self._cost.add(num_tokens, made.num_prompt_tokens, seconds)
+        progress.add_tokens(made.num_generated_tokens / self._coordinator.num_ranks)
+        for event in self._coordinator.own(events):
             self._handles.pop(event.id).put(event)
-        if self._coordinator:
+        if self.is_shared:
             self._num_unfinished = self.engine.num_unfinished + num_expected
 
     def _boundary(self, *, generates: bool) -> int:
         """Carry out what this rank, and all that share the engine, have asked for; the requests still to come.
         generates: a step follows, for which ranks must agree."""
         mine = self._take_message()
-        messages = [mine]
-        if self._coordinator:
-            try:
-                messages = self._coordinator.exchange(mine, self.engine.policy_version)
-                if generates and not any(message.aborts_all for message in messages):
-                    self._coordinator.check_agreement(messages)
-            except BaseException:
-                self._forget()
-                raise
+        try:
+            messages = self._coordinator.exchange(mine, self.engine.policy_version)
             aborting = [rank for rank, message in enumerate(messages) if message.aborts_all]
-            if aborting:
-                self._end_all()
-                raise PeerAbortedError(
-                    f"rank {aborting[0]} of those that share this engine ended its rollout early, which ended the "
-                    f"requests of all; that rank reports the reason"
-                )
+            if generates and not aborting:
+                self._coordinator.check_agreement(messages)
+        except BaseException:
+            self._forget()
+            raise
+        if aborting:
+            self._end_all()
+            raise PeerAbortedError(
+                f"rank {aborting[0]} of those that share this engine ended its rollout early, which ended the requests "
+                f"of all; that rank reports the reason"
+            )
         if self._begins:
             self.engine.begin_rollout()
             self._begins = False
@@ -335,23 +322,22 @@ class EngineClient:
                     self.engine.pause(word)
             self.engine.abort(message.aborted)
         num_expected = sum(message.num_expected for message in messages)
-        self._num_open = sum(message.is_open for message in messages) if self._coordinator else 0
-        self._num_unfinished = self.engine.num_unfinished + num_expected if self._coordinator else 0
+        if self.is_shared:
+            self._num_open = sum(message.is_open for message in messages)
+            self._num_unfinished = self.engine.num_unfinished + num_expected
         return num_expected
 
     def _take_message(self) -> StepMessage:
         """Return what this rank asks for now: of its backlog, as much as the engine has room for."""
-        num_ranks = self._coordinator.num_ranks if self._coordinator else 1
         with self._lock:
             mine, self._message = self._message, StepMessage()
-            room = self.engine.num_queueable // num_ranks if self._backlog else 0
+            room = self.engine.num_queueable // self._coordinator.num_ranks if self._backlog else 0
             mine.requests = [self._backlog.popleft() for _ in range(min(room, len(self._backlog)))]
             mine.num_expected, mine.is_open = len(self._backlog), self._is_open
         return mine
 
     def _abort_all(self) -> None:
-        if self._coordinator:
-            self._coordinator.exchange(StepMessage(aborts_all=True), self.engine.policy_version)
+        self._coordinator.exchange(StepMessage(aborts_all=True), self.engine.policy_version)
         self._end_all()
 
     def _end_all(self) -> None:

@@ -21,11 +21,11 @@ from hybrid_rl.engines.base import (
     Generation,
     PauseMode,
     RolloutRequest,
-    WeightHolder,
 )
 from hybrid_rl.engines.stop_strings import StopStrings
 from hybrid_rl.errors import DataError, EngineStateError, QueueFullError
 from hybrid_rl.models.packed.startup_check import LengthLimit
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 
 FREE_MEMORY_SHARE = 0.4  # of what the machine has free, if the size of the cache is not set
 
@@ -38,8 +38,10 @@ class Generator(ABC):
     has.
 
     vocab_size: token ids are below it. limit: of prompt and completion together, None = no limit. max_num_waiting:
-    requests that may wait. decode: token ids to text; only requests with stop strings need it. kv_cache_tokens: what
-    the cache holds; no sequence can be longer.
+    requests that may wait. decode: token ids to text; only requests with stop strings need it.
+
+    state, policy_version: what is in memory, and which version the weights are (-1: none). kv_cache_tokens: what the
+    cache holds; no sequence can be longer.
     """
 
     kv_cache_tokens: int
@@ -60,7 +62,7 @@ class Generator(ABC):
         self._aborted: set[int] = set()
         self._stopping: dict[tuple[str, ...], StopStrings] = {}
         self._paused: PauseMode | None = None
-        self._counters = Counters()
+        self.counters = Counters()
 
     @property
     @abstractmethod
@@ -167,7 +169,7 @@ class Generator(ABC):
         generation.tokens.append(token)
         generation.logprobs.append(logprob)
         generation.versions.append(self.policy_version)
-        self._counters.num_generated_tokens += 1
+        self.counters.num_generated_tokens += 1
         params = generation.request.params
         if token in params.stop_token_ids:
             return "stop"
@@ -178,7 +180,7 @@ class Generator(ABC):
     def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
         """Return the event of a finished request."""
         self._ids.discard(generation.request.id)
-        self._counters.num_finished += 1
+        self.counters.num_finished += 1
         return FinishedSample(
             generation.request.id, generation.tokens, generation.logprobs, generation.versions, reason
         )
@@ -211,26 +213,6 @@ class Generator(ABC):
         """Go on after `pause`."""
         self._paused = None
 
-    @property
-    def num_generated_tokens(self) -> int:
-        """Tokens generated since the engine was made."""
-        return self._counters.num_generated_tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens computed since then that were not generated in the same step."""
-        return self._counters.num_prompt_tokens
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Drafted tokens that were computed since then."""
-        return self._counters.num_draft_tokens
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Those of them that were generated."""
-        return self._counters.num_accepted_tokens
-
     def stats(self) -> EngineStats:
         """Counters and state."""
         num_bytes, used_share = self._cache_usage()
@@ -242,7 +224,7 @@ class Generator(ABC):
             num_running=self.num_running,
             kv_cache_bytes=num_bytes,
             kv_cache_used_share=used_share,
-            **vars(self._counters),
+            **vars(self.counters),
         )
 
     @abstractmethod
@@ -267,9 +249,38 @@ class Generator(ABC):
             )
 
 
-class RolloutEngine(Generator, WeightHolder):
-    """A generator of completions that holds the weights of a policy version: who may update, sleep and wake, and when.
-    The arguments are those of Generator."""
+class RolloutEngine(Generator):
+    """A generator of completions that holds the weights of a policy version. Weights and cache come and go by tag. The
+    arguments are those of Generator. kv_cache_bytes: of the cache while it is awake."""
+
+    kv_cache_bytes: int
+
+    @abstractmethod
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        """Take the weights of a policy version. Cached prefixes are dropped; kept requests are prefilled again.
+
+        Raises EngineStateError while requests run that are not held by pause("keep"), while requests wait that no pause
+        holds back (they were promised the version they were submitted for), or for a version that does not rise;
+        HandoffError if the weights cannot be taken or are wrong: an engine that has written some of them by then holds
+        no version, and generates nothing until it is given weights.
+        """
+
+    @abstractmethod
+    def sleep(self, tags: Iterable[str]) -> None:
+        """Release the memory of these tags ("weights", "kv_cache"). An engine may discard its weights: then it holds no
+        version, and generates nothing until it is given weights."""
+
+    @abstractmethod
+    def wake(self, tags: Iterable[str]) -> None:
+        """Get the memory of these tags back. Weights come before the cache."""
+
+    def invalidate(self) -> None:
+        """Generate nothing more with the current weights: they turned out to be wrong."""
+        self.policy_version = -1
+
+    def close(self) -> None:
+        """Release everything. The engine cannot be used afterwards."""
+        return
 
     def require_update(self, version: int) -> None:
         """Raise EngineStateError unless weights of this version may be written now."""

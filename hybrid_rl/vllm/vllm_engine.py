@@ -234,10 +234,10 @@ class VLLMEngine(ColocatedEngine):
             finished += self._postprocess(outputs)
         except BaseException as error:
             self._failure = error
-            explain_step(error, is_first=self._counters.num_steps == 0)
+            explain_step(error, is_first=self.counters.num_steps == 0)
             error.add_note(f"the engine failed; {NEW_ENGINE}")
             raise
-        self._counters.num_steps += 1
+        self.counters.num_steps += 1
         return finished
 
     def _take_aborted(self) -> list[FinishedSample]:
@@ -267,8 +267,8 @@ class VLLMEngine(ColocatedEngine):
             request = generation.request
             if len(generation.tokens) == len(request.begun.token_ids) and made.token_ids:
                 cached = output.num_cached_tokens or 0
-                self._counters.num_prompt_tokens += len(request.prompt_ids) + len(generation.tokens) - cached
-                self._counters.num_prefix_tokens += cached
+                self.counters.num_prompt_tokens += len(request.prompt_ids) + len(generation.tokens) - cached
+                self.counters.num_prefix_tokens += cached
             logprobs = sampled_logprobs(made)
             check_finite(logprobs)
             reason = self._extend_all(generation, made.token_ids, logprobs)

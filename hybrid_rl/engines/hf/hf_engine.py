@@ -94,7 +94,7 @@ class HFEngine(EmbeddedEngine):
                 self._requeue_running()
                 self._waiting.extend(leaving)
                 raise
-            self._counters.num_steps += bool(sampled)
+            self.counters.num_steps += bool(sampled)
             for part in sampled:
                 ended, events = self._extended(part.sequences, part.tokens, part.logprobs)
                 self._drop(ended)
@@ -115,8 +115,8 @@ class HFEngine(EmbeddedEngine):
                 self._cohorts.append(cohort)
                 sampled.append(first)
                 budget -= prompts.num_tokens
-                self._counters.num_prompt_tokens += prompts.num_tokens
-                self._counters.num_shared_prompt_tokens += prompts.length * len(cohort.sequences) - prompts.num_tokens
+                self.counters.num_prompt_tokens += prompts.num_tokens
+                self.counters.num_shared_prompt_tokens += prompts.length * len(cohort.sequences) - prompts.num_tokens
         return sampled
 
     def _admitted(self, budget: int, *, is_first: bool) -> Prompts | None:

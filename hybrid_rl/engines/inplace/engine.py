@@ -62,7 +62,7 @@ class InPlaceEngine(EmbeddedEngine):
             slots,
             max_num_batched_tokens=args.max_num_batched_tokens,
             remember_prefixes=args.enable_prefix_caching,
-            counters=self._counters,
+            counters=self.counters,
         )
         self._runner = Runner(model, self._cache, slots, cuda_graphs=args.cuda_graphs)
         self._speculation = _speculation(self._scheduler, config, model.device)

@@ -66,5 +66,5 @@ def count_anew(engine: Any, config: Any, *, max_num_seqs: int, max_num_waiting: 
     """Leave an engine as it was when it had just been made, with these settings."""
     engine._config = replace(config, max_num_seqs=max_num_seqs)
     engine._max_num_waiting = max_num_waiting
-    engine._counters = counters
+    engine.counters = counters
     engine._restarts_noise = True

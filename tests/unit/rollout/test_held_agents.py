@@ -54,7 +54,9 @@ def test_what_is_dropped_is_gone_and_all_that_was_generated_is_delivered_or_drop
     ]
     assert all({*versions} == {version} for version, versions in delivered)
     assert made["groups"] == 2 * 4 and made["tokens"] > 20
-    assert run.engines[0].num_generated_tokens == made["tokens"] + sum(len(versions) for _, versions in delivered)
+    assert run.engines[0].counters.num_generated_tokens == made["tokens"] + sum(
+        len(versions) for _, versions in delivered
+    )
 
 
 @pytest.mark.parametrize("number", range(1, 5))

@@ -87,7 +87,7 @@ class TimedEngine(KnownEngine):
     clock: Clock
 
     def step(self) -> Any:
-        before, waiting = self.num_generated_tokens, list(self._waiting)
+        before, waiting = self.counters.num_generated_tokens, list(self._waiting)
         finished = super().step()
         left = {id(one) for one in self._waiting} | {
             id(one)
@@ -98,8 +98,8 @@ class TimedEngine(KnownEngine):
         begun = [one.request for one in waiting if id(one) not in left]
         prompts = {request.group: len(request.prompt_ids) for request in begun}
         num_prompt_tokens = sum(prompts.values()) + sum(len(request.begun.token_ids) for request in begun)
-        made = self.num_generated_tokens - before
-        self._counters.num_prompt_tokens += num_prompt_tokens
+        made = self.counters.num_generated_tokens - before
+        self.counters.num_prompt_tokens += num_prompt_tokens
         self.clock.groups |= {*prompts}
         self.clock.seconds += STEP * bool(made) + SEQUENCE * made + PROMPT * num_prompt_tokens
         return finished
