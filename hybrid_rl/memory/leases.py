@@ -23,7 +23,8 @@ from typing import Any
 
 from hybrid_rl.errors import MemoryRefusedError, MemoryStateError
 from hybrid_rl.memory.agreement import Agreement, DisagreementError, Failure, PeerBrokenError, PeerRefusedError, told
-from hybrid_rl.memory.residents import Resident, Step, Transition, held, steps, wake_order
+from hybrid_rl.memory.byte_sizes import size_text
+from hybrid_rl.memory.residents import Resident, Step, Transition, steps, wake_order
 from hybrid_rl.process.interrupts import deferred_interrupt
 
 __all__ = ["Lease", "Leases", "Resident", "Transition"]
@@ -230,9 +231,9 @@ class Leases:
         return None
 
     def _held(self) -> str:
-        return (
-            f"In memory were {held({tag: size for tag, size in self.resident_bytes().items() if tag in self._awake})}"
-        )
+        sizes = self.resident_bytes()
+        held = ", ".join(f"{tag} {size_text(sizes[tag])}" for tag in sorted(self._awake))
+        return f"In memory were {held or 'nothing else'}"
 
 
 class Lease(AbstractContextManager[None]):

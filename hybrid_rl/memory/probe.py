@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory.residents import sized
+from hybrid_rl.memory.byte_sizes import size_text
 
 
 def measure() -> dict[str, int]:
@@ -66,6 +66,6 @@ def require_room(num_bytes: int, free_bytes: int) -> None:
     """Raise MemoryStateError unless so many bytes can be had. free_bytes: of the device."""
     if num_bytes > free_bytes:
         raise MemoryStateError(
-            f"it takes {sized(num_bytes)}, and {sized(free_bytes)} of the device are free: "
-            f"{sized(num_bytes - free_bytes)} are missing"
+            f"it takes {size_text(num_bytes)}, and {size_text(free_bytes)} of the device are free: "
+            f"{size_text(num_bytes - free_bytes)} are missing"
         )

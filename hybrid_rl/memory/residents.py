@@ -9,8 +9,6 @@ from graphlib import CycleError, TopologicalSorter
 
 from hybrid_rl.errors import MemoryStateError
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Resident:
@@ -125,13 +123,3 @@ def wake_order(residents: Mapping[str, Resident]) -> list[str]:
         order += ready
         sorter.done(*ready)
     return order
-
-
-def held(sizes: Mapping[str, int]) -> str:
-    """Return who holds how many bytes, for messages."""
-    return ", ".join(f"{tag} {sized(size)}" for tag, size in sorted(sizes.items())) or "nothing else"
-
-
-def sized(num_bytes: int) -> str:
-    """Return a size for messages: in GiB, if it is not small."""
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes} bytes"

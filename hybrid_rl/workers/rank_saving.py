@@ -16,8 +16,8 @@ from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint, wri
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.controller import dispatch
 from hybrid_rl.controller.session import shared_memory, temporary_folder
+from hybrid_rl.memory.byte_sizes import size_text
 from hybrid_rl.memory.cycle import ACTOR
-from hybrid_rl.memory.residents import sized
 from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models.tokenizer import save_tokenizer
 from hybrid_rl.process.files import Sink
@@ -60,7 +60,9 @@ class SavingWorker(GeneratingWorker):
             rest = self._rest_saved(state)
             begun = begin_checkpoint(folder, self._models_saved(state, held), model_bytes=num_bytes, **rest)
         if isinstance(begun, Room):
-            return f"{sized(begun.num_bytes)} of {sized(begun.available_bytes)} that are available on {begun.host}"
+            return (
+                f"{size_text(begun.num_bytes)} of {size_text(begun.available_bytes)} that are available on {begun.host}"
+            )
         self._writing = begun
         return ""
 

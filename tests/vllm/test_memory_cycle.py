@@ -27,8 +27,8 @@ from hybrid_rl.compat.vllm import clear_allocator_error
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
 from hybrid_rl.errors import EngineStateError, HandoffError, MemoryRefusedError
+from hybrid_rl.memory.byte_sizes import size_text
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
-from hybrid_rl.memory.residents import sized
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.vllm import memory as memory_module
 from hybrid_rl.vllm import vllm_engine as engine_module
@@ -271,9 +271,9 @@ def test_a_wake_for_which_there_is_no_room_is_refused_before_vllm_is_touched(
     free = free_bytes - (sizes[WEIGHTS] if tag == KV_CACHE else 0)
     name = ENGINE_WEIGHTS if tag == WEIGHTS else tag
     told = (
-        f"room for '{name}': MemoryStateError: it takes {sized(sizes[tag])}, and {sized(free)} of the device are free: "
-        f"{sizes[tag] - free} bytes are missing; memory was put back as it was before, and work can go on. In "
-        f"memory were"
+        f"room for '{name}': MemoryStateError: it takes {size_text(sizes[tag])}, and {size_text(free)} of the device "
+        f"are free: {size_text(sizes[tag] - free)} are missing; memory was put back as it was before, and work can go "
+        f"on. In memory were"
     )
     assert str(refused.value).startswith(told) and "rollout.kv_cache_memory_bytes" in str(refused.value)
     assert bench.worker.leases.broken is None and bench.llm.asleep <= {WEIGHTS, KV_CACHE} - before

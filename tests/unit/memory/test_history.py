@@ -116,6 +116,7 @@ def test_leases_tell_when_and_how_much(clock: SimpleNamespace) -> None:
         Transition("kv_cache", False, 2.0, 1.5, 40),
         Transition("engine_weights", False, 0.0, 1.5, 3),
     ]
+    assert leases.drain_transitions() == []
 
 
 def test_who_sleeps_in_one_call_gives_memory_back_at_its_end(clock: SimpleNamespace) -> None:
