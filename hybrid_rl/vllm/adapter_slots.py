@@ -274,8 +274,11 @@ class SlotWriter(WeightWriter):
 
     ranks: of the adapter of each tensor, by its name. dtype: of the engine. The other arguments are those of
     WeightWriter. Raises ConfigError for adapters that vLLM does not compute.
+
+    slot: of the model that vLLM has built, from `begin` to `close`.
     """
 
+    slot: AdapterSlot
     writes_all = False
     lora_request = LoRARequest("policy", ADAPTER_ID, NO_FILE)
 
@@ -291,7 +294,6 @@ class SlotWriter(WeightWriter):
     ) -> None:
         super().__init__(views, rank=rank, is_plain=is_plain)
         self._ranks, self._arguments = ranks, slot_arguments(ranks, dtype, device)
-        self._slot: AdapterSlot | None = None
         self._has_base = False
 
     def arguments(self) -> Mapping[str, Any]:
@@ -300,14 +302,7 @@ class SlotWriter(WeightWriter):
 
     def begin(self) -> None:
         """Find the places of the adapters in the model that vLLM has built. Raises ConfigError if one has none."""
-        self._slot = AdapterSlot(self.weights.model, self.weights.whole_trace, self._ranks)
-
-    @property
-    def slot(self) -> AdapterSlot:
-        """The slot of vLLM's model. Raises HandoffError before it is built, and after `close`."""
-        if self._slot is None:
-            raise HandoffError("vLLM has no model with a slot for adapters here")
-        return self._slot
+        self.slot = AdapterSlot(self.weights.model, self.weights.whole_trace, self._ranks)
 
     @property
     def slot_bytes(self) -> int:  # type: ignore[override]
@@ -350,7 +345,7 @@ class SlotWriter(WeightWriter):
     def close(self) -> None:
         """Let go of every tensor of vLLM's."""
         super().close()
-        self._slot = None
+        del self.slot
 
 
 def make_writer(

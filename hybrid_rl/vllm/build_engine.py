@@ -8,7 +8,6 @@ import importlib.util
 import os
 import time
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,6 +81,11 @@ def variables(device: torch.device, run: str) -> dict[str, str]:
     """Return the environment in which vLLM is built: in this process, as this rank, binding no threads to cores. run:
     see `run_name`; it must not be part of vLLM's configuration, by which what has been compiled is found again."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    # PyTorch's settings of its allocator, of whose two names it prefers the newer, under the older one, which vLLM
+    # reads: around its own pools, which cannot do with segments that grow (pytorch/pytorch#147851), it switches them
+    # off if it knows of them.
+    settings = os.environ.get("PYTORCH_ALLOC_CONF")
+    allocator = {} if settings is None else {"PYTORCH_CUDA_ALLOC_CONF": settings}
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -91,16 +95,8 @@ def variables(device: torch.device, run: str) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": "1",
         RUN: run,
         **COMPILER_VARIABLES,
-        **allocator_variables(os.environ),
+        **allocator,
     }
-
-
-def allocator_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """PyTorch's settings of its allocator under the older name, the only one that vLLM reads: around its own pools,
-    which cannot do with segments that grow (pytorch/pytorch#147851), it switches them off if it knows of them. given:
-    the environment; of its two names PyTorch prefers the newer."""
-    newer = given.get("PYTORCH_ALLOC_CONF")
-    return {} if newer is None else {"PYTORCH_CUDA_ALLOC_CONF": newer}
 
 
 # Errors that are not the fault of vLLM's code for a model: ours, too little memory, another rank.

@@ -46,7 +46,7 @@ class VLLMRig(Rig):
     @classmethod
     def start(cls) -> VLLMRig:
         module = tiny()
-        rig = cls(make_engine(module), module)
+        rig = cls(make_engine(module), module, remembers_prefixes=False, counts_shared=False)
         rig.first_weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         return rig
 

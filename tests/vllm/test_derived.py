@@ -78,16 +78,6 @@ def test_a_reload_brings_new_weights_into_packed_layers(live: Live) -> None:
         assert num_bytes == sum(live.module.get_parameter(name).nbytes for name in asked)
 
 
-def test_a_head_that_shares_its_weight_is_packed_anew(live: Live) -> None:
-    reload(live)
-    live.write()
-    with torch.no_grad():
-        live.module.get_parameter("model.embed_tokens.weight").mul_(1.2)
-    reload(live)
-    live.llm.reset_prefix_cache()
-    assert live.gap() < 1e-5
-
-
 def test_a_weight_that_vllm_does_not_take_is_an_error(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     model = live.weights.model
     load = model.load_weights

@@ -17,10 +17,8 @@ from hybrid_rl.engines.base import TAGS
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError
 from hybrid_rl.resharding.handoff.tensor import TensorSource
-from hybrid_rl.vllm import build_engine as build_module
 from hybrid_rl.vllm.arguments import engine_arguments, kv_cache_bytes
 from hybrid_rl.vllm.build_engine import reason
-from hybrid_rl.vllm.process_state import process_kept
 from tests.support.engines.engine_settings import vllm_settings
 from tests.support.inside.vllm import configure, forget_failure, llm_of
 from tests.unit.engines.engines import finish, forward_logprobs, request, same_samples
@@ -276,17 +274,6 @@ def test_what_vllm_says_of_a_refused_argument_is_said_without_its_configuration(
         ParallelConfig(tensor_parallel_size=0)
     assert reason(caught.value) == "tensor_parallel_size: Input should be greater than or equal to 1"
     assert reason(ValueError("no")) == "no"
-
-
-def test_what_vllm_cannot_do_on_a_platform_is_refused_in_its_words(monkeypatch):
-    """vLLM 0.25.1 has no attention over latents on CPUs."""
-
-    def fails(**_):
-        raise NotImplementedError("MLA is not supported on CPU.")
-
-    monkeypatch.setattr(build_module, "EngineArgs", fails)
-    with process_kept(), pytest.raises(ConfigError, match="vLLM refuses this model or .*: MLA is not supported on CPU"):
-        build_module.build({}, CONFIG, 64, torch.device("cpu"), 1.0)
 
 
 def test_the_cache_has_room_for_all_sequences_where_memory_allows_and_for_one_in_any_case(rig):

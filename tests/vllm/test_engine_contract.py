@@ -45,36 +45,6 @@ def alone(started):
     return [rig.run([one])[0] for one in mixed_requests()]  # noqa: F405
 
 
-def test_counters_count(make):
-    """vLLM tells of a prompt's tokens which it found in its cache, and not whose they were: a group's prompt counts as
-    computed by every member here, because it fills no block."""
-    rig = make().ready()
-    requests = [request(i, 6, 3, group=1) for i in range(4)] + [request(9, 5, 2)]
-    rig.engine.submit(requests, 1)
-    stats = rig.engine.stats()
-    assert (stats.num_waiting, stats.num_running, stats.policy_version) == (5, 0, 1)
-    assert stats.kv_cache_used_share == 0
-    rig.engine.step()
-    first = rig.engine.stats()
-    assert (first.num_waiting, first.num_running) == (0, 5)
-    assert 0 < first.kv_cache_used_share <= 1
-    while rig.engine.num_unfinished:
-        rig.engine.step()
-    stats = rig.engine.stats()
-    assert (stats.num_waiting, stats.num_running, stats.num_finished, stats.num_steps) == (0, 0, 5, 3)
-    assert (stats.num_prompt_tokens, stats.num_prefix_tokens) == (4 * 6 + 5, 0)
-    assert stats.num_generated_tokens == 4 * 3 + 2
-    assert stats.kv_cache_used_share == 0
-
-
-def test_a_group_shares_no_more_than_its_prompt(rig):
-    """The samples are those without a group; vLLM does not count what members share."""
-    together = [request(i, 9, 6, group=1) for i in range(8)]
-    grouped = rig.run(together)
-    assert len({tuple(sample.completion_ids) for sample in grouped}) == 8
-    same_samples(grouped, rig.run([replace(one, group=None) for one in together]))  # noqa: F405
-
-
 def test_prompts_that_begin_alike_share_blocks(rig):
     """A full block of 32 tokens is found by the second of two equal prompts, within a rollout and not beyond."""
     equal = [request(i, 40, 2) for i in range(2)]

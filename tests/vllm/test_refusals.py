@@ -30,6 +30,11 @@ UNSEEN = "Model architectures ['Gemma3'] failed to be inspected. Please check th
             "refuses this model .*: Head dimension 64 is not supported by MLA.; .*set rollout.engine=inplace",
         ),
         (
+            NotImplementedError("MLA is not supported on CPU."),  # vLLM 0.25.1: attention over latents
+            ConfigError,
+            "vLLM refuses this model or .*: MLA is not supported on CPU",
+        ),
+        (
             ModuleNotFoundError("No module named 'torchvision'", name="torchvision"),
             ModelError,
             "lacks a package for this model: No module named 'torchvision'; pip install torchvision, or set rollout",

@@ -8,7 +8,6 @@ import torch
 from hybrid_rl import Trainer
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.logging.run_folder import read_jsonl
-from tests.support.inside.trainers import position_of
 from tests.support.inside.vllm import wrap_plan, writer_of
 from tests.support.inside.workers import engine_of, module_of, side_of
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
@@ -44,18 +43,6 @@ def trainer(tmp_path_factory):
 @pytest.fixture
 def writer(worker):
     return writer_of(engine_of(worker))
-
-
-@pytest.fixture
-def publish(trainer, worker):
-    """Publish the next version. What a test broke is whole again afterwards."""
-
-    def publish():
-        position_of(trainer).policy_version += 1
-        return trainer.generating.update_weights(trainer.policy_version)[0]
-
-    yield publish
-    publish()
 
 
 def refused(trainer, publish, match):

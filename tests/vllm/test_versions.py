@@ -116,34 +116,10 @@ def llm(request):
     return request.param()
 
 
-def test_weights_and_cache_sleep_in_one_call_without_a_copy(llm):
-    memory = EngineMemory(llm, can_sleep=True)
-    assert memory.sleep(TAGS) and not memory.sleep(TAGS)
-    assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE}
-    memory.wake(frozenset({WEIGHTS}))
-    assert llm.asleep == memory.asleep == {KV_CACHE}
-    memory.wake(TAGS)
-    memory.wake(TAGS)
-    assert llm.asleep == memory.asleep == set()
-    assert llm.calls == [("sleep", 2), ("wake", WEIGHTS), ("wake", KV_CACHE)]
-
-
 def test_the_cache_sleeps_with_the_weights(llm):
     memory = EngineMemory(llm, can_sleep=True)
     assert memory.sleep(frozenset({WEIGHTS}))
     assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE} and llm.calls == [("sleep", 2)]
-
-
-def test_the_cache_may_sleep_alone_and_the_weights_after_it(llm, monkeypatch):
-    monkeypatch.setattr(memory_module, "rest_shown", Old.rest_shown)
-    memory = EngineMemory(llm, can_sleep=True)
-    assert not memory.sleep(frozenset({KV_CACHE}))
-    assert llm.asleep == memory.asleep == {KV_CACHE} and llm.level == 1
-    assert not memory.sleep(frozenset({KV_CACHE}))
-    assert llm.weights.tolist() == [1, 1, 1]
-    assert memory.sleep(frozenset({WEIGHTS}))
-    assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE}
-    assert llm.calls == [("sleep", 1), ("wake", WEIGHTS), ("sleep", 2)]
 
 
 def test_weights_that_handoffs_do_not_write_are_copied_to_the_host_and_back(llm, monkeypatch):
@@ -156,15 +132,6 @@ def test_weights_that_handoffs_do_not_write_are_copied_to_the_host_and_back(llm,
         assert not memory.sleep(TAGS)
         assert llm.asleep == memory.asleep == {WEIGHTS, KV_CACHE}
         assert llm.calls[-1] == ("sleep", 1)
-        memory.wake(TAGS)
-        assert llm.weights.tolist() == [1, 1, 1]
-
-
-def test_what_nobody_writes_again_outlives_the_sleep_of_the_weights(llm):
-    memory = EngineMemory(llm, can_sleep=True, constants=[llm.weights])
-    for _ in range(2):
-        memory.sleep(TAGS)
-        assert llm.weights.isnan().all()
         memory.wake(TAGS)
         assert llm.weights.tolist() == [1, 1, 1]
 
