@@ -75,7 +75,7 @@ def test_a_group_shares_no_more_than_its_prompt(rig):
     grouped = rig.run(together)
     assert len({tuple(sample.completion_ids) for sample in grouped}) == 8
     same_samples(grouped, rig.run([replace(one, group=None) for one in together]))
-    assert rig.engine.stats().num_shared_prompt_tokens == 7 * 9
+    assert rig.engine.stats().num_shared_prompt_tokens == 7 * 9 * rig.counts_shared
 
 
 def test_requests_of_one_group_with_other_prompts_share_nothing(rig):
@@ -87,10 +87,6 @@ def test_requests_of_one_group_with_other_prompts_share_nothing(rig):
 def test_equal_seeds_give_equal_samples_and_other_seeds_others(rig):
     samples = rig.run([request(0, 5, 12, seed=1), request(1, 5, 12, seed=1), request(2, 5, 12, seed=2)])
     assert samples[0].completion_ids == samples[1].completion_ids != samples[2].completion_ids
-
-
-def test_results_come_in_the_order_of_the_requests(rig):
-    assert [sample.id for sample in rig.run([request(5, max_tokens=9), request(2, max_tokens=1)])] == [5, 2]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
@@ -144,9 +140,17 @@ def test_a_completion_of_one_token(rig, num_samples):
 # ---------------------------------------------------------------------------------------------------- new versions
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-@pytest.mark.parametrize("night", [None, {KV_CACHE}, TAGS], ids=["awake", "cache asleep", "all asleep"])
-@pytest.mark.parametrize("limit", [2, 16])
+@pytest.mark.parametrize(
+    ("num_steps", "night", "limit"),
+    [
+        pytest.param(0, None, 2, id="awake"),
+        pytest.param(0, TAGS, 16, id="all asleep before a step"),
+        pytest.param(1, {KV_CACHE}, 16, id="cache asleep"),
+        pytest.param(3, None, 16, id="awake in the middle"),
+        pytest.param(3, {KV_CACHE}, 2, id="cache asleep while some wait"),
+        pytest.param(1, TAGS, 2, id="all asleep while some wait"),
+    ],
+)
 def test_kept_requests_go_on_under_equal_weights_as_if_undisturbed(make, num_steps, night, limit):
     rig = make(max_num_seqs=limit).ready()
     requests = [request(i, 4 + i // 2, 6, group=i // 2) for i in range(4)]
@@ -183,14 +187,3 @@ def test_every_token_comes_from_the_weights_of_its_version(rig):
         assert (new[:3] - under_old[:3]).abs().max() > 1e-2  # the weights did move
         torch.testing.assert_close(torch.tensor(sample.logprobs[:3]), under_old[:3], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(torch.tensor(sample.logprobs[3:]), new[3:], rtol=1e-5, atol=1e-5)
-
-
-def test_a_new_version_generates_with_the_new_weights(rig):
-    sent = request(0, 5, 8)
-    rig.run([sent])
-    rig.perturb()
-    rig.publish(2)
-    sample = rig.run([sent], 2)[0]
-    torch.testing.assert_close(
-        torch.tensor(sample.logprobs), forward_logprobs(rig.module, sent, sample), rtol=1e-5, atol=1e-5
-    )

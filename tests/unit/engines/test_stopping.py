@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.config import load_config
 from hybrid_rl.config.validate import resolve
-from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.engines.stop_strings import StopStrings
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.run.prepare import check_stop_strings, sampling_params
@@ -157,13 +156,6 @@ def test_few_tokens_are_decoded_and_most_not_at_all():
     assert len(learnt) == 2 * len(set(ids))
     # "p" occurs once: one window of 4 bytes and the margin, and the whole text to be sure.
     assert sorted(length for length in asked if length > 2) == [6, len(ids)]
-
-
-def test_sampling_params_take_texts():
-    assert SamplingParams(1, stop_strings=("a",)).stop_strings == ("a",)
-    for wrong in ("ab", ("a", "")):
-        with pytest.raises(ConfigError, match="stop_strings=.* must be texts, none of them empty"):
-            SamplingParams(1, stop_strings=wrong)
 
 
 def test_training_and_evaluation_stop_at_the_same_strings():

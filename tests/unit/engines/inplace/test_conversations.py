@@ -216,19 +216,3 @@ def test_conversations_beside_decode_graphs_get_the_answers_of_plain_passes(monk
     same_samples(samples_of(rig, FORKED), expected)
     assert Graph.log.count("replay") > 10
     assert rig.engine.stats().prefix_hit_share() > 0.5
-
-
-def test_a_new_version_knows_nothing_of_a_conversation():
-    talk = Conversation(0, (5, 5), (20, 6), (0, 0))
-    rig = made(block_size=16)
-    client = EngineClient(rig.engine)
-    with client.session():
-        turns = follow(client, (talk,))
-        next(turns)
-        rig.perturb()
-        rig.publish(2)
-        sent, sample, _ = next(turns)
-        assert rig.engine.stats().num_prefix_tokens == 0
-        assert set(sample.versions) == {2}
-        expected = forward_logprobs(rig.module, sent, sample)
-        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=1e-5, atol=1e-5)

@@ -49,8 +49,7 @@ def samples_alone(make, requests: tuple[RolloutRequest, ...]):
 # ------------------------------------------------------------------------------------------------------ preemption
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("max_num_batched_tokens", [5, 8192])
+@pytest.mark.parametrize(("enable_prefix_caching", "max_num_batched_tokens"), [(True, 5), (False, 8192)])
 def test_who_is_pushed_out_comes_back_with_the_same_sample(make, enable_prefix_caching, max_num_batched_tokens):
     requests = [request(i, 5 + 7 * (i % 2), 26, group=i % 2) for i in range(6)]
     rig = make(
@@ -114,7 +113,7 @@ def test_a_new_version_under_pressure_reaches_everybody(make):
         torch.testing.assert_close(torch.tensor(sample.logprobs)[new], expected[new], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3])
+@pytest.mark.parametrize("budget", [1, 3])
 def test_held_requests_are_computed_again_in_chunks_of_any_size(make, budget):
     requests = [request(i, 5 + i, 12) for i in range(3)]
     rig = make(max_num_batched_tokens=budget).ready()
@@ -200,17 +199,6 @@ def test_a_prompt_longer_than_the_budget_takes_several_passes(make):
     assert (stats.num_running, stats.num_waiting, stats.num_generated_tokens) == (3, 0, 3)
     assert (stats.num_prompt_tokens, stats.num_shared_prompt_tokens) == (30, 2 * 30)
     same_samples(finish(rig.engine), alone(make, requests))
-
-
-def test_others_decode_while_a_long_prompt_is_computed(make):
-    rig = make(max_num_batched_tokens=8).ready()
-    requests = [request(0, 4, 9), request(1, 29, 4)]
-    rig.engine.submit(requests, 1)
-    for number in range(4):
-        assert rig.engine.stats().num_generated_tokens == number
-        rig.engine.step()
-    same_samples(finish(rig.engine), alone(make, requests))
-    assert rig.engine.stats().num_steps == 9  # 4 of the first and 25 of the second's prompt, while the first went on
 
 
 @pytest.mark.parametrize("leaving", [[0], [0, 1], [1], [0, 1, 2]], ids=str)

@@ -239,19 +239,6 @@ def test_the_last_token_is_always_computed(length, start):
     assert drive()[1] == ([2], start, length - start)
 
 
-def test_what_was_generated_is_found_as_well():
-    made = scheduler()
-    made.add([sequence(1, 4, max_tokens=6, start=0)])
-    drive = Driver(made)
-    drive()
-    generated = [10**6 * 2 + i for i in range(6)]
-    for _ in range(5):
-        drive()
-    prompt = (*range(4), *generated, 7)
-    made.add([Sequence(RolloutRequest(2, prompt, SamplingParams(2)))])
-    assert drive() == [([2], 9, 2)]  # the last token generated was never computed
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_a_turn_computes_what_is_new_and_the_last_token_of_the_turn_before(block_size):
     made = scheduler(num_blocks=400, block_size=block_size)
