@@ -17,11 +17,10 @@ using Handle = unsigned long long; // CUmemGenericAllocationHandle
 using Context = struct CUctx_st*;
 
 constexpr Result kSuccess = 0, kOutOfMemory = 2;
-constexpr int kHasVirtualMemory = 102, kHasFileHandles = 103; // CUdevice_attribute
+constexpr int kHasVirtualMemory = 102; // CUdevice_attribute
 constexpr int kPinned = 1; // CUmemAllocationType
 constexpr int kOnDevice = 1; // CUmemLocationType
-constexpr int kNoHandle = 0, kFileHandle = 1; // CUmemAllocationHandleType
-constexpr int kRead = 1, kReadWrite = 3; // CUmemAccess_flags
+constexpr int kReadWrite = 3; // CUmemAccess_flags
 constexpr int kRecommended = 1; // CUmemAllocationGranularity_flags
 
 struct Location {
@@ -63,8 +62,6 @@ struct Access { // CUmemAccessDesc
   F(cuMemUnmap, Pointer, size_t) \
   F(cuMemSetAccess, Pointer, size_t, const Access*, size_t) \
   F(cuMemsetD8_v2, Pointer, unsigned char, size_t) \
-  F(cuMemExportToShareableHandle, void*, Handle, int, unsigned long long) \
-  F(cuMemImportFromShareableHandle, Handle*, void*, int) \
   F(cuGetErrorName, Result, const char**) \
   F(cuGetErrorString, Result, const char**)
 

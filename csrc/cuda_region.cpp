@@ -6,7 +6,6 @@
 #include "cuda_driver.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -107,7 +106,6 @@ uint64_t round_up(uint64_t number, uint64_t step) {
 
 struct Chunk {
   uint64_t offset, size;
-  int fd; // of a peer, while it is being imported; -1 for memory of our own
   Handle handle = 0;
   bool created = false, mapped = false;
   bool fresh = false; // filled by the call that is running
@@ -121,18 +119,15 @@ using namespace hybrid_rl::dlpack;
 
 struct HybridRlRegion {
  public:
-  HybridRlRegion(const Driver& driver, int device, uint64_t chunk, bool shareable, bool read_only)
-      : driver_(driver), ordinal_(device), chunk_(chunk), shareable_(shareable), read_only_(read_only) {}
+  HybridRlRegion(const Driver& driver, int device, uint64_t chunk)
+      : driver_(driver), ordinal_(device), chunk_(chunk) {}
 
   Failure reserve(uint64_t capacity) {
     HYBRID_RL_CALL(cuDeviceGet, 0, &device_, ordinal_);
-    if (Failure why = require(kHasVirtualMemory, "virtual memory management")) {
-      return why;
-    }
-    if (shareable_) {
-      if (Failure why = require(kHasFileHandles, "memory that other processes can map by a file descriptor")) {
-        return why;
-      }
+    int has = 0;
+    HYBRID_RL_CALL(cuDeviceGetAttribute, 0, &has, kHasVirtualMemory, device_);
+    if (has == 0) {
+      return failure(kNoSupport, "device %d and its driver offer no virtual memory management", ordinal_);
     }
     HYBRID_RL_CALL(cuDevicePrimaryCtxRetain, 0, &context_, device_);
     has_context_ = true;
@@ -145,17 +140,6 @@ struct HybridRlRegion {
     HYBRID_RL_CALL(cuMemAddressReserve, rounded, &base_, rounded, 0, 0, 0);
     capacity_ = rounded;
     return {};
-  }
-
-  Failure import(const int32_t* fds, const uint64_t* sizes, uint64_t count) {
-    uint64_t offset = 0;
-    chunks_.reserve(count);
-    for (uint64_t i = 0; i < count; ++i) {
-      chunks_.push_back({offset, sizes[i], fds[i]});
-      offset += sizes[i];
-    }
-    foreign_ = true;
-    return fill();
   }
 
   Failure grow(uint64_t bytes) {
@@ -175,7 +159,7 @@ struct HybridRlRegion {
     const size_t before = chunks_.size();
     chunks_.reserve(before + (want - have + chunk_ - 1) / chunk_);
     for (uint64_t offset = have; offset < want; offset += chunk_) {
-      chunks_.push_back({offset, std::min(chunk_, want - offset), -1});
+      chunks_.push_back({offset, std::min(chunk_, want - offset)});
     }
     Failure why = fill();
     if (why && state_ != kBroken) {
@@ -187,9 +171,6 @@ struct HybridRlRegion {
   Failure sleep() {
     if (Failure why = require_awake("put to sleep")) {
       return why;
-    }
-    if (foreign_) {
-      return failure(kWrongState, "the memory belongs to another process, which alone can give it back");
     }
     if (Failure why = synchronize()) {
       return why;
@@ -217,31 +198,6 @@ struct HybridRlRegion {
       state_ = kAwake;
     }
     return why;
-  }
-
-  Failure share(int32_t* fds, uint64_t* sizes, uint64_t count) {
-    if (Failure why = require_awake("shared")) {
-      return why;
-    }
-    if (!shareable_ || foreign_) {
-      return failure(kWrongState, "its memory was not made to be shared");
-    }
-    if (count < chunks_.size()) {
-      return failure(kTooSmall, "room for %d of %d chunks", static_cast<int>(count), static_cast<int>(chunks_.size()));
-    }
-    for (size_t i = 0; i < chunks_.size(); ++i) {
-      int fd = -1;
-      const Result result = driver_.cuMemExportToShareableHandle(&fd, chunks_[i].handle, kFileHandle, 0);
-      if (result != kSuccess) {
-        while (i > 0) {
-          ::close(fds[--i]);
-        }
-        return failed_call(driver_, result, "cuMemExportToShareableHandle", 0);
-      }
-      fds[i] = fd;
-      sizes[i] = chunks_[i].size;
-    }
-    return {};
   }
 
   Failure close() {
@@ -313,19 +269,13 @@ struct HybridRlRegion {
     for (const Chunk& chunk : chunks_) {
       mapped += chunk.created ? chunk.size : 0;
     }
-    return {base_, capacity_, granularity_, mapped, chunks_.size(), state_};
+    return {base_, capacity_, granularity_, mapped, state_};
   }
 
   std::mutex mutex; // held during every call
   std::atomic<int64_t> holders{1};
 
  private:
-  Failure require(int attribute, const char* what) const {
-    int has = 0;
-    HYBRID_RL_CALL(cuDeviceGetAttribute, 0, &has, attribute, device_);
-    return has != 0 ? Failure{} : failure(kNoSupport, "device %d and its driver offer no %s", ordinal_, what);
-  }
-
   Failure require_awake(const char* what) const {
     return state_ == kAwake ? Failure{} : failure(kWrongState, "it is %s and cannot be %s", state_name(), what);
   }
@@ -338,7 +288,6 @@ struct HybridRlRegion {
   Properties properties() const {
     Properties made{};
     made.type = kPinned;
-    made.handle_types = shareable_ ? kFileHandle : kNoHandle;
     made.location = {kOnDevice, device_};
     return made;
   }
@@ -348,7 +297,7 @@ struct HybridRlRegion {
     return {};
   }
 
-  // Every chunk that is not mapped gets memory: of zeros, or the peer's. Undoes what it did if one of them gets none.
+  // Every chunk that is not mapped gets memory of zeros. Undoes what it did if one of them gets none.
   Failure fill() {
     Failure why;
     for (Chunk& chunk : chunks_) {
@@ -378,21 +327,16 @@ struct HybridRlRegion {
 
   Failure fill(Chunk& chunk) {
     const Pointer place = base_ + chunk.offset;
-    if (!chunk.created && chunk.fd >= 0) {
-      void* fd = reinterpret_cast<void*>(static_cast<uintptr_t>(chunk.fd));
-      HYBRID_RL_CALL(cuMemImportFromShareableHandle, chunk.size, &chunk.handle, fd, kFileHandle);
-    } else if (!chunk.created) {
+    if (!chunk.created) {
       const Properties properties = this->properties();
       HYBRID_RL_CALL(cuMemCreate, chunk.size, &chunk.handle, chunk.size, &properties, 0);
     }
     chunk.created = true;
     HYBRID_RL_CALL(cuMemMap, chunk.size, place, chunk.size, 0, chunk.handle, 0);
     chunk.mapped = true;
-    const Access access{{kOnDevice, device_}, read_only_ ? kRead : kReadWrite};
+    const Access access{{kOnDevice, device_}, kReadWrite};
     HYBRID_RL_CALL(cuMemSetAccess, chunk.size, place, chunk.size, &access, 1);
-    if (!foreign_) {
-      HYBRID_RL_CALL(cuMemsetD8_v2, chunk.size, place, 0, chunk.size);
-    }
+    HYBRID_RL_CALL(cuMemsetD8_v2, chunk.size, place, 0, chunk.size);
     return {};
   }
 
@@ -425,8 +369,6 @@ struct HybridRlRegion {
   bool has_context_ = false;
   Pointer base_ = 0;
   uint64_t capacity_ = 0, granularity_ = 1, chunk_;
-  const bool shareable_, read_only_;
-  bool foreign_ = false;
   std::vector<Chunk> chunks_;
   int32_t state_ = kAwake;
 };
@@ -477,13 +419,12 @@ void drop_view(DLManagedTensor* managed) {
   delete reinterpret_cast<View*>(managed);
 }
 
-HybridRlRegion* make(
-    const char* path, int device, uint64_t capacity, uint64_t chunk, bool shareable, bool read_only, Failure& why) {
+HybridRlRegion* make(const char* path, int device, uint64_t capacity, uint64_t chunk, Failure& why) {
   const Driver* driver = load(path, why);
   if (driver == nullptr) {
     return nullptr;
   }
-  auto* region = new HybridRlRegion(*driver, device, chunk, shareable, read_only);
+  auto* region = new HybridRlRegion(*driver, device, chunk);
   why = region->reserve(capacity);
   if (why) {
     region->destroy();
@@ -495,41 +436,15 @@ HybridRlRegion* make(
 } // namespace
 
 int32_t hybrid_rl_region_new(
-    const char* driver, int32_t device, uint64_t capacity, uint64_t chunk, int32_t shareable, HybridRlRegion** made,
-    char* message, uint64_t room) {
+    const char* driver, int32_t device, uint64_t capacity, uint64_t chunk, HybridRlRegion** made, char* message,
+    uint64_t room) {
   Failure why;
   try {
-    *made = make(driver, device, capacity, chunk, shareable != 0, false, why);
+    *made = make(driver, device, capacity, chunk, why);
   } catch (...) {
     why = failure(kNoHostMemory, "no host memory for the books of the region");
   }
   return told(why, message, room);
-}
-
-int32_t hybrid_rl_region_import(
-    const char* driver, int32_t device, const int32_t* fds, const uint64_t* sizes, uint64_t count, int32_t read_only,
-    HybridRlRegion** made, char* message, uint64_t room) {
-  Failure why;
-  HybridRlRegion* region = nullptr;
-  try {
-    uint64_t capacity = 0;
-    for (uint64_t i = 0; i < count; ++i) {
-      capacity += sizes[i];
-    }
-    region = make(driver, device, capacity, capacity, true, read_only != 0, why);
-  } catch (...) {
-    why = failure(kNoHostMemory, "no host memory for the books of the region");
-  }
-  if (why) {
-    return told(why, message, room);
-  }
-  const int32_t code = within(region, message, room, [&] { return region->import(fds, sizes, count); });
-  if (code != 0) {
-    drop(region);
-    return code;
-  }
-  *made = region;
-  return 0;
 }
 
 int32_t hybrid_rl_region_grow(HybridRlRegion* region, uint64_t bytes, char* message, uint64_t room) {
@@ -542,11 +457,6 @@ int32_t hybrid_rl_region_sleep(HybridRlRegion* region, char* message, uint64_t r
 
 int32_t hybrid_rl_region_wake(HybridRlRegion* region, char* message, uint64_t room) {
   return within(region, message, room, [&] { return region->wake(); });
-}
-
-int32_t hybrid_rl_region_export(
-    HybridRlRegion* region, int32_t* fds, uint64_t* sizes, uint64_t count, char* message, uint64_t room) {
-  return within(region, message, room, [&] { return region->share(fds, sizes, count); });
 }
 
 int32_t hybrid_rl_region_close(HybridRlRegion* region, char* message, uint64_t room) {

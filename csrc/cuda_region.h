@@ -28,20 +28,14 @@ struct HybridRlRegion; // counted: its owner holds it, and every tensor over it
 struct HybridRlRegionInfo {
   uint64_t address, capacity, granularity;
   uint64_t mapped; // bytes of physical memory
-  uint64_t num_chunks;
   int32_t state;
 };
 
 // Reserves `capacity` bytes of addresses, rounded up; maps nothing. driver: path or name of libcuda. chunk: the most bytes
-// of one piece of physical memory. shareable: whether other processes may map it.
+// of one piece of physical memory.
 HYBRID_RL_EXPORT int32_t hybrid_rl_region_new(
-    const char* driver, int32_t device, uint64_t capacity, uint64_t chunk, int32_t shareable, HybridRlRegion** made,
-    char* message, uint64_t room);
-
-// Maps the memory of another process. fds stay the caller's. read_only: writes of this device fault.
-HYBRID_RL_EXPORT int32_t hybrid_rl_region_import(
-    const char* driver, int32_t device, const int32_t* fds, const uint64_t* sizes, uint64_t count, int32_t read_only,
-    HybridRlRegion** made, char* message, uint64_t room);
+    const char* driver, int32_t device, uint64_t capacity, uint64_t chunk, HybridRlRegion** made, char* message,
+    uint64_t room);
 
 // Has at least `bytes` bytes mapped from the beginning on; what is new is zero.
 HYBRID_RL_EXPORT int32_t hybrid_rl_region_grow(HybridRlRegion* region, uint64_t bytes, char* message, uint64_t room);
@@ -51,11 +45,6 @@ HYBRID_RL_EXPORT int32_t hybrid_rl_region_sleep(HybridRlRegion* region, char* me
 
 // Maps as much as before, zeros, at the same addresses. If it fails, everything is as it was, asleep.
 HYBRID_RL_EXPORT int32_t hybrid_rl_region_wake(HybridRlRegion* region, char* message, uint64_t room);
-
-// A new file descriptor and the bytes of every chunk, in order. They name the memory that is mapped now: after a sleep
-// they must be taken again, and memory that a peer has mapped is not free before the peer has unmapped it.
-HYBRID_RL_EXPORT int32_t hybrid_rl_region_export(
-    HybridRlRegion* region, int32_t* fds, uint64_t* sizes, uint64_t count, char* message, uint64_t room);
 
 // A DLPack tensor (DLManagedTensor*) of `bytes` bytes of uint8 at an offset, which holds the region.
 HYBRID_RL_EXPORT int32_t hybrid_rl_region_tensor(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,10 @@ class DriverError(MemoryStateError):
 
 
 class Info(ctypes.Structure):
-    """HybridRlRegionInfo: address, bytes reserved and mapped, bytes of a page, pieces of physical memory."""
+    """HybridRlRegionInfo: address, bytes reserved and mapped, bytes of a page."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("address", "capacity", "granularity", "mapped", "num_chunks")),
+        *((name, ctypes.c_uint64) for name in ("address", "capacity", "granularity", "mapped")),
         ("state", ctypes.c_int32),
     )
 
@@ -53,21 +52,12 @@ class Driver:
     library: Path = LIBRARY
     libcuda: str = "libcuda.so.1"
 
-    def new(self, ordinal: int, capacity_bytes: int, chunk_bytes: int, *, shareable: bool) -> NativeRegion:
+    def new(self, ordinal: int, capacity_bytes: int, chunk_bytes: int) -> NativeRegion:
         """Reserve addresses on a device. Raises DriverError, or MemoryStateError if the library is not there."""
-        arguments = (ordinal, ctypes.c_uint64(capacity_bytes), ctypes.c_uint64(chunk_bytes), int(shareable))
-        return self._made("hybrid_rl_region_new", *arguments)
-
-    def open(self, ordinal: int, fds: Sequence[int], sizes: Sequence[int], *, read_only: bool) -> NativeRegion:
-        """Map memory of another process on a device; see `NativeRegion.export`. Raises what `new` raises."""
-        count = len(fds)
-        arrays = (ctypes.c_int32 * count)(*fds), (ctypes.c_uint64 * count)(*sizes)
-        return self._made("hybrid_rl_region_import", ordinal, *arrays, ctypes.c_uint64(count), int(read_only))
-
-    def _made(self, name: str, *arguments: Any) -> NativeRegion:
         functions = _load(self.library)
         pointer = ctypes.c_void_p()
-        _call(functions, name, self.libcuda.encode(), *arguments, ctypes.byref(pointer))
+        sizes = ctypes.c_uint64(capacity_bytes), ctypes.c_uint64(chunk_bytes)
+        _call(functions, "hybrid_rl_region_new", self.libcuda.encode(), ordinal, *sizes, ctypes.byref(pointer))
         return NativeRegion(functions, pointer)
 
 
@@ -104,13 +94,6 @@ class NativeRegion:
         """End this hold; no other method may be called after it."""
         self._functions.hybrid_rl_region_drop(self._pointer)
 
-    def export(self) -> tuple[list[int], list[int]]:
-        """Return a new file descriptor, and the bytes, of each piece of physical memory."""
-        count = self.info().num_chunks
-        fds, sizes = (ctypes.c_int32 * count)(), (ctypes.c_uint64 * count)()
-        _call(self._functions, "hybrid_rl_region_export", self._pointer, fds, sizes, ctypes.c_uint64(count))
-        return list(fds), list(sizes)
-
     def tensor(self, offset: int, num_bytes: int, device: torch.device) -> Tensor:
         """Return uint8 [num_bytes] over the memory at an offset, which holds the region."""
         made = ctypes.c_void_p()
@@ -118,7 +101,6 @@ class NativeRegion:
         where = _DLPACK_DEVICES[device.type], device.index or 0
         _call(self._functions, "hybrid_rl_region_tensor", self._pointer, *place, *where, ctypes.byref(made))
         try:
-            # PyTorch is told the device and does not ask the driver, which would name the owner's for a peer's memory.
             return from_dlpack(_capsule_of(made, _CAPSULE_NAME, None))
         except BaseException:
             self._functions.hybrid_rl_region_drop_tensor(made)

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory.cuda_driver import OUT_OF_MEMORY, Driver, DriverError, NativeRegion
+from hybrid_rl.memory.cuda_driver import OUT_OF_MEMORY, Driver, DriverError
 from hybrid_rl.memory.region import TensorRegion
 
 CHUNK_BYTES = 2**28  # of physical memory that is had in one piece
-
-
-@dataclass(frozen=True)
-class Handles:
-    """The physical memory of a region for other processes of the machine: a file descriptor and the bytes of each
-    piece, in order. The descriptors are the holder's to close."""
-
-    fds: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def close(self) -> None:
-        """Close the descriptors. Memory that was opened with them stays mapped."""
-        for fd in self.fds:
-            os.close(fd)
 
 
 class CudaRegion(TensorRegion):
@@ -40,7 +23,7 @@ class CudaRegion(TensorRegion):
     succeeds. If the last holder of a region, a tensor or the region itself, is gone, so is everything.
 
     capacity_bytes: of addresses, rounded up to whole pages of the device. device: of its tensors. chunk_bytes: physical
-    memory is had in pieces of at most this. shareable: whether `handles` may be asked for. driver: None = that of CUDA.
+    memory is had in pieces of at most this. driver: None = that of CUDA.
 
     Raises MemoryStateError if the device or its driver cannot do this.
     """
@@ -52,15 +35,13 @@ class CudaRegion(TensorRegion):
         capacity_bytes: int,
         device: torch.device | str,
         chunk_bytes: int = CHUNK_BYTES,
-        shareable: bool = False,
         driver: Driver | None = None,
     ) -> None:
         device, ordinal = _with_index(torch.device(device))
         with _explained(tag, "cannot be made"):
-            native = (driver or Driver()).new(ordinal, max(1, capacity_bytes), chunk_bytes, shareable=shareable)
+            native = (driver or Driver()).new(ordinal, max(1, capacity_bytes), chunk_bytes)
         info = native.info()
         super().__init__(tag, capacity_bytes=info.capacity, address=info.address, device=device)
-        self.num_releases = 0
         self._native = native
         self._drop = weakref.finalize(self, native.drop)
 
@@ -70,8 +51,7 @@ class CudaRegion(TensorRegion):
         return 0 if self._closed else self._native.info().mapped
 
     def release(self) -> None:
-        """Wait for the device and give the memory back; the content is lost, addresses stay. Idempotent. What another
-        process has mapped is free when that process has unmapped it.
+        """Wait for the device and give the memory back; the content is lost, addresses stay. Idempotent.
 
         Raises MemoryStateError if the driver refuses; it is then awake, and the content is lost.
         """
@@ -81,7 +61,6 @@ class CudaRegion(TensorRegion):
         with _explained(self.tag, "cannot sleep"):
             self._native.sleep()
         self._released = True
-        self.num_releases += 1
 
     def restore(self) -> None:
         """Have memory at the same addresses, all zeros. Idempotent.
@@ -92,14 +71,6 @@ class CudaRegion(TensorRegion):
         if self._released:
             self._with_room(self._native.wake, "cannot wake")
             self._released = False
-
-    def handles(self) -> Handles:
-        """Return new descriptors of the memory that is mapped now; those of before a release name memory that is
-        gone. Raises MemoryStateError unless awake and made with shareable=True."""
-        self._require_awake("shared")
-        with _explained(self.tag, "cannot be shared"):
-            fds, sizes = self._native.export()
-        return Handles(tuple(fds), tuple(sizes))
 
     def close(self) -> None:
         """Give the memory back for good; idempotent. The addresses stay reserved until the last tensor is gone.
@@ -115,15 +86,9 @@ class CudaRegion(TensorRegion):
         self._drop()
 
     def _tensor(self, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
-        self._require_awake("allocated from")
         num_bytes = num_elements * dtype.itemsize
         self._with_room(lambda: self._native.grow(offset + num_bytes), "cannot grow")
         return self._native.tensor(offset, num_bytes, self.device).view(dtype)
-
-    def _require_awake(self, what: str) -> None:
-        self._require_open(what)
-        if self._released:
-            raise MemoryStateError(f"region {self.tag!r} is asleep and cannot be {what}; restore it first")
 
     def _with_room(self, call: Callable[[], None], what: str) -> None:
         """Make a call that takes memory; once more if PyTorch kept free what the device has not."""
@@ -135,41 +100,6 @@ class CudaRegion(TensorRegion):
                     raise
                 torch.cuda.empty_cache()
                 call()
-
-
-class OpenedRegion:
-    """A region of another process of this machine, mapped for a device of this one; it must only be read.
-
-    handles: as the owner gave them; they may be closed afterwards. device: of the tensors here; its GPU must have
-    access to the memory of the owner's. read_only: let the device refuse to write. driver: None = that of CUDA.
-
-    It stays mapped while it, or a tensor over it, is held. Raises MemoryStateError if it cannot be mapped.
-    """
-
-    def __init__(
-        self,
-        tag: str,
-        handles: Handles,
-        *,
-        device: torch.device | str,
-        read_only: bool = False,
-        driver: Driver | None = None,
-    ) -> None:
-        self.tag = tag
-        self.device, ordinal = _with_index(torch.device(device))
-        with _explained(tag, "cannot be opened"):
-            self._native: NativeRegion = (driver or Driver()).open(
-                ordinal, handles.fds, handles.sizes, read_only=read_only
-            )
-        self._drop = weakref.finalize(self, self._native.drop)
-
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the contiguous tensor at an offset, in bytes. Raises MemoryStateError if it ends outside."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        with _explained(self.tag, "holds no such tensor"):
-            return self._native.tensor(offset, num_bytes, self.device).view(dtype).view(shape)
 
 
 @contextmanager

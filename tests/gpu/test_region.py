@@ -1,38 +1,21 @@
-"""Regions of GPU memory on the real driver: the contract of all regions, graphs that outlive a night, lack of memory,
-and other processes that map the same memory."""
+"""Regions of GPU memory on the real driver: the contract of all regions, graphs that outlive a night, and lack of
+memory."""
 
 from __future__ import annotations
 
 import gc
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rl.controller.ranks import object_gather
 from hybrid_rl.engines.sampling import choose_plain
 from hybrid_rl.errors import MemoryStateError
-from hybrid_rl.memory.cuda_region import CudaRegion, OpenedRegion
-from hybrid_rl.resharding.handoff import region_memory
-from hybrid_rl.resharding.handoff.ipc import IpcSource
-from hybrid_rl.resharding.handoff.links import connect
-from hybrid_rl.resharding.rank_plan import make_plan
-from tests.distributed.ranks import run_ranks
+from hybrid_rl.memory.cuda_region import CudaRegion
 from tests.gpu.device import DEVICE, cuda_only
 from tests.support.cuda.cuda_stand_in import stand_in
 from tests.unit.memory.test_region_contract import *  # noqa: F403
 from tests.unit.memory.test_region_contract import Kind, cuda
-from tests.unit.resharding.handoff.parts import (
-    empty_engine,
-    engine_trace,
-    expected,
-    globals_of,
-    is_equal,
-    layout_of,
-    shards_of,
-)
 
 MIB = 2**20
 SECONDS = timedelta(seconds=120)
@@ -124,49 +107,3 @@ def test_copies_and_kernels_of_triton_take_memory_of_a_region() -> None:
     choose_plain(logits, torch.ones(4, device="cuda"), uniform, chosen)
     assert chosen[:, 0].tolist() == [999] * 4  # of probability 1 - 1/e, the others below one half
     assert logits.cpu().sum().item() == logits.sum(dtype=torch.float64).item() == 4000 * 3999 / 2
-
-
-def reads_regions(rank: int, num_ranks: int, read_only: bool, one_gpu: bool = True) -> bool:
-    """Shards in a region of every rank, read in place by an engine on every rank."""
-    driver = None
-    if DEVICE != "cuda":
-        driver = stand_in().driver
-    device = torch.device(DEVICE, 0 if one_gpu else rank) if DEVICE == "cuda" else torch.device("cpu")
-    made = partial(OpenedRegion, driver=driver, read_only=read_only)
-    region_memory.OpenedRegion = made  # type: ignore[misc,assignment]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    gather = object_gather(num_ranks, SECONDS)
-    tensors = globals_of()
-    layout = layout_of(tensors, num_ranks)
-    region = CudaRegion("shards", capacity_bytes=MIB, device=device, chunk_bytes=MIB, shareable=True, driver=driver)
-    shards: dict[str, Any] = {
-        name: region.allocate(tuple(t.shape), t.dtype).copy_(t) for name, t in shards_of(layout, tensors, rank).items()
-    }
-    trace = engine_trace(tensors, rank % num_ranks, num_ranks, torch.bfloat16)
-    engine = [tensor.to(device) for tensor in empty_engine(trace)]
-    plan = make_plan(trace, layout, rank, bucket_bytes=64)
-    source = connect(layout, rank, shards, regions=[region], device=device, gather=gather)
-    found = [type(source) is IpcSource]
-    for version in range(1, 4):
-        tensors = {name: tensor * 1.5 for name, tensor in tensors.items()}
-        for tensor in shards.values():
-            tensor.mul_(1.5)
-        with source.opened(version):
-            source.deliver(plan, engine)
-        wanted = expected(tensors, rank % num_ranks, num_ranks, torch.bfloat16)
-        found.append(is_equal([tensor.cpu() for tensor in engine], wanted))
-    gather(None)
-    source.close()
-    gather(None)
-    return all(found)
-
-
-@pytest.mark.parametrize("read_only", [False, True], ids=["read and write", "read only"])
-def test_two_processes_read_the_regions_of_each_other(read_only: bool) -> None:
-    assert run_ranks(reads_regions, 2, read_only) == [True, True]
-
-
-@pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_two_gpus_read_the_regions_of_each_other_over_the_link() -> None:
-    assert run_ranks(reads_regions, 2, False, False) == [True, True]

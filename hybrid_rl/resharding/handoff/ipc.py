@@ -1,7 +1,7 @@
 """Handoff between processes of one node: an engine reads the trainer's shards in place.
 
 Every trainer rank exports its shards once, as a description that pickles: on a CPU the memory file of a region and
-offsets in it, on CUDA the handle of the storage, or the number of a region and offsets. A process with the descriptions
+offsets in it, on CUDA the handle of the storage. A process with the descriptions
 of all ranks, whether a trainer rank or not, maps them at first use and keeps them mapped: nothing is opened, copied or
 counted per handoff. Mapped memory is only read, in place: the copy kernel of the reader's device takes it from another
 GPU over the link between the two and writes the engine's tensors. A rank may change its shards again when every
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.memory.cuda_region import CudaRegion, OpenedRegion
 from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.resharding.handoff.base import (
     HOST,
@@ -50,7 +49,6 @@ from hybrid_rl.resharding.handoff.gpu_memory import (
     gpu_of,
     open_tensor,
 )
-from hybrid_rl.resharding.handoff.region_memory import LentRegion, RegionLender, open_region
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.rank_plan import Plan
 
@@ -76,13 +74,12 @@ class MemoryFile:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A contiguous tensor: `offset_bytes` into file number `file`, or into region number `region` of GPU memory; or a
-    handle of GPU memory. gpu: the uuid of the GPU, if it is on one."""
+    """A contiguous tensor: `offset_bytes` into file number `file`, or a handle of GPU memory. gpu: the uuid of the GPU,
+    if it is on one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: int = -1
-    region: int = -1
     offset_bytes: int = 0
     handle: Handle | None = None
     gpu: str = ""
@@ -99,7 +96,6 @@ class Exported:
     files: tuple[MemoryFile, ...]
     tensors: tuple[ExportedTensor | None, ...]
     obstacle: str = ""
-    regions: tuple[LentRegion, ...] = ()
 
     @property
     def gpus(self) -> frozenset[str]:
@@ -111,11 +107,9 @@ class IpcExport:
     """The shards of this trainer rank, open to other processes of the node until `close`.
 
     tensors: name -> plain tensor or DTensor, for each tensor of the layout that this rank holds a part of.
-    regions: the memory that holds them, of the host or of a GPU; on a GPU some may lie outside. A part in host memory
-    outside all of them, or that is not contiguous, is copied into a separate region before every handoff;
-    `copied_bytes` says how much that is. If memory of a GPU cannot be shared, `exported` gives the reason instead. A
-    region of GPU memory that sleeps after the export must be exported again, and its old memory is free when all
-    readers have closed.
+    regions: the host memory that holds them. A part in host memory outside all of them, or that is not contiguous, is
+    copied into a separate region before every handoff; `copied_bytes` says how much that is. If memory of a GPU cannot
+    be shared, `exported` gives the reason instead.
 
     Raises HandoffError if a tensor is missing or differs from the layout.
     """
@@ -125,7 +119,7 @@ class IpcExport:
         layout: SourceLayout,
         rank: int,
         tensors: Mapping[str, Tensor],
-        regions: Sequence[Region | CudaRegion] = (),
+        regions: Sequence[Region] = (),
     ) -> None:
         self.rank = rank
         self._layout = layout
@@ -145,9 +139,7 @@ class IpcExport:
             self._own_region = Region("ipc_copies", capacity_bytes=capacity_for(outside.values()))
             for number, part in outside.items():
                 self._copies[number] = self._own_region.allocate(tuple(part.shape), part.dtype)
-        self._regions = [region for region in (*regions, self._own_region) if isinstance(region, Region)]
-        self._gpu_regions = [region for region in regions if isinstance(region, CudaRegion)]
-        self._lender: RegionLender | None = None
+        self._regions = [*regions, *([self._own_region] if self._own_region else [])]
         self._addresses = [None if part is None else part.data_ptr() for part in parts]
         self.parts: list[Tensor | None] = [self._copies.get(number, part) for number, part in enumerate(parts)]
         self._handles: dict[int, Handle] = {}
@@ -155,13 +147,6 @@ class IpcExport:
 
     def refresh(self) -> None:
         """Copy current weights to where others read them. Raises HandoffError if an exported tensor has moved."""
-        for lent in () if self._lender is None else self._lender.lent:
-            region = self._gpu_regions[lent.number]
-            if region.is_asleep or region.num_releases != lent.num_releases:
-                raise HandoffError(
-                    f"rank {self.rank}: region {region.tag!r} has slept since it was exported, so other processes "
-                    f"would read its old memory; export again while it is awake"
-                )
         parts = local_parts(self._layout, self.rank, self._tensors)
         for number, (part, address) in enumerate(zip(parts, self._addresses, strict=True)):
             if part is None:
@@ -178,38 +163,23 @@ class IpcExport:
         """Release copies and handles. Must be called only when no participant reads any more; idempotent."""
         give_back(list(self._handles.values()))
         self.parts, self._copies, self._tensors, self._handles = [], {}, {}, {}
-        if self._lender is not None:
-            self._lender.close()
         if self._own_region is not None:
             self._own_region.close()
 
     def _export(self) -> Exported:
-        parts = {number: part for number, part in enumerate(self.parts) if part is not None}
-        lent = {
-            number: (index, offset)
-            for number, part in parts.items()
-            for index, region in enumerate(self._gpu_regions)
-            if part.is_contiguous() and (offset := region.offset_of(part)) is not None
-        }
-        on_gpus = {i: part for i, part in parts.items() if part.device.type == "cuda" and i not in lent}
+        on_gpus = {i: part for i, part in enumerate(self.parts) if part is not None and part.device.type == "cuda"}
         try:
-            if lent:
-                self._lender = RegionLender(self._gpu_regions)
             if on_gpus:
                 self._handles = dict(zip(on_gpus, export_tensors(list(on_gpus.values())), strict=True))
-            tensors = tuple(self._describe(number, part, lent) for number, part in enumerate(self.parts))
+            tensors = tuple(self._describe(number, part) for number, part in enumerate(self.parts))
         except CannotShareError as error:
             return Exported(self.rank, (), (), str(error))
-        regions = () if self._lender is None else self._lender.lent
-        return Exported(self.rank, tuple(map(_file, self._regions)), tensors, regions=regions)
+        return Exported(self.rank, tuple(map(_file, self._regions)), tensors)
 
-    def _describe(self, number: int, part: Tensor | None, lent: Mapping[int, tuple[int, int]]) -> ExportedTensor | None:
+    def _describe(self, number: int, part: Tensor | None) -> ExportedTensor | None:
         if part is None:
             return None
         shape = tuple(part.shape)
-        if number in lent:
-            gpu = gpu_of(part.device) if part.device.type == "cuda" else ""
-            return ExportedTensor(shape, part.dtype, region=lent[number][0], offset_bytes=lent[number][1], gpu=gpu)
         if number in self._handles:
             return ExportedTensor(shape, part.dtype, handle=self._handles[number], gpu=gpu_of(part.device))
         for file, region in enumerate(self._regions):
@@ -336,8 +306,7 @@ def _open(exported: Exported, device: torch.device) -> list[Tensor | None]:
     """Map another process's export; memory of GPUs for `device`. Raises PeerError if that process is gone,
     HandoffError if a limit of this one is reached, CannotShareError if CUDA cannot map it."""
     mappings = [_map(file, exported.rank) for file in exported.files]
-    regions = [open_region(lent, exported.rank, device) for lent in exported.regions]
-    return [None if tensor is None else _opened(tensor, mappings, regions, device) for tensor in exported.tensors]
+    return [None if tensor is None else _opened(tensor, mappings, device) for tensor in exported.tensors]
 
 
 def _map(file: MemoryFile, rank: int) -> mmap.mmap:
@@ -362,13 +331,9 @@ def _map(file: MemoryFile, rank: int) -> mmap.mmap:
         ) from error
 
 
-def _opened(
-    tensor: ExportedTensor, mappings: Sequence[mmap.mmap], regions: Sequence[OpenedRegion], device: torch.device
-) -> Tensor:
+def _opened(tensor: ExportedTensor, mappings: Sequence[mmap.mmap], device: torch.device) -> Tensor:
     if tensor.handle is not None:
         return open_tensor(tensor.handle, device)
-    if tensor.region >= 0:
-        return regions[tensor.region].tensor(tensor.offset_bytes, tensor.shape, tensor.dtype)
     count = math.prod(tensor.shape)
     with warnings.catch_warnings():
         # torch warns that it cannot keep this process from writing here; the system does.

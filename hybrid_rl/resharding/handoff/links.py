@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.base import Gather, Source, gathered
 from hybrid_rl.resharding.handoff.distributed import DistributedSource
@@ -34,14 +33,14 @@ def connect(
     rank: int,
     tensors: Mapping[str, Tensor],
     *,
-    regions: Sequence[Region | CudaRegion] = (),
+    regions: Sequence[Region] = (),
     device: torch.device | None = None,
     gather: Gather,
 ) -> Source:
     """Make the source of a trainer rank among trainer ranks, with a way for each link. Collective.
 
     tensors: this rank's, plain or DTensor, by name.
-    regions: the memory of those on the host, and of those on a GPU that lie in a region there.
+    regions: the memory of those on the host.
     device: of this rank's engine.
 
     Messages between ranks of one host are logged, with the reason.

@@ -1,14 +1,12 @@
 // A stand-in of CUDA's driver for the calls of csrc/cuda_driver.h, over memory files: a reservation is an inaccessible
-// mapping, physical memory a memfd, and a shared handle a descriptor of it, so that peers are real processes.
+// mapping, and physical memory a memfd.
 //
 // It is stricter than it must be: whatever the real driver refuses or leaves undefined is refused here. The nth call of
 // any function can be made to fail, memory is limited by a budget, and a ledger counts what is alive.
 
 #include "../../../csrc/cuda_driver.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -28,7 +26,6 @@ constexpr Result kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, k
 struct Memory { // of one handle
   int fd;
   uint64_t size;
-  bool shareable, foreign;
   int num_maps = 0;
   bool released = false;
 };
@@ -42,7 +39,7 @@ std::recursive_mutex mutex;
 bool initialized = false;
 int num_devices = 2;
 uint64_t granularity = 4096, budget = UINT64_MAX, used = 0;
-int attributes[2] = {1, 1}; // of virtual memory, of file handles
+int has_virtual_memory = 1;
 long retained = 0;
 std::map<Pointer, uint64_t> reservations;
 std::map<Pointer, Map> maps;
@@ -94,7 +91,7 @@ void forget_if_unused(Handle handle) {
   Memory& memory = memories.at(handle);
   if (memory.released && memory.num_maps == 0) {
     close(memory.fd);
-    used -= memory.foreign ? 0 : memory.size;
+    used -= memory.size;
     memories.erase(handle);
   }
 }
@@ -125,8 +122,8 @@ EXPORT Result cuDeviceGet(Device* device, int ordinal) {
 
 EXPORT Result cuDeviceGetAttribute(int* value, int attribute, Device) {
   BEGIN("cuDeviceGetAttribute");
-  REQUIRE(attribute == kHasVirtualMemory || attribute == kHasFileHandles);
-  *value = attributes[attribute - kHasVirtualMemory];
+  REQUIRE(attribute == kHasVirtualMemory);
+  *value = has_virtual_memory;
   return kSuccess;
 }
 
@@ -198,6 +195,7 @@ EXPORT Result cuMemAddressFree(Pointer place, size_t size) {
 EXPORT Result cuMemCreate(Handle* handle, size_t size, const Properties* properties, unsigned long long flags) {
   BEGIN("cuMemCreate");
   REQUIRE(aligned(size) && flags == 0 && properties->win32 == nullptr && properties->type == kPinned);
+  REQUIRE(properties->handle_types == 0);
   if (used + size > budget) return kOutOfMemory;
   const int fd = memfd_create("cuda_stand_in", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, size) != 0) return kOutOfMemory;
@@ -207,7 +205,7 @@ EXPORT Result cuMemCreate(Handle* handle, size_t size, const Properties* propert
   munmap(all, size);
   used += size;
   *handle = next_handle++;
-  memories[*handle] = {fd, size, properties->handle_types == kFileHandle, false};
+  memories[*handle] = {fd, size};
   return kSuccess;
 }
 
@@ -248,8 +246,8 @@ EXPORT Result cuMemUnmap(Pointer place, size_t size) {
 EXPORT Result cuMemSetAccess(Pointer place, size_t size, const Access* access, size_t count) {
   BEGIN("cuMemSetAccess");
   REQUIRE(count == 1 && access->location.type == kOnDevice && access->location.id < num_devices && is_mapped(place, size));
-  const int protection = access->flags == kReadWrite ? PROT_READ | PROT_WRITE : access->flags == kRead ? PROT_READ : PROT_NONE;
-  return mprotect(reinterpret_cast<void*>(place), size, protection) == 0 ? kSuccess : kInvalidValue;
+  REQUIRE(access->flags == kReadWrite);
+  return mprotect(reinterpret_cast<void*>(place), size, PROT_READ | PROT_WRITE) == 0 ? kSuccess : kInvalidValue;
 }
 
 EXPORT Result cuMemsetD8_v2(Pointer place, unsigned char value, size_t size) {
@@ -257,24 +255,6 @@ EXPORT Result cuMemsetD8_v2(Pointer place, unsigned char value, size_t size) {
   if (contexts.empty()) return kInvalidContext;
   REQUIRE(is_mapped(place, size));
   std::memset(reinterpret_cast<void*>(place), value, size);
-  return kSuccess;
-}
-
-EXPORT Result cuMemExportToShareableHandle(void* made, Handle handle, int type, unsigned long long flags) {
-  BEGIN("cuMemExportToShareableHandle");
-  const auto found = memories.find(handle);
-  REQUIRE(found != memories.end() && type == kFileHandle && flags == 0 && found->second.shareable);
-  *static_cast<int*>(made) = fcntl(found->second.fd, F_DUPFD_CLOEXEC, 0);
-  return kSuccess;
-}
-
-EXPORT Result cuMemImportFromShareableHandle(Handle* handle, void* given, int type) {
-  BEGIN("cuMemImportFromShareableHandle");
-  const int fd = static_cast<int>(reinterpret_cast<uintptr_t>(given));
-  struct stat status;
-  REQUIRE(type == kFileHandle && fstat(fd, &status) == 0 && status.st_size > 0);
-  *handle = next_handle++;
-  memories[*handle] = {fcntl(fd, F_DUPFD_CLOEXEC, 0), static_cast<uint64_t>(status.st_size), true, true};
   return kSuccess;
 }
 
@@ -295,12 +275,11 @@ EXPORT Result cuGetErrorString(Result result, const char** text) {
 
 // ------------------------------------------------------------------------------------------------------ for the tests
 
-EXPORT void stand_in_set(uint64_t new_granularity, uint64_t new_budget, int has_virtual_memory, int has_file_handles) {
+EXPORT void stand_in_set(uint64_t new_granularity, uint64_t new_budget, int new_virtual_memory) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   granularity = new_granularity;
   budget = new_budget;
-  attributes[0] = has_virtual_memory;
-  attributes[1] = has_file_handles;
+  has_virtual_memory = new_virtual_memory;
   calls.clear();
   faults.clear();
   log_.clear();

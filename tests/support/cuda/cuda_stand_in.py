@@ -55,11 +55,10 @@ class StandIn:
         granularity: int = 4096,
         budget: int = UNLIMITED,
         virtual_memory: bool = True,
-        file_handles: bool = True,
     ) -> None:
         """Set the limits; no fault is planned then."""
         sizes = ctypes.c_uint64(granularity), ctypes.c_uint64(budget)
-        self._library.stand_in_set(*sizes, int(virtual_memory), int(file_handles))
+        self._library.stand_in_set(*sizes, int(virtual_memory))
 
     def fail(self, function: str, number: int = 1, code: int = 2) -> None:
         """Let the `number`-th call of a function from now on fail."""

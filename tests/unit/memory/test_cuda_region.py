@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.cuda_driver import Driver, DriverError
-from hybrid_rl.memory.cuda_region import CudaRegion, Handles, OpenedRegion
+from hybrid_rl.memory.cuda_region import CudaRegion
 from tests.support.cuda.cuda_stand_in import StandIn, stand_in
 
 PAGE = 4096
@@ -42,7 +42,6 @@ def region_of(standing_in: StandIn, num_pages: int = 8, tag: str = "kv") -> Cuda
         capacity_bytes=num_pages * PAGE,
         device="cpu",
         chunk_bytes=2 * PAGE,
-        shareable=True,
         driver=standing_in.driver,
     )
 
@@ -67,7 +66,7 @@ def test_memory_is_had_in_pieces_as_tensors_need_it(standing_in: StandIn) -> Non
     assert first.sum() == 7 * 3 * PAGE
     region.release()
     region.restore()
-    assert standing_in.calls()["cuMemCreate"] == 4 and region.occupied_bytes == 5 * PAGE and region.num_releases == 1
+    assert standing_in.calls()["cuMemCreate"] == 4 and region.occupied_bytes == 5 * PAGE
 
 
 def test_a_device_with_larger_pages_rounds_up(standing_in: StandIn) -> None:
@@ -109,7 +108,7 @@ def test_too_little_memory_to_wake_leaves_everything_asleep(standing_in: StandIn
 
 
 class Script:
-    """Two growths, a night, and a peer, each step tried again if a fault made it fail: the first failure must have
+    """Two growths and a night, each step tried again if a fault made it fail: the first failure must have
     changed nothing, so that the second try succeeds."""
 
     def __init__(self, standing_in: StandIn) -> None:
@@ -150,16 +149,7 @@ class Script:
         self.attempt(region.restore, lambda: region.is_asleep and region.occupied_bytes == 0)
         assert not first.any() and not second.any()
         assert awake()
-        peer = self.attempt(lambda: self.opened(region))
-        assert peer.tensor(3 * PAGE, (4 * PAGE,), torch.uint8).sum() == 8 * PAGE
         self.attempt(region.close)
-
-    def opened(self, region: CudaRegion) -> OpenedRegion:
-        handles = region.handles()
-        try:
-            return OpenedRegion("peer", handles, device="cpu", driver=self.standing_in.driver)
-        finally:
-            handles.close()
 
 
 QUIET = {  # calls whose failure nobody needs to hear of: they are made again, by what gives the last hold up
@@ -213,14 +203,10 @@ def broken_pieces(standing_in: StandIn) -> None:
         region = region_of(standing_in)
     except MemoryStateError:
         return
-    steps = (lambda: pages(region, 3), lambda: pages(region, 4), region.release, region.restore, region.handles)
+    steps = (lambda: pages(region, 3), lambda: pages(region, 4), region.release, region.restore)
     for step in steps:
-        try:
-            found = step()
-        except MemoryStateError:
-            continue
-        if isinstance(found, Handles):
-            found.close()
+        with suppress(MemoryStateError):
+            step()
     for _ in range(3):
         try:
             region.close()
@@ -262,16 +248,9 @@ def test_sleep_that_fails_for_good_is_said(standing_in: StandIn) -> None:
 # ---------------------------------------------------------------------------------------------------------- support
 
 
-@pytest.mark.parametrize(
-    ("limits", "what"),
-    [
-        ({"virtual_memory": False}, "device 0 and its driver offer no virtual memory management"),
-        ({"file_handles": False}, "device 0 and its driver offer no memory that other processes"),
-    ],
-    ids=["virtual memory", "file handles"],
-)
-def test_a_device_that_cannot_do_it_is_named(standing_in: StandIn, limits: dict[str, bool], what: str) -> None:
-    standing_in.reset(**limits)
+def test_a_device_that_cannot_do_it_is_named(standing_in: StandIn) -> None:
+    standing_in.reset(virtual_memory=False)
+    what = "device 0 and its driver offer no virtual memory management"
     with pytest.raises(MemoryStateError, match=f"region 'kv' cannot be made: {what}"):
         region_of(standing_in)
 
@@ -311,67 +290,7 @@ def test_a_failed_wait_is_the_kernels_and_nothing_has_moved(standing_in: StandIn
     assert standing_in.ledger().physical_bytes == 0
 
 
-# ----------------------------------------------------------------------------------------------------------- sharing
-
-
-def test_a_peer_sees_what_the_owner_writes_until_it_sleeps(standing_in: StandIn) -> None:
-    region = region_of(standing_in)
-    tensor = pages(region, 3)
-    handles = region.handles()
-    assert handles.sizes == (2 * PAGE, PAGE)
-    peer = OpenedRegion("peer", handles, device="cpu", driver=standing_in.driver)
-    handles.close()
-    seen = peer.tensor(100, (3, 5), torch.int16)
-    tensor[100:130] = 1
-    assert seen.tolist() == [[257] * 5] * 3
-    assert peer.tensor(0, (0, 4), torch.float32).shape == (0, 4)
-    with pytest.raises(
-        MemoryStateError, match="'peer' holds no such tensor: .* beyond the 12288 bytes that are mapped"
-    ):
-        peer.tensor(3 * PAGE - 4, (2,), torch.float32)
-    region.release()
-    assert standing_in.ledger().maps == 2 and seen[0, 0] == 257  # the peer holds the old memory
-    region.restore()
-    assert seen[0, 0] == 257 and not tensor.any()
-
-
-def reads(handles: Handles, standing_in_driver: Driver, answers: object) -> None:
-    """In another process."""
-    peer = OpenedRegion("peer", handles, device="cpu", read_only=True, driver=standing_in_driver)
-    answers.send(int(peer.tensor(PAGE, (PAGE,), torch.uint8).sum()))  # type: ignore[attr-defined]
-    answers.recv()  # type: ignore[attr-defined]
-    answers.send(int(peer.tensor(PAGE, (PAGE,), torch.uint8).sum()))  # type: ignore[attr-defined]
-
-
-def test_another_process_maps_the_same_memory(standing_in: StandIn) -> None:
-    region = region_of(standing_in)
-    tensor = pages(region, 3)
-    handles = region.handles()
-    fork = multiprocessing.get_context("fork")  # which hands descriptors down
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=reads, args=(handles, standing_in.driver, theirs))
-    process.start()
-    handles.close()
-    try:
-        assert ours.poll(20) and ours.recv() == 7 * PAGE
-        tensor.fill_(2)
-        ours.send("go on")
-        assert ours.poll(20) and ours.recv() == 2 * PAGE
-    finally:
-        process.join(20)
-    assert process.exitcode == 0
-
-
-def test_only_what_was_made_for_it_is_shared(standing_in: StandIn) -> None:
-    region = CudaRegion("kv", capacity_bytes=PAGE, device="cpu", driver=standing_in.driver)
-    pages(region, 1)
-    with pytest.raises(MemoryStateError, match="'kv' cannot be shared: its memory was not made to be shared"):
-        region.handles()
-    shared = region_of(standing_in)
-    pages(shared, 1)
-    shared.release()
-    with pytest.raises(MemoryStateError, match="'kv' is asleep and cannot be shared"):
-        shared.handles()
+# --------------------------------------------------------------------------------------------------------------- end
 
 
 def test_the_last_tensor_may_go_in_another_thread(standing_in: StandIn) -> None:
