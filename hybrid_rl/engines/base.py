@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.errors import ConfigError
@@ -135,16 +135,7 @@ class Generation:
         return -math.inf if self.tokens else self.request.priority
 
 
-class Prioritised(Protocol):
-    """What waits in a line: requests, or what has been made of them."""
-
-    @property
-    def priority(self) -> float:
-        """Lower ones go first."""
-        ...
-
-
-Waiting = TypeVar("Waiting", bound=Prioritised)
+Waiting = TypeVar("Waiting", bound=RolloutRequest | Generation)
 
 
 def join_line(line: deque[Waiting], new: Iterable[Waiting]) -> None:

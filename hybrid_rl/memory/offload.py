@@ -52,12 +52,10 @@ class OffloadedTensors:
         """Bytes that it takes while awake."""
         return (self._asleep or self._memory(is_checked=False)).num_bytes
 
-    def resident(self, after: tuple[str, ...] = ()) -> Resident:
-        """Make its resident. after: as there."""
+    def resident(self) -> Resident:
+        """Make its resident."""
         starts_awake = not self.is_asleep
-        return Resident(
-            self.tag, lambda: self.num_bytes, self.sleep, self.wake, after, starts_awake=starts_awake, atomic=True
-        )
+        return Resident(self.tag, lambda: self.num_bytes, self.sleep, self.wake, starts_awake=starts_awake, atomic=True)
 
     def sleep(self, tags: frozenset[str] = frozenset()) -> None:
         """Copy its bytes to the arena and free its memory. tags: not used; residents give them.

@@ -1,5 +1,6 @@
 """The client of an engine, over a real one: requests at any time, and an engine that is left empty whatever happens."""
 
+import functools
 import threading
 import time
 from contextlib import nullcontext
@@ -56,6 +57,7 @@ def flat(stream):
     return sorted((event for events in stream for event in events), key=lambda event: event.id)
 
 
+@functools.cache
 def undisturbed():
     return flat(EngineClient(Engine(max_num_seqs=2)).stream(REQUESTS, 1))
 

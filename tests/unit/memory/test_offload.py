@@ -81,13 +81,7 @@ def test_everything_returns_bit_for_bit_and_nothing_is_held_meanwhile(arena: Hos
     assert not offloaded.is_asleep and stored(tensors) == 981
     assert {name: bits(tensor) for name, tensor in tensors.items()} == before
     assert {name: version_of(tensor) for name, tensor in tensors.items()} == versions
-
-
-def test_views_and_ties_are_still_views_and_ties(arena: HostArena) -> None:
-    tensors = mixed()
-    offloaded = OffloadedTensors("actor", lambda: list(tensors.values()), arena)
-    offloaded.sleep()
-    offloaded.wake()
+    # Views are still views, and ties are ties.
     tensors["base"].fill_(2.0)
     assert tensors["row"].tolist() == [2.0] * 7 and float(tensors["columns"].sum()) == 2.0 * 3 * 33
     with torch.no_grad():

@@ -17,7 +17,7 @@ from hybrid_rl.rollout.call import RolloutCall
 from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 from tests.support.inside.rollouts import is_idle
 from tests.unit.engines.engines import inplace, prompt, request
-from tests.unit.engines.test_coordinator import on_ranks
+from tests.unit.engines.test_coordinator import alone, on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -265,8 +265,8 @@ def test_ranks_that_share_an_engine_go_on_until_the_last_has_ended():
     results = on_ranks(3, play)
     for rank, answers in enumerate(results):
         for number, answer in enumerate(answers):
-            (alone,) = inplace().ready().run([request(0, 4 + rank, 3 + number)])
-            assert answer.token_ids == alone.completion_ids
+            (sample,) = alone([request(0, 4 + rank, 3 + number)])
+            assert answer.token_ids == sample.completion_ids
     assert [len(answers) for answers in results] == [2, 2, 0]
 
 
@@ -292,10 +292,10 @@ def test_a_rank_may_ask_its_judges_while_another_still_plays():
             turns.release()
 
     for rank, (answers, judged) in enumerate(on_ranks(2, play)):
-        (alone,) = inplace().ready().run([request(0, 4 + rank, 3)])
-        assert [answer.token_ids for answer in answers] == [alone.completion_ids] * (1 + 4 * rank)
-        (alone,) = inplace().ready().run([request(-2, 5, 4)])
-        assert [event.completion_ids for event in judged] == [alone.completion_ids]
+        (sample,) = alone([request(0, 4 + rank, 3)])
+        assert [answer.token_ids for answer in answers] == [sample.completion_ids] * (1 + 4 * rank)
+        (sample,) = alone([request(-2, 5, 4)])
+        assert [event.completion_ids for event in judged] == [sample.completion_ids]
 
 
 def test_idle_ranks_meet_seldom():
