@@ -18,7 +18,6 @@ KV_CACHE = "kv_cache"
 TAGS = frozenset({WEIGHTS, KV_CACHE})
 
 FinishReason = Literal["stop", "length", "abort"]
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 class EngineState(enum.Enum):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from hybrid_rl.engines.base import FinishedSample, PauseMode, RolloutRequest
+from hybrid_rl.engines.base import FinishedSample, RolloutRequest
 from hybrid_rl.errors import EngineStateError, PeerFailedError
 
 
@@ -22,14 +22,13 @@ class PeerAbortedError(EngineStateError, PeerFailedError):
 class StepMessage:
     """What a rank asks for at a step boundary.
 
-    requests, aborted: under the ids of the shared engine. pauses: "resume" or a mode of pause, in order. num_expected:
-    requests that this rank will submit later. is_open: it is inside a session, and may submit more. aborts_all: it
-    ended the requests of everybody. version, fingerprint: of its weights, and of all tokens that it has seen.
+    requests, aborted: under the ids of the shared engine. num_expected: requests that this rank will submit later.
+    is_open: it is inside a session, and may submit more. aborts_all: it ended the requests of everybody. version,
+    fingerprint: of its weights, and of all tokens that it has seen.
     """
 
     requests: list[RolloutRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
-    pauses: list[PauseMode | Literal["resume"]] = field(default_factory=list)
     num_expected: int = 0
     is_open: bool = False
     aborts_all: bool = False
@@ -38,8 +37,8 @@ class StepMessage:
 
     @property
     def numbers(self) -> list[int]:
-        """All that a rank without requests, aborts or pauses has to say; first, whether there is more."""
-        has_more = bool(self.requests or self.aborted or self.pauses or self.aborts_all)
+        """All that a rank without requests and aborts has to say; first, whether there is more."""
+        has_more = bool(self.requests or self.aborted or self.aborts_all)
         return [has_more, self.num_expected, self.is_open, self.version, self.fingerprint]
 
     @classmethod

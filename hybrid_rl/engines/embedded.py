@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -61,14 +60,9 @@ class EmbeddedEngine(RolloutEngine):
                 "modules or parameters of the model were replaced since the engine was made; make a new Trainer"
             )
         num_tensors = check_shared(source, current)
-        self._requeue_running()
-        self._expect_moves()
+        self._begin_rollout()
         self.policy_version = version
         return HandoffReport(0, version=version, num_tensors=num_tensors, seconds=time.perf_counter() - start)
-
-    @abstractmethod
-    def _requeue_running(self) -> None:
-        """Let everything that runs wait again, in order, to be computed again; its cache is lost."""
 
     def _expect_moves(self) -> None:
         """Look where weights and cache are before the next pass; only needed by engines that remember addresses."""
@@ -77,7 +71,7 @@ class EmbeddedEngine(RolloutEngine):
     def sleep(self, tags: Iterable[str]) -> None:
         """Release the memory of the cache; what it held is lost."""
         tags = self.require_sleep(tags)
-        self._requeue_running()
+        self._begin_rollout()
         self._release_cache()
         self._cache_is_awake = False
         self.state = EngineState.ASLEEP if WEIGHTS in tags or self.state is EngineState.ASLEEP else EngineState.WEIGHTS

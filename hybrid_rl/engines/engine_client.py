@@ -10,9 +10,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-from hybrid_rl.engines.base import EngineStats, FinishedSample, PauseMode, RolloutRequest, SlotUse, join_line
+from hybrid_rl.engines.base import EngineStats, FinishedSample, RolloutRequest, SlotUse, join_line
 from hybrid_rl.engines.coordinator import Coordinator, PeerAbortedError, StepMessage
-from hybrid_rl.engines.guards import RolloutEngine, known_pause
+from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.engines.step_thread import StepThread
 from hybrid_rl.errors import DataError, EngineStateError
@@ -182,8 +182,8 @@ class EngineClient:
 
     def advance(self, *, idle_seconds: float = IDLE_SECONDS, can_interrupt: bool = True) -> None:
         """Take one step, for a loop that submits while others run, and looks into its handles after every step. If
-        nothing is left to generate, on any rank that shares the engine, wait until this rank submits, cancels, pauses
-        or resumes something, at most `idle_seconds`, and pass a step boundary.
+        nothing is left to generate, on any rank that shares the engine, wait until this rank submits or cancels
+        something, at most `idle_seconds`, and pass a step boundary.
 
         Collective over the ranks that share the engine, as long as any of them is inside the session. Raises
         KeyboardInterrupt, before that step, if an interrupt was requested and `can_interrupt`.
@@ -239,18 +239,6 @@ class EngineClient:
                 self._thread.run(self._abort_all)
             else:
                 self._abort_all()
-
-    def pause(self, mode: PauseMode) -> None:
-        """Stop generating from the next step boundary on, for all ranks that share the engine."""
-        with self._lock:
-            self._message.pauses.append(known_pause(mode))
-        self._asked.set()
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        with self._lock:
-            self._message.pauses.append("resume")
-        self._asked.set()
 
     def stats(self) -> EngineStats:
         """Counters of the engine, answered while a step runs too; those of a shared one count all ranks' requests."""
@@ -315,11 +303,6 @@ class EngineClient:
         if requests := [request for message in messages for request in message.requests]:
             self.engine.submit(requests, self.engine.policy_version)
         for message in messages:
-            for word in message.pauses:
-                if word == "resume":
-                    self.engine.resume()
-                else:
-                    self.engine.pause(word)
             self.engine.abort(message.aborted)
         num_expected = sum(message.num_expected for message in messages)
         if self.is_shared:
@@ -356,8 +339,8 @@ class EngineClient:
             self._num_unfinished = self._num_open = 0
 
     def at_rest(self) -> RolloutEngine:
-        """Return the engine between two steps, after everything that was asked for (a pause, above all) has been
-        carried out: for `update_weights`, `sleep` and `wake`. Collective over the ranks that share the engine."""
+        """Return the engine between two steps, after everything that was asked for has been carried out: for
+        `update_weights`, `sleep` and `wake`. Collective over the ranks that share the engine."""
         with self._driver:
             if self._thread:
                 self._thread.settle()

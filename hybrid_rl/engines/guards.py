@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import get_args
 
 import psutil
 import torch
@@ -19,7 +18,6 @@ from hybrid_rl.engines.base import (
     FinishedSample,
     FinishReason,
     Generation,
-    PauseMode,
     RolloutRequest,
 )
 from hybrid_rl.engines.stop_strings import StopStrings
@@ -61,7 +59,6 @@ class Generator(ABC):
         self._ids: set[int] = set()  # of the requests that are not finished
         self._aborted: set[int] = set()
         self._stopping: dict[tuple[str, ...], StopStrings] = {}
-        self._paused: PauseMode | None = None
         self.counters = Counters()
 
     @property
@@ -196,22 +193,8 @@ class Generator(ABC):
 
     def abort_all(self) -> None:
         """End every request at once and leave the engine empty; the events are lost."""
-        self.pause("abort")
-        try:
-            self.step()
-        finally:
-            self.resume()
-
-    def pause(self, mode: PauseMode) -> None:
-        """Stop generating. abort: end all requests; wait: finish them, admit no new ones; keep: hold them as they
-        are."""
-        if known_pause(mode) == "abort":
-            self.abort(self._ids)
-        self._paused = mode
-
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._paused = None
+        self.abort(self._ids)
+        self.step()
 
     def stats(self) -> EngineStats:
         """Counters and state."""
@@ -257,12 +240,11 @@ class RolloutEngine(Generator):
 
     @abstractmethod
     def update_weights(self, source: Source, version: int) -> HandoffReport:
-        """Take the weights of a policy version. Cached prefixes are dropped; kept requests are prefilled again.
+        """Take the weights of a policy version. Cached prefixes are dropped.
 
-        Raises EngineStateError while requests run that are not held by pause("keep"), while requests wait that no pause
-        holds back (they were promised the version they were submitted for), or for a version that does not rise;
-        HandoffError if the weights cannot be taken or are wrong: an engine that has written some of them by then holds
-        no version, and generates nothing until it is given weights.
+        Raises EngineStateError while requests are unfinished, which were promised the version they were submitted for,
+        or for a version that does not rise; HandoffError if the weights cannot be taken or are wrong: an engine that
+        has written some of them by then holds no version, and generates nothing until it is given weights.
         """
 
     @abstractmethod
@@ -290,17 +272,17 @@ class RolloutEngine(Generator):
             raise EngineStateError(
                 f"policy version {version} does not follow version {self.policy_version}, which the engine holds"
             )
-        if (self._ids and self._paused is None) or (self.num_running and self._paused != "keep"):
+        if self._ids:
             raise EngineStateError(
-                f"{self.num_running} requests are running and {self.num_waiting} waiting; finish them, or hold them by "
-                f"pause('keep'), or end them by pause('abort') and a step"
+                f"{self.num_running} requests are running and {self.num_waiting} waiting; finish them, or end them by "
+                f"abort_all()"
             )
 
     def require_sleep(self, tags: Iterable[str]) -> frozenset[str]:
-        """Return the tags. Raises ValueError for unknown ones, EngineStateError while requests run unheld."""
+        """Return the tags. Raises ValueError for unknown ones, EngineStateError while requests run."""
         known = known_tags(tags)
-        if self.num_running and self._paused != "keep":
-            raise EngineStateError(f"{self.num_running} requests are running; finish or pause them before sleeping")
+        if self.num_running:
+            raise EngineStateError(f"{self.num_running} requests are running; finish or end them before sleeping")
         return known
 
     def require_wake(self, tags: Iterable[str]) -> frozenset[str]:
@@ -317,13 +299,6 @@ def free_cache_bytes(device: torch.device, memory_share: float) -> int:
     is_cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available
     return int(FREE_MEMORY_SHARE * memory_share * free)
-
-
-def known_pause(mode: PauseMode) -> PauseMode:
-    """Return the mode. Raises ValueError for an unknown one."""
-    if mode not in get_args(PauseMode):
-        raise ValueError(f"pause mode {mode!r} is unknown; use {', '.join(get_args(PauseMode))}")
-    return mode
 
 
 def known_tags(tags: Iterable[str]) -> frozenset[str]:

@@ -85,8 +85,7 @@ def rest_shown(llm: Any) -> Iterator[None]:
 
 
 class EngineMemory:
-    """Puts an LLMEngine's weights and cache to sleep, and wakes them. Requests that it holds stay, and are computed
-    again.
+    """Puts an LLMEngine's weights and cache to sleep, and wakes them.
 
     Sleeping weights are lost, and nothing of them is copied, unless they are kept; vLLM keeps the model's buffers in
     host memory meanwhile. constants: tensors among the weights that are neither parameters nor buffers, and that a

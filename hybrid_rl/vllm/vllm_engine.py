@@ -1,7 +1,7 @@
 """vLLM inside the trainer's process, as a RolloutEngine.
 
-One step of ours is one step of vLLM. What waits, waits here: vLLM is given as many requests as may run, so that a
-pause, an abort or a new version need not look into its queues.
+One step of ours is one step of vLLM. What waits, waits here: vLLM is given as many requests as may run, so that an
+abort need not look into its queues.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class VLLMEngine(ColocatedEngine):
         return len(self._waiting)
 
     def _forget_prefixes(self) -> None:
-        """Drop the cache; running requests are computed again, with the weights of then."""
-        if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
+        """Drop the cache."""
+        if not self._llm.reset_prefix_cache():
             raise HandoffError(
                 "vLLM did not drop its prefix cache, so cached keys of old weights would be used with the new ones"
             )
@@ -225,9 +225,8 @@ class VLLMEngine(ColocatedEngine):
         self.require_ready(self.policy_version)
         try:
             finished = self._take_aborted()
-            if self._paused is None:
-                self._admit()
-            if not self._running or self._paused == "keep":
+            self._admit()
+            if not self._running:
                 return finished
             with self._guest.stepping():
                 outputs = self._llm.step()

@@ -224,10 +224,7 @@ class LedgerLLM:
                 self.ledger.copied["to device"] += self.weight_bytes
                 self.ledger.host_bytes -= self.weight_bytes
 
-    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        """Running requests are computed again: what has been sampled ahead for them is dropped."""
-        if reset_running_requests:
-            self._ahead = deque([[]] * len(self._ahead))
+    def reset_prefix_cache(self) -> bool:
         return True
 
     # ------------------------------------------------------------------------------------------------- requests

@@ -16,7 +16,7 @@ def share(rank, num_ranks):
     import torch.distributed as dist
 
     from hybrid_rl.controller.ranks import BlockGather
-    from hybrid_rl.engines.base import KV_CACHE, TAGS
+    from hybrid_rl.engines.base import KV_CACHE, TAGS, Beginning
     from hybrid_rl.engines.coordinator import Coordinator
     from hybrid_rl.engines.engine_client import EngineClient
     from hybrid_rl.errors import EngineStateError
@@ -66,17 +66,16 @@ def share(rank, num_ranks):
     with client.session():
         handle = client.submit([request(5, 4, 6)], 1)
         client.poll(handle)
-        if rank == 1:
-            client.pause("keep")
+        client.cancel(handle)
+        (broken,) = client.wait(handle)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(0.05)
         client.at_rest().update_weights(TensorSource.of(module), 2)
         client.at_rest().sleep({KV_CACHE})
         client.at_rest().wake({KV_CACHE})
-        if rank == 1:
-            client.resume()
-        sample = client.wait(handle)[0]
+        begun = Beginning(tuple(broken.completion_ids), tuple(broken.logprobs), tuple(broken.versions))
+        (sample,) = client.generate([replace(request(5, 4, 6), begun=begun)], 2)
     seen["kept"] = (
         sample.versions,
         abs((forward_logprobs(module, request(5, 4, 6), sample) - torch.tensor(sample.logprobs))[1:].max().item()),
@@ -137,7 +136,7 @@ def test_a_rank_that_ends_early_frees_the_other(ranks):
     assert "rank 1 of those that share this engine ended its rollout early" in message
 
 
-def test_a_pause_of_one_rank_holds_the_replica_over_a_handoff(ranks):
+def test_what_was_broken_off_goes_on_after_a_handoff(ranks):
     for seen in ranks:
         versions, gap = seen["kept"]
         assert versions == [1, 2, 2, 2, 2, 2]

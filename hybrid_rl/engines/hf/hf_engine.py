@@ -86,19 +86,18 @@ class HFEngine(EmbeddedEngine):
         self.require_ready(self.policy_version)
         leaving = self._take_aborted()
         finished: list[FinishedSample] = []
-        if self._paused != "keep":
-            try:
-                sampled = self._run()
-            except BaseException:
-                # The interrupted pass has written into some of the caches.
-                self._requeue_running()
-                self._waiting.extend(leaving)
-                raise
-            self.counters.num_steps += bool(sampled)
-            for part in sampled:
-                ended, events = self._extended(part.sequences, part.tokens, part.logprobs)
-                self._drop(ended)
-                finished += events
+        try:
+            sampled = self._run()
+        except BaseException:
+            # The interrupted pass has written into some of the caches.
+            self._requeue_running()
+            self._waiting.extend(leaving)
+            raise
+        self.counters.num_steps += bool(sampled)
+        for part in sampled:
+            ended, events = self._extended(part.sequences, part.tokens, part.logprobs)
+            self._drop(ended)
+            finished += events
         self._aborted = set()
         return [*(self._finish(sequence, "abort") for sequence in leaving), *finished]
 
@@ -133,9 +132,7 @@ class HFEngine(EmbeddedEngine):
             fits = self._reserved_bytes(sequence) <= free and (
                 num_new <= budget or (is_first and not prompts.num_tokens)
             )
-            # Who has tokens already was admitted before, and has lost its cache.
-            may_start = self._paused is None or bool(sequence.tokens)
-            if sequence.num_tokens == prompts.length and fits and may_start:
+            if sequence.num_tokens == prompts.length and fits:
                 prompts.add(sequence)
                 places -= 1
                 free -= self._reserved_bytes(sequence)

@@ -100,7 +100,7 @@ class InPlaceEngine(EmbeddedEngine):
         """Schedule a pass, run it, and take its tokens; returns what finished."""
         self.require_ready(self.policy_version)
         leaving = self._scheduler.take_aborted(self._aborted)
-        chunks = [] if self._paused == "keep" else self._scheduler.schedule(admit=self._paused is None)
+        chunks = self._scheduler.schedule()
         sampled = None
         if chunks:
             try:
@@ -135,9 +135,6 @@ class InPlaceEngine(EmbeddedEngine):
         self._cache.clear()
 
     # --------------------------------------------------------------------------------------- weights and memory
-
-    def _requeue_running(self) -> None:
-        self._scheduler.requeue_running()
 
     def _expect_moves(self) -> None:
         self._runner.expect_moves()

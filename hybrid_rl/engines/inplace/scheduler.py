@@ -124,17 +124,16 @@ class Scheduler:
         """Queue sequences, by priority."""
         join_line(self.waiting, sequences)
 
-    def schedule(self, *, admit: bool) -> list[Chunk]:
+    def schedule(self) -> list[Chunk]:
         """Return the next pass, in the order of admission: one token of every sequence that decodes, and prompt tokens
-        up to max_num_batched_tokens. Empty if nothing can run. admit: whether anybody new may start."""
+        up to max_num_batched_tokens. Empty if nothing can run."""
         preemptions = self.counters.num_preemptions
         chunks, budget = self._continue_running(self.max_num_batched_tokens)
         if preemptions == self.counters.num_preemptions:
-            for chunk in chunks if admit else ():
+            for chunk in chunks:
                 if not chunk.sequence.tokens and chunk.is_last:
                     self._fork(chunk)
-            # Who has tokens already was admitted before, and had to make room.
-            while self.waiting and (admit or self.waiting[0].tokens) and self.slots.num_free and budget > 0:
+            while self.waiting and self.slots.num_free and budget > 0:
                 admitted = self._admit(budget)
                 if admitted is None:
                     break

@@ -116,7 +116,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
         self.require_update(version)
         if source.weight_layout() != self._layout:
             raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
-        self._requeue_running()
+        self._begin_rollout()
         self.policy_version = -1
         with source.opened(version):
             delivered = source.deliver(self._plan(source), self._traced.destinations)
@@ -135,7 +135,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
     def sleep(self, tags: Iterable[str]) -> None:
         """Discard the cache, and with WEIGHTS the weights too."""
         tags = self.require_sleep(tags)
-        self._requeue_running()
+        self._begin_rollout()
         self._release_cache()
         if WEIGHTS in tags and not self.weights_region.is_asleep:
             self.weights_region.release()

@@ -58,7 +58,7 @@ def forget_failure(engine: Any) -> None:
 
 def forget_requests(engine: Any) -> bool:
     """Abort what the engine has at its next step, also if it is paused. Returns whether it has anything."""
-    engine._paused, engine._aborted = None, set(engine._ids)
+    engine._aborted = set(engine._ids)
     return bool(engine._ids)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
+from hybrid_rl.engines.base import TAGS, Beginning, FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.engines.hf.hf_engine import HFEngine
@@ -50,9 +50,11 @@ class Rig:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
 
 
-def inplace(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Rig:
-    """Blocks of 4 tokens: more of them, and attention in PyTorch."""
-    module = build(family, dtype=dtype)
+def inplace(
+    family: str = "qwen2", *, dtype: torch.dtype = torch.float32, num_layers: int | None = None, **settings: Any
+) -> Rig:
+    """Blocks of 4 tokens: more of them, and attention in PyTorch. num_layers: None = as many as the family has here."""
+    module = build(family, dtype=dtype, **({} if num_layers is None else {"num_hidden_layers": num_layers}))
     config = inplace_settings(**{"block_size": 4, "max_num_seqs": 16, **settings})
     engine = InPlaceEngine(CausalLM(module), config, max_length=48, decode=decode)
     return Rig(engine, module)
@@ -112,6 +114,18 @@ def mixed_requests() -> list[RolloutRequest]:
         request(90, 6, 8, temperature=0.0),
         request(91, 6, 8, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
     ]
+
+
+def break_off(rig: Rig, requests: list[RolloutRequest]) -> list[RolloutRequest]:
+    """End these requests, of which none has finished; those that go on where they were."""
+    rig.engine.abort([sent.id for sent in requests])
+    made = {event.id: event for event in rig.engine.step()}
+    assert {event.finish_reason for event in made.values()} == {"abort"}
+    columns = {
+        identity: (tuple(event.completion_ids), tuple(event.logprobs), tuple(event.versions))
+        for identity, event in made.items()
+    }
+    return [replace(sent, begun=Beginning(*columns[sent.id])) for sent in requests]
 
 
 def finish(engine: RolloutEngine, limit: int = 500) -> list[FinishedSample]:

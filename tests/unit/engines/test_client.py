@@ -27,11 +27,9 @@ class Engine:
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def pause(self, mode):
-        self.num_aborts += mode == "abort"
-        self.engine.pause(mode)
-
-    abort_all = RolloutEngine.abort_all
+    def abort_all(self):
+        self.num_aborts += 1
+        RolloutEngine.abort_all(self)
 
     def step(self):
         self.num_steps += 1
@@ -335,16 +333,3 @@ def test_what_does_not_fit_into_the_engine_waits_by_priority_too():
             client.advance()
             order += [sample.id for handle in (early, late) for sample in handle.take()]
     assert order == [0, 1, 4, 2, 3, 8]
-
-
-def test_a_pause_holds_from_the_next_step_on(engine, client):
-    with client.session():
-        handle = client.submit([request(0, max_tokens=3)], 1)
-        client.poll(handle)
-        client.pause("keep")
-        assert client.poll(handle) == client.poll(handle) == []
-        assert client.at_rest().stats().num_generated_tokens == 1
-        client.resume()
-        assert len(client.wait(handle)[0].completion_ids) == 3
-    with pytest.raises(ValueError, match="pause mode 'stop' is unknown"):
-        client.pause("stop")

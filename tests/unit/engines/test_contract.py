@@ -101,12 +101,9 @@ def test_weights_are_refused_while_requests_run_or_wait(make):
         rig.publish(2)
     rig.engine.submit([request(1)], 1)
     rig.engine.step()
-    for mode in (None, "wait", "abort"):
-        if mode:
-            rig.engine.pause(mode)
-        with pytest.raises(EngineStateError, match="1 requests are running"):
-            rig.publish(2)
-    assert [event.id for event in rig.engine.step()] == [0, 1]
+    with pytest.raises(EngineStateError, match="1 requests are running"):
+        rig.publish(2)
+    rig.engine.abort_all()
     rig.publish(2)
     assert rig.engine.policy_version == 2
 
@@ -166,11 +163,8 @@ def test_samples_are_the_same_after_a_night(rig, tags):
 
 def test_an_engine_with_running_requests_does_not_sleep(rig):
     start(rig, request(0))
-    for mode in (None, "wait", "abort"):
-        if mode:
-            rig.engine.pause(mode)
-        with pytest.raises(EngineStateError, match="1 requests are running"):
-            rig.engine.sleep({KV_CACHE})
+    with pytest.raises(EngineStateError, match="1 requests are running"):
+        rig.engine.sleep({KV_CACHE})
     assert rig.engine.state is EngineState.READY
 
 
@@ -257,7 +251,7 @@ def test_sampling_parameters_out_of_range_are_refused(name, value):
         SamplingParams(**{"max_tokens": 1, name: value})
 
 
-# ------------------------------------------------------------------------------------------------- abort and pause
+# ------------------------------------------------------------------------------------------------- abort
 
 
 def test_abort_ends_running_and_waiting_requests_with_what_they_have(make):
@@ -275,57 +269,20 @@ def test_abort_ends_running_and_waiting_requests_with_what_they_have(make):
     assert [(event.id, event.finish_reason) for event in drain(rig.engine)] == [(1, "length")]
 
 
+def test_abort_all_leaves_the_engine_empty(make):
+    rig = make(max_num_seqs=1).ready()
+    undisturbed = rig.run([request(0)])
+    start(rig, request(0), request(1), num_steps=2)
+    rig.engine.abort_all()
+    assert (rig.engine.num_unfinished, rig.engine.num_running, rig.engine.num_waiting) == (0, 0, 0)
+    same_samples(rig.run([request(0)]), undisturbed)
+
+
 def test_an_abort_of_the_past_does_not_end_a_later_request_of_that_id(rig):
     rig.engine.abort([0])
     assert rig.run([request(0)])[0].finish_reason == "length"
     rig.engine.abort([0])
     assert rig.run([request(0)])[0].finish_reason == "length"
-
-
-def test_pause_abort_ends_everything_and_holds_back_what_comes(rig):
-    start(rig, request(0), request(1))
-    rig.engine.pause("abort")
-    assert {(event.id, event.finish_reason) for event in rig.engine.step()} == {(0, "abort"), (1, "abort")}
-    rig.engine.submit([request(2)], 1)
-    assert rig.engine.step() == []
-    rig.engine.resume()
-    assert [(event.id, event.finish_reason) for event in drain(rig.engine)] == [(2, "length")]
-
-
-def test_pause_wait_finishes_what_runs_and_admits_nothing_new(make):
-    rig = make(max_num_seqs=1).ready()
-    start(rig, request(0), request(1), num_steps=2)
-    rig.engine.pause("wait")
-    events = [event for _ in range(10) for event in rig.engine.step()]
-    assert [(event.id, event.finish_reason) for event in events] == [(0, "length")]
-    assert rig.engine.stats().num_waiting == rig.engine.num_unfinished == 1
-    rig.engine.resume()
-    assert [event.id for event in drain(rig.engine)] == [1]
-
-
-def test_pause_keep_holds_requests_as_they_are(rig):
-    undisturbed = rig.run([request(0), request(1, 9)])
-    start(rig, request(0), request(1, 9))
-    rig.engine.pause("keep")
-    generated = rig.engine.stats().num_generated_tokens
-    assert [rig.engine.step() for _ in range(3)] == [[], [], []]
-    assert rig.engine.stats().num_generated_tokens == generated
-    rig.engine.resume()
-    same_samples(sorted(drain(rig.engine), key=lambda event: event.id), undisturbed)
-
-
-def test_kept_requests_can_be_aborted(rig):
-    start(rig, request(0), request(1))
-    rig.engine.pause("keep")
-    rig.engine.abort([1])
-    assert [(event.id, len(event.completion_ids)) for event in rig.engine.step()] == [(1, 3)]
-    rig.engine.resume()
-    assert [event.id for event in drain(rig.engine)] == [0]
-
-
-def test_an_unknown_pause_is_refused(rig):
-    with pytest.raises(ValueError, match="pause mode 'stop' is unknown"):
-        rig.engine.pause("stop")
 
 
 # ---------------------------------------------------------------------------------------------------------- stats

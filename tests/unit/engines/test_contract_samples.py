@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybrid_rl.engines.base import KV_CACHE, TAGS
 from tests.unit.engines.engines import (
     FACTORIES,
     TOKEN_BYTES,
-    finish,
+    break_off,
     forward_logprobs,
     mixed_requests,
     prompt,
@@ -140,48 +139,17 @@ def test_a_completion_of_one_token(rig, num_samples):
 # ---------------------------------------------------------------------------------------------------- new versions
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "night", "limit"),
-    [
-        pytest.param(0, None, 2, id="awake"),
-        pytest.param(0, TAGS, 16, id="all asleep before a step"),
-        pytest.param(1, {KV_CACHE}, 16, id="cache asleep"),
-        pytest.param(3, None, 16, id="awake in the middle"),
-        pytest.param(3, {KV_CACHE}, 2, id="cache asleep while some wait"),
-        pytest.param(1, TAGS, 2, id="all asleep while some wait"),
-    ],
-)
-def test_kept_requests_go_on_under_equal_weights_as_if_undisturbed(make, num_steps, night, limit):
-    rig = make(max_num_seqs=limit).ready()
-    requests = [request(i, 4 + i // 2, 6, group=i // 2) for i in range(4)]
-    undisturbed = rig.run(requests)
-    rig.engine.submit(requests, 1)
-    events = [event for _ in range(num_steps) for event in rig.engine.step()]
-    rig.engine.pause("keep")
-    if night:
-        rig.engine.sleep(night)
-        rig.engine.wake(TAGS)
-    rig.publish(2)
-    assert rig.engine.step() == []
-    rig.engine.resume()
-    samples = sorted([*events, *finish(rig.engine)], key=lambda event: event.id)
-    same_samples(samples, undisturbed)
-    made_before = [num_steps if limit == 16 or sample.id < limit else 0 for sample in samples]
-    assert [sample.versions for sample in samples] == [[1] * n + [2] * (6 - n) for n in made_before]
-
-
 def test_every_token_comes_from_the_weights_of_its_version(rig):
-    """Prefilled again: the keys of old tokens, too, are those of the new weights."""
+    """Of completions that are broken off, and go on: the keys of old tokens, too, are those of the new weights."""
     requests = [request(0, 5, 8), request(1, 9, 8)]
     old = [forward_logprobs(rig.module, *pair) for pair in zip(requests, rig.run(requests), strict=True)]
     rig.engine.submit(requests, 1)
     for _ in range(3):
         rig.engine.step()
-    rig.engine.pause("keep")
+    going_on = break_off(rig, requests)
     rig.perturb()
     rig.publish(4)
-    rig.engine.resume()
-    for sent, sample, under_old in zip(requests, finish(rig.engine), old, strict=True):
+    for sent, sample, under_old in zip(requests, rig.run(going_on, 4), old, strict=True):
         assert sample.versions == [1] * 3 + [4] * 5
         new = forward_logprobs(rig.module, sent, sample)
         assert (new[:3] - under_old[:3]).abs().max() > 1e-2  # the weights did move

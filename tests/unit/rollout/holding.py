@@ -123,8 +123,6 @@ class KnownEngine(RolloutEngine):
         self._aborted = set()
         self._running = [one for one in self._running if one not in leaving]
         self._waiting = [one for one in self._waiting if one not in leaving]
-        if self._paused == "abort":
-            return finished
         while self._waiting and len(self._running) < self._slots:
             self._running.append(self._waiting.pop(0))
         for one in list(self._running):

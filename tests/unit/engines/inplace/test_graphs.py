@@ -13,7 +13,7 @@ from hybrid_rl.engines.base import KV_CACHE, TAGS, RolloutRequest, SamplingParam
 from hybrid_rl.engines.inplace.cuda_graphs import DecodePass, PassTables, graph_sizes
 from hybrid_rl.errors import EngineStateError, MemoryStateError
 from tests.support.inside.engines import graphs_of, wrap_capture
-from tests.unit.engines.engines import finish, inplace, mixed_requests, request, same_samples
+from tests.unit.engines.engines import break_off, finish, inplace, mixed_requests, request, same_samples
 from tests.unit.engines.inplace.graph_stand_in import Graph, force_device_path
 
 pytestmark = pytest.mark.slow
@@ -68,13 +68,14 @@ def interrupted_twins():
     """Two requests alike, computed again in one pass with new weights when a single token of the second is not in the
     blocks that the first fills in that very pass."""
     rig = inplace().ready()
-    rig.engine.submit([request(i, 4, 12, temperature=0.0) for i in range(2)], 1)
+    requests = [request(i, 4, 12, temperature=0.0) for i in range(2)]
+    rig.engine.submit(requests, 1)
     for _ in range(5):
         rig.engine.step()
-    rig.engine.pause("keep")
+    going_on = break_off(rig, requests)
     rig.perturb()
     rig.publish(2)
-    rig.engine.resume()
+    rig.engine.submit(going_on, 2)
     return finish(rig.engine), rig.engine.stats()
 
 

@@ -12,6 +12,7 @@ from hybrid_rl.engines.base import RolloutRequest
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,
+    break_off,
     finish,
     forward_logprobs,
     inplace,
@@ -110,13 +111,12 @@ def test_another_version_finds_nothing_of_the_old_one():
     rig.engine.submit(requests, 1)
     for _ in range(3):
         rig.engine.step()
-    rig.engine.pause("keep")
+    going_on = break_off(rig, requests)
     rig.perturb()
     rig.publish(2)
-    rig.engine.resume()
     before = counters(rig)
     late = after(32, 40, 5, 9)
-    rig.engine.submit([late], 2)
+    rig.engine.submit([*going_on, late], 2)
     samples = {}
     while rig.engine.num_unfinished:
         samples.update((event.id, event) for event in rig.engine.step())
@@ -140,9 +140,7 @@ def test_the_bits_of_a_rollout_do_not_depend_on_what_ran_before(make):
     used.run([replace(one, id=one.id + 50) for one in reversed(rollout)] + [request(99, 21, 5)])
     used.engine.submit(rollout[2:], 1)
     used.engine.step()
-    used.engine.pause("abort")
-    used.engine.step()
-    used.engine.resume()
+    used.engine.abort_all()
     before = counters(used)
     assert used.run(rollout) == expected  # to the bit, logprobs too
     assert tuple(now - then for now, then in zip(counters(used), before, strict=True)) == counters(fresh)

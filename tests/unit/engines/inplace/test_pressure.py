@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rl.engines.base import RolloutRequest
+from hybrid_rl.engines.base import KV_CACHE, TAGS, RolloutRequest
 from hybrid_rl.engines.guards import RolloutEngine
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,
+    break_off,
     finish,
     forward_logprobs,
     inplace,
@@ -81,31 +82,18 @@ def test_who_was_pushed_out_can_be_aborted_with_what_it_has():
     assert is_empty(rig.engine)
 
 
-def test_a_pause_that_waits_finishes_also_who_was_pushed_out():
-    rig = inplace(max_num_seqs=2, kv_cache_memory_bytes=24 * TOKEN_BYTES).ready()
-    requests = [request(i, 5, 16) for i in range(3)]
-    rig.engine.submit(requests, 1)
-    rig.engine.step()
-    rig.engine.pause("wait")
-    events = [event for _ in range(60) for event in rig.engine.step()]
-    assert rig.engine.stats().num_preemptions > 0
-    same_samples(events, alone(inplace, requests[:2]))
-    assert (rig.engine.stats().num_running, rig.engine.stats().num_waiting) == (0, 1)
-
-
 def test_a_new_version_under_pressure_reaches_everybody(make):
-    """Pushed out, held, and computed again under other weights: each token comes from the weights of its version."""
+    """Pushed out, broken off, and going on under other weights: each token comes from the weights of its version."""
     rig = make(kv_cache_memory_bytes=64 * TOKEN_BYTES, max_num_batched_tokens=7).ready()
     requests = [request(i, 9 + i, 30) for i in range(4)]
     rig.engine.submit(requests, 1)
     while not rig.engine.stats().num_preemptions:
         rig.engine.step()
     rig.engine.step()
-    rig.engine.pause("keep")
+    going_on = break_off(rig, requests)
     rig.perturb()
     rig.publish(2)
-    rig.engine.resume()
-    samples = finish(rig.engine)
+    samples = rig.run(going_on, 2)
     assert {tuple(sorted(set(sample.versions))) for sample in samples} >= {(1, 2)}
     for sent, sample in zip(requests, samples, strict=True):
         new = torch.tensor(sample.versions) == 2
@@ -113,16 +101,19 @@ def test_a_new_version_under_pressure_reaches_everybody(make):
         torch.testing.assert_close(torch.tensor(sample.logprobs)[new], expected[new], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("budget", [1, 3])
-def test_held_requests_are_computed_again_in_chunks_of_any_size(make, budget):
-    requests = [request(i, 5 + i, 12) for i in range(3)]
+@pytest.mark.parametrize(("budget", "night"), [(1, None), (3, {KV_CACHE}), (8192, TAGS)], ids=["1", "3", "8192"])
+def test_what_was_broken_off_goes_on_as_if_undisturbed_in_chunks_of_any_size(make, budget, night):
+    requests = [request(i, 5 + i, 12, group=i // 2) for i in range(3)]
     rig = make(max_num_batched_tokens=budget).ready()
     rig.engine.submit(requests, 1)
-    events = [event for _ in range(8) for event in rig.engine.step()]
-    rig.engine.pause("keep")
+    for _ in range(8):
+        rig.engine.step()
+    going_on = break_off(rig, requests)
+    if night:
+        rig.engine.sleep(night)
+        rig.engine.wake(TAGS)
     rig.publish(2)
-    rig.engine.resume()
-    samples = sorted([*events, *finish(rig.engine)], key=lambda event: event.id)
+    samples = rig.run(going_on, 2)
     assert any(set(sample.versions) == {1, 2} for sample in samples)
     same_samples(samples, alone(make, requests))
 
@@ -213,21 +204,6 @@ def test_an_abort_in_the_middle_of_a_prompt(make, leaving):
     assert [(e.id, e.completion_ids, e.finish_reason) for e in events] == [(i, [], "abort") for i in leaving]
     same_samples(finish(rig.engine), [s for s in alone(make, requests) if s.id not in leaving])
     assert is_empty(rig.engine)
-
-
-def test_a_pause_in_the_middle_of_a_prompt(make):
-    rig = make(max_num_batched_tokens=9).ready()
-    requests = [request(i, 30, 4, group=0) for i in range(2)]
-    rig.engine.submit(requests, 1)
-    for _ in range(2):
-        rig.engine.step()
-    rig.engine.pause("keep")
-    rig.publish(2)
-    assert rig.engine.step() == []
-    rig.engine.resume()
-    samples = finish(rig.engine)
-    same_samples(samples, alone(make, requests))
-    assert {version for sample in samples for version in sample.versions} == {2}
 
 
 def test_a_request_longer_than_the_engine_was_told_to_expect(make):

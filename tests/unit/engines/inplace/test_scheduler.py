@@ -54,9 +54,9 @@ class Driver:
         self.memory: list[list[tuple[int, ...] | None]] = [[None] * size for _ in range(made.pool.num_blocks)]
         self.finished: list[int] = []
 
-    def __call__(self, *, admit=True) -> list[tuple[list[int], int, int]]:
+    def __call__(self) -> list[tuple[list[int], int, int]]:
         """One pass: (ids of a chunk and its followers, start, count) of each chunk."""
-        chunks = self.made.schedule(admit=admit)
+        chunks = self.made.schedule()
         self.check_limits(chunks)
         self.run(chunks)
         return [([m.request.id for m in (c.sequence, *c.followers)], c.start, c.count) for c in chunks]
@@ -181,16 +181,6 @@ def test_nobody_overtakes_a_large_request():
     assert drive() == [([2], 0, 14)]
 
 
-def test_nothing_is_admitted_where_admission_is_closed():
-    made = scheduler()
-    made.add([sequence(1), *group(2, 2)])
-    drive = Driver(made)
-    assert drive(admit=False) == []
-    drive()
-    made.add([sequence(3)])
-    assert [ids for ids, _, _ in drive(admit=False)] == [[1], [20], [21]]
-
-
 # ------------------------------------------------------------------------------------------------- chunked prefill
 
 
@@ -289,7 +279,7 @@ def test_a_copy_is_made_of_a_block_that_the_same_pass_gives_away(num_new):
     while made.running or made.waiting:
         drive()
     made.add([continued(first, 2, 1, max_tokens=num_new)])
-    (chunk,) = made.schedule(admit=True)
+    (chunk,) = made.schedule()
     source = chunk.sequence.blocks[2]
     assert (chunk.start, chunk.count, chunk.copied_block) == (10, 2, -1)
     drive.run([chunk])
@@ -297,7 +287,7 @@ def test_a_copy_is_made_of_a_block_that_the_same_pass_gives_away(num_new):
         drive()
     assert not free_blocks(made.pool)
     made.add([continued(first, 3, num_new, max_tokens=2)])
-    (chunk,) = made.schedule(admit=True)
+    (chunk,) = made.schedule()
     assert (chunk.start, chunk.count, chunk.copied_block) == (11, num_new, source)
     assert source in chunk.sequence.blocks[2:]
     drive.run([chunk])
@@ -422,7 +412,7 @@ REQUESTS = st.lists(
     max_size=10,
 )
 EVENTS = st.lists(
-    st.sampled_from(["pass", "pass", "pass", "closed", "abort", "continue", "continue", "requeue", "forget"]),
+    st.sampled_from(["pass", "pass", "pass", "pass", "abort", "continue", "continue", "requeue", "forget"]),
     max_size=40,
 )
 
@@ -458,7 +448,7 @@ def test_everybody_finishes_and_reads_only_its_own_text(
         elif event == "forget" and not made.running:
             made.pool.forget()
         else:
-            drive(admit=event != "closed")
+            drive()
         drive.check_ownership()
     for _ in range(2000):
         if not made.waiting and not made.running:
