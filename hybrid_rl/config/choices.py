@@ -11,13 +11,13 @@ from hybrid_rl.algos import ADVANTAGES, CORRECTIONS, KL_TERMS, POLICY_LOSSES, Ne
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig, EntropyConfig
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig, SampledEvalConfig
-from hybrid_rl.config.hf import HFRolloutConfig
 from hybrid_rl.config.lora_keys import FullTrainingConfig, LoraKeys
 from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.config.schema import (
     BFloat16ModelConfig,
     ControllerConfig,
     CriticConfig,
+    HFRolloutConfig,
     InPlaceRolloutConfig,
     ModelConfig,
     RayControllerConfig,

@@ -370,7 +370,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
             return dict(value)
         first = next(option for option in options if option is not type(None))
         if isinstance(value, str) and str in options and typing.get_origin(first) is list:
-            return _one_text(path, value)
+            _check_brackets(path, value)
+            return value
         try:
             return _typed(path, first, value)
         except ConfigError as error:
@@ -389,9 +390,8 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
         return value
     if origin is list:
         value = [] if value is None else value
-        words = value.split(",") if isinstance(value, str) else []
-        if len(words) > 1 and typing.get_origin(options[0]) is Literal:
-            raise ConfigError(f"{path}={value!r} is one text; write a list as {path}=[{value}]")
+        if isinstance(value, str) and typing.get_origin(options[0]) is Literal:
+            _check_brackets(path, value)
         if isinstance(value, str) or not isinstance(value, Sequence):
             value = [value]
         return [_typed(f"{path}[{index}]", options[0], item) for index, item in enumerate(value)]
@@ -402,11 +402,10 @@ def _typed(path: str, expected: Any, value: Any) -> Any:
     return _scalar(path, expected, value)
 
 
-def _one_text(path: str, value: str) -> str:
-    """Return a text of a key that also takes a list. Raises ConfigError if it is a list without its brackets."""
+def _check_brackets(path: str, value: str) -> None:
+    """Raise ConfigError for a text that is a list without its brackets."""
     if re.fullmatch(r"\w+(,\s*\w+)+", value):
         raise ConfigError(f"{path}={value!r} is one text; write a list as {path}=[{value}]")
-    return value
 
 
 def _scalar(path: str, expected: type, value: Any) -> Any:

@@ -29,9 +29,13 @@ from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
-from hybrid_rl.config.packed_engines import ENGINES, Packing
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
+
+ENGINES = (
+    "inplace (embedded, any machine), vllm (in the trainer's processes) or hf (the model's own forward, in training "
+    "too: for linear attention, convolutions, state spaces and other layers that cannot be packed; slower)"
+)
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,16 @@ class InPlaceRolloutConfig(RolloutConfig):
 
 
 @dataclass(frozen=True)
+class HFRolloutConfig(RolloutConfig):
+    """rollout.engine=hf, which decodes through the model's own forward, with the caches of transformers. A running
+    sequence counts at its full length in the cache."""
+
+    is_packed: ClassVar[bool] = False
+
+    engine: Literal["hf"] = key("hf", ENGINES)
+
+
+@dataclass(frozen=True)
 class ColocatedRolloutConfig(RolloutConfig):
     """Keys of all engines in the trainer's process that have their own weights."""
 
@@ -348,7 +362,7 @@ class RayControllerConfig(ControllerConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class TrainerConfig(LoggingKeys, LastingKeys, Packing, Shown):
+class TrainerConfig(LoggingKeys, LastingKeys, Shown):
     """The whole configuration of a run."""
 
     num_ranks: int | Literal["auto"] = key(
@@ -396,3 +410,8 @@ class TrainerConfig(LoggingKeys, LastingKeys, Packing, Shown):
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether models run packed rows in training; which engine generates is another matter."""
+        return self.rollout.is_packed and self.model.attention != "unpacked"

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hybrid_rl.config.hf import HFRolloutConfig
+from hybrid_rl.config.schema import HFRolloutConfig
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, join_line
 from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.guards import free_cache_bytes

@@ -6,8 +6,7 @@ from typing import Any
 
 from hybrid_rl.algos.options import field_types
 from hybrid_rl.config.engine_keys import EngineArgs, InPlaceArgs, VLLMArgs
-from hybrid_rl.config.hf import HFRolloutConfig
-from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import HFRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
 
 
 def inplace_settings(**settings: Any) -> InPlaceRolloutConfig:

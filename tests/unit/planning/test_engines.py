@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rl.config.hf import HFRolloutConfig
-from hybrid_rl.config.schema import InPlaceRolloutConfig, VLLMRolloutConfig
+from hybrid_rl.config.schema import HFRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.planning.engines import bytes_beside
 
 
