@@ -136,45 +136,6 @@ def test_the_error_gives_the_advice(library: str, prefix: str) -> None:
     assert refusal({prefix + one.name: 1}) == f"unknown key {prefix + one.name!r}: {one.advice}"
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [  # hints by spelling that were wrong: seed, save_rollouts, overlong_prompts, max_completion_length ...
-        ("deepspeed", "ranks train with FSDP2"),
-        ("disable_dropout", "dropout is always off"),
-        ("log_unique_prompts", "set log_completions"),
-        ("num_completions_to_print", "set log_completions"),
-        ("rollout.name", "set rollout.engine"),
-        ("actor_rollout_ref.actor.kl_loss_type", "it counts only with use_kl_loss=True"),
-        ("data.truncation", "set overlong_prompts"),
-        ("actor_rollout_ref.rollout.multi_turn.enable", "pass tools="),
-        ("actor_rollout_ref.actor.megatron.param_offload", "there is no Megatron"),
-        ("critic.optim.lr", "set critic_learning_rate"),
-        ("optim.lr", "set learning_rate"),
-        ("custom_reward_function.path", "in Python pass reward_funcs="),
-        ("reward_model.rollout.name", "pass reward functions"),
-        ("sync_ref_model", "set ref_model_sync_steps"),
-        ("vllm_enable_sleep_mode", "leave it out: vLLM sleeps"),
-        ("per_device_eval_batch_size", "leave it out: evaluation is batched"),
-        ("trainer.test_freq", "set eval_steps"),
-        ("actor_rollout_ref.actor.optim.weight_decay", "set weight_decay"),
-        ("lora_rank", "set lora.r=1 lora_alpha=16"),
-        ("lora_r", "set lora.r=1 lora_alpha=32"),
-        ("lora_target_modules", "set target_modules"),
-        ("lora.lora_dropout", "adapters have no dropout, because ratios need the same network twice"),
-        ("lora.bias", "biases of the model are frozen"),
-        ("load_in_4bit", "weights of the trainer are not quantised (QLoRA)"),
-        ("actor_rollout_ref.model.lora.rank", "there is no Megatron"),
-    ],
-)
-def test_meaning_comes_before_spelling(name: str, answer: str) -> None:
-    assert answer in refusal({name: 1})
-
-
-@pytest.mark.parametrize("name", ["zzz", "hub", "sleep_mode", "rope", "num_workers_of_mine"])
-def test_a_name_that_is_like_no_other_gets_no_hint(name: str) -> None:
-    assert refusal({name: 1}) == f"unknown key {name!r} (`hybrid-rl keys` lists all)"
-
-
 def test_all_that_is_wrong_is_one_table() -> None:
     text = refusal(
         {"lr": 1, "logging_steps": 2, "bogus": 3, "max_steps": 1.5, "gamma": 0.9, "learning_rat": 1, "num_ranks": 0}
@@ -204,46 +165,6 @@ def test_an_unknown_member_hides_no_unknown_key() -> None:
     text = refusal({"algorithm": "grop", "lr": 1, "cliprange_value": 0.1})
     assert "algorithm.name='grop' is unknown" in text and "set learning_rate" in text
     assert "cliprange_value" not in text  # it may be a key of the algorithm that was meant
-
-
-@dataclasses.dataclass
-class GRPOConfig:
-    """What matters of TRL's: a dataclass whose defaults are computed, and most of whose fields are unknown here."""
-
-    output_dir: str | None = None
-    learning_rate: float = 1e-6
-    per_device_train_batch_size: int = 8
-    num_generations: int = 8
-    logging_steps: float = 10
-    bf16: bool | None = None
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        self.bf16 = True if self.bf16 is None else self.bf16
-        self.output_dir = self.output_dir or "trainer_output"
-
-
-def test_args_of_trl_are_taken_or_refused() -> None:
-    args = GRPOConfig(output_dir="runs/a", learning_rate=1e-5, num_generations=4)
-    config, given = load_config(None, {"args": args, "learning_rate": 1e-4})
-    assert (config.optimizer.learning_rate, config.algorithm.num_generations, config.output_dir) == (1e-4, 4, "runs/a")
-    assert given == {"optimizer.learning_rate", "algorithm.num_generations", "output_dir"}
-    config, _ = load_config(None, {"args": GRPOConfig(per_device_train_batch_size=16, logging_steps=1)})
-    assert config.data.prompts_per_step == 2
-    with pytest.raises(ConfigError, match="2 completions per step .* num_generations=8"):
-        load_config(None, {"args": GRPOConfig(per_device_train_batch_size=2)})
-
-    @dataclasses.dataclass
-    class NeedsGPU(GRPOConfig):
-        use_cpu: bool = False
-
-        def __post_init__(self) -> None:
-            if not self.use_cpu:
-                raise ValueError("no GPU")
-
-    assert load_config(None, {"args": NeedsGPU(use_cpu=True, bf16=False, seed=7)})[1] == {"seed", "model.device"}
-    with pytest.raises(ConfigError, match="args=3 is of type int; pass a GRPOConfig of TRL"):
-        load_config(None, {"args": 3})
 
 
 def test_the_records_are_of_use_to_the_documentation() -> None:

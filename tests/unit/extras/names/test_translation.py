@@ -1,7 +1,6 @@
 """Settings of verl, translated with their values: the line at the end of the error is a configuration."""
 
 import math
-import re
 import shlex
 from typing import Any
 
@@ -63,30 +62,6 @@ def test_the_line_can_be_pasted() -> None:
     pasted, paths = load_config(None, arguments=[f"{key}={value}" for key, value in given.items()])
     assert (pasted, paths) == load_config(meant)
     assert "Hydra deletes a key" in " ".join(text.split())
-
-
-@pytest.mark.parametrize(
-    ("argument", "advice"),
-    [
-        ("trainer.critic_warmup=0", "leave it out: 0 asks for nothing"),
-        ("trainer.critic_warmup=20", "set critic_warmup_steps=20"),
-        ("trainer.save_freq=-1", "leave it out: -1 asks for nothing"),
-        ("trainer.test_freq=-1", "leave it out: -1 asks for nothing"),
-        ("trainer.test_freq=5", "set eval_steps=5"),
-        ("trainer.logger=['console','wandb']", "set report_to=[wandb]: the console and metrics.jsonl are always there"),
-        ("trainer.logger=['console']", "leave it out: the console and metrics.jsonl are always there"),
-        ("trainer.logger=['swanlab']", "set report_to: the console and metrics.jsonl are always there"),
-        (f"{ACTOR}.fsdp_config.grad_offload=False", "leave it out: "),
-        (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "set loss_type=grpo"),
-        ("custom_reward_function.path=my.py", "set reward=my.py:compute_score: on a command line"),
-        (f"{ACTOR}.use_kl_loss=True", "set kl=loss beta=0.001 use_bias_correction_kl=false"),
-        ("data.truncation=left", "set overlong_prompts=truncate"),
-        ("data.truncation=middle", "set overlong_prompts: error, drop or truncate"),
-        ("~critic", "leave it out: with ~ Hydra deletes a key"),
-    ],
-)
-def test_values_come_along(argument: str, advice: str) -> None:
-    assert refusal(argument).startswith(f"unknown key {argument.partition('=')[0]!r}: {advice}")
 
 
 @pytest.mark.parametrize(
@@ -160,10 +135,6 @@ def test_the_reward_that_verl_chooses_by_itself_is_asked_for_at_once() -> None:
     assert "add reward=" not in refusal("trainer.nnodes=1", "rollout_batch_size=8")
 
 
-def test_a_list_on_the_command_line() -> None:
-    assert "write a list as report_to=[console,wandb]" in refusal("report_to=console,wandb")
-
-
 MODEL = "actor_rollout_ref.model"
 
 
@@ -212,15 +183,3 @@ def test_adapters_by_short_names(arguments: list[str], expected: dict[str, str])
     assert ("without lora_alpha it is" in " ".join(text.split())) is (
         bool(expected) and "lora_alpha=" not in str(arguments)
     )
-
-
-@pytest.mark.parametrize(("value", "advice"), [("True", "on_host=[activations]"), ("False", "asks for nothing")])
-def test_activations_of_verl_on_the_host(value: str, advice: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(advice)):
-        load_config(None, arguments=[f"actor_rollout_ref.model.enable_activation_offload={value}"])
-
-
-@pytest.mark.parametrize("key", ["fsdp.cpu_offload", "model.activation_offload", "memory.optimizer_on_host"])
-def test_an_earlier_switch_that_was_off_is_not_told_to_be_on(key: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"'{key}': leave it out (False is what happens anyway)")):
-        load_config(None, {key: False})
