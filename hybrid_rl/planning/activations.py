@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,27 @@ class PassMemory:
         return PassMemory(peaks, self.host_bytes + num_layers * (longer.host_bytes - self.host_bytes))
 
 
+Arguments = ParamSpec("Arguments")
+
+
+def _by_layers(
+    count: Callable[Concatenate[Counted, Arguments], PassMemory],
+) -> Callable[Concatenate[Counted, Arguments], PassMemory]:
+    """Let a method count a pass of a model with many equal layers on two with few; a reference has all of them."""
+
+    @functools.wraps(count)
+    def counted(self: Counted, *args: Arguments.args, **named: Arguments.kwargs) -> PassMemory:
+        blocks = [] if any(isinstance(value, CausalLM) for value in args) else _equal_blocks(self.module)
+        # Of what is offloaded, so many tensors are back at a time however many layers there are.
+        num_few = FEW_LAYERS + (NUM_AHEAD if self.offloads else 0)
+        if len(blocks) <= num_few + 1:
+            return count(self, *args, **named)
+        few, more = (count(replace(self, module=_shortened(self.module, num_few + n)), *args, **named) for n in (0, 1))
+        return few.extended(more, len(blocks) - num_few)
+
+    return counted
+
+
 @dataclass(frozen=True)
 class Counted:
     """A model on the meta device that is to be counted. device_type: of the ranks, "cuda" or "cpu"; config: of the run,
@@ -106,14 +128,10 @@ class Counted:
         """Wrap the module. Its parameters are shared with all others that were made of it."""
         return CountedModel(self)
 
+    @_by_layers
     def update(self, samples: Samples, reference: CausalLM | None = None, *, is_first: bool) -> PassMemory:
         """Count the policy's forward and backward pass. reference: for a loss that reads its distribution. is_first:
         whether gradients of the mini-batch do not exist yet."""
-        if reference is not None:
-            return self._update(samples, reference, is_first=is_first)
-        return self._by_layers(lambda it: it._update(samples, None, is_first=is_first))
-
-    def _update(self, samples: Samples, reference: CausalLM | None, *, is_first: bool) -> PassMemory:
         model, spec = self.model(), LossSpec.of(self.config)
         batch = learning_batch(samples, self.config, spec)
         prepared = prepared_column(batch, [[list(range(batch.num_samples))]], spec, RankContext(), seed=0)
@@ -130,11 +148,9 @@ class Counted:
 
         return self._count(model, run, is_first=is_first)
 
+    @_by_layers
     def update_values(self, samples: Samples, clip: float | None, *, is_first: bool) -> PassMemory:
         """Count the critic's forward and backward pass. Arguments as in `update`."""
-        return self._by_layers(lambda it: it._update_values(samples, clip, is_first=is_first))
-
-    def _update_values(self, samples: Samples, clip: float | None, *, is_first: bool) -> PassMemory:
         model = self.model()
         batch = learning_batch(samples, self.config, LossSpec.of(self.config))
         mask = batch["completion_mask"].values
@@ -145,11 +161,9 @@ class Counted:
 
         return self._count(model, run, is_first=is_first)
 
+    @_by_layers
     def score(self, samples: Samples) -> PassMemory:
         """Count a forward pass without gradients: logprobs, or values if the model has one number per token."""
-        return self._by_layers(lambda it: it._score(samples))
-
-    def _score(self, samples: Samples) -> PassMemory:
         model, spec = self.model(), LossSpec.of(self.config)
         scorer, columns = model.without_adapters() if self.is_base else model, samples.columns
         wants_all = bool(spec.num_top) or Needs.SUM_PI_SQUARED in self.config.advantage.needs
@@ -166,12 +180,10 @@ class Counted:
 
         return self._count(model, run, is_first=True)
 
+    @_by_layers
     def generate(self, num_tokens: int, num_sequences: int, *, bytes_beside: int) -> PassMemory:
         """Count a pass of an engine over so many tokens, with logits of so many sequences. bytes_beside: what it holds
         beside each of them while it samples; kernels that draw from logits need none."""
-        return self._by_layers(lambda it: it._generate(num_tokens, num_sequences, bytes_beside))
-
-    def _generate(self, num_tokens: int, num_sequences: int, bytes_beside: int) -> PassMemory:
         model = self.model()
 
         def run() -> None:
@@ -187,11 +199,9 @@ class Counted:
 
         return self._count(model, run, is_first=True)
 
+    @_by_layers
     def probe(self, num_tokens: int) -> PassMemory:
         """Count the trainer's half of the probe of a handoff, on a prompt of so many tokens."""
-        return self._by_layers(lambda it: it._probe(num_tokens))
-
-    def _probe(self, num_tokens: int) -> PassMemory:
         model = self.model()
         prompt = Jagged.from_rows([[0] * num_tokens], torch.int64)
         num_passes = num_probe_passes(model.dtype)
@@ -225,16 +235,6 @@ class Counted:
         """Return the bytes of a sequence in the model's own cache."""
         with self._named(), Kernels(self.device_type):
             return CacheSize.of(self.model())
-
-    def _by_layers(self, count: Callable[[Counted], PassMemory]) -> PassMemory:
-        """Count a pass, of a model with many equal layers on two with few."""
-        blocks = _equal_blocks(self.module)
-        # Of what is offloaded, so many tensors are back at a time however many layers there are.
-        num_few = FEW_LAYERS + (NUM_AHEAD if self.offloads else 0)
-        if len(blocks) <= num_few + 1:
-            return count(self)
-        few, more = (count(replace(self, module=_shortened(self.module, num_few + n))) for n in (0, 1))
-        return few.extended(more, len(blocks) - num_few)
 
     def _count(self, model: CountedModel, run: Callable[[], None], *, is_first: bool) -> PassMemory:
         trained = [p for p in self.module.parameters() if p.requires_grad]

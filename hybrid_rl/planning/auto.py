@@ -22,7 +22,6 @@ from hybrid_rl.memory.cycle import (
     REWARD_MODELS,
     TEACHER,
 )
-from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, Choices, MemoryPlan
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
 from hybrid_rl.planning.phases import NOTES, StepMemory
@@ -37,14 +36,12 @@ CACHE_SHARE = 0.5  # of the cache that all sequences want: if there is less, mor
 FEWEST_TOKENS = 1024  # of a micro-batch that is made smaller: below, passes only get slower
 
 
-def plan_memory(shape: RunShape, config: TrainerConfig, budget: Budget, *, passes: Passes | None = None) -> MemoryPlan:
+def plan_memory(passes: Passes, config: TrainerConfig, budget: Budget) -> MemoryPlan:
     """Plan the memory of a resolved configuration, with what is `auto` decided. The plan may not fit: see `fits`.
-    passes: of the same shape, with what has been counted already.
 
     Raises ModelError for a model that cannot be counted, ConfigError for keys that do not go together.
     """
-    passes = passes or Passes(shape)
-    plans = [_plan_side(side, shape, budget, passes) for side in _sides(config)]
+    plans = [_plan_side(side, budget, passes) for side in _sides(config)]
     return plans[0] if len(plans) == 1 else _of_both(*plans)
 
 
@@ -74,8 +71,8 @@ def _of_both(training: MemoryPlan, generating: MemoryPlan) -> MemoryPlan:
     return dataclasses.replace(training, choices=choices, generating=generating)
 
 
-def _plan_side(side: Side, shape: RunShape, budget: Budget, passes: Passes) -> MemoryPlan:
-    attempts = list(_attempts(side, shape))
+def _plan_side(side: Side, budget: Budget, passes: Passes) -> MemoryPlan:
+    attempts = _attempts(side, passes.shape)
     if fitting(attempts, passes, budget) is None:
         return least_demanding(attempts, passes, budget)
     reserve = int(RESERVE_SHARE * (budget.device_bytes or 0))
@@ -91,14 +88,14 @@ def _plan_side(side: Side, shape: RunShape, budget: Budget, passes: Passes) -> M
     return max(found, key=lambda one: one[:2])[2]
 
 
-def can_fit(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
+def can_fit(passes: Passes, config: TrainerConfig, budget: Budget) -> bool:
     """Return whether some choice of what is `auto` makes a run fit."""
-    return all(fitting(list(_attempts(side, shape)), passes, budget) is not None for side in _sides(config))
+    return all(fitting(_attempts(side, passes.shape), passes, budget) is not None for side in _sides(config))
 
 
-def smallest_plan(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> MemoryPlan:
+def smallest_plan(passes: Passes, config: TrainerConfig, budget: Budget) -> MemoryPlan:
     """Return the plan of a run that demands least, whether it fits or not."""
-    plans = [least_demanding(list(_attempts(side, shape)), passes, budget) for side in _sides(config)]
+    plans = [least_demanding(_attempts(side, passes.shape), passes, budget) for side in _sides(config)]
     return plans[0] if len(plans) == 1 else _of_both(*plans)
 
 
@@ -151,12 +148,12 @@ class Attempt:
     def step(self, passes: Passes) -> StepMemory:
         """Return the memory of a step."""
         side = self.side
-        return StepMemory(passes, self.decided, self.optimizer_on_host, trains=side.trains, generates=side.generates)
+        return StepMemory(passes, self.decided, trains=side.trains, generates=side.generates)
 
     def plan(self, passes: Passes, budget: Budget) -> MemoryPlan:
         """Plan it, with the largest cache that fits."""
         step = self.step(passes)
-        given = given_cache_bytes(self.config) if step.generates else 0
+        given = self.config.rollout.kv_cache_memory_bytes if step.generates else 0
         cache_bytes, limit = _cache_bytes(step, budget) if given is None else (given, "")
         config = self.config
         assert config.num_ranks != "auto"
@@ -175,8 +172,8 @@ class Attempt:
         return MemoryPlan(config.num_ranks, device, budget, choices, phases, _notes(step, given))
 
 
-def _attempts(side: Side, shape: RunShape) -> Iterator[Attempt]:
-    """Yield what may be chosen, the cheapest first: nothing; residents that leave, one more at a time; smaller
+def _attempts(side: Side, shape: RunShape) -> list[Attempt]:
+    """Return what may be chosen, the cheapest first: nothing; residents that leave, one more at a time; smaller
     micro-batches; the optimizer on the host."""
     config, memory = side.config, side.config.memory
     base = dataclasses.replace(config, memory=_decided(memory, (), False))
@@ -197,12 +194,13 @@ def _attempts(side: Side, shape: RunShape) -> Iterator[Attempt]:
         fewest = max(shape.max_length, FEWEST_TOKENS)
         while sizes[-1] > fewest:
             sizes.append(max(sizes[-1] // 2, fewest))
+    found = []
     for on_host in hosts:
         own = [tag for tag in may_leave if tag != OPTIMIZER or not on_host]
         sets = [own[:count] for count in range(len(own) + 1)] if memory.offload is None else [memory.offload]
         for size in sizes:
-            for leaving in sets:
-                yield Attempt(side, tuple(leaving), on_host, size)
+            found += [Attempt(side, tuple(leaving), on_host, size) for leaving in sets]
+    return found
 
 
 def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:
@@ -253,7 +251,7 @@ def _is_cramped(plan: MemoryPlan, passes: Passes, attempt: Attempt) -> bool:
     """Whether the cache got much less than it wants, and more could leave for it."""
     if (
         not attempt.side.generates
-        or given_cache_bytes(attempt.config) is not None
+        or attempt.config.rollout.kv_cache_memory_bytes is not None
         or attempt.config.memory.offload is not None
     ):
         return False

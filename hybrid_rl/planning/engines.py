@@ -107,11 +107,6 @@ def vllm_cache(
     return CacheShape(blocks * block * token, own.max_num_seqs, block * token, words, block * token)
 
 
-def given_cache_bytes(config: TrainerConfig) -> int | None:
-    """Return the size of the cache that the configuration gives, None for auto."""
-    return config.rollout.kv_cache_memory_bytes
-
-
 def gathered_share(module: PreTrainedModel, itemsize: int) -> Share:
     """Return the full weights that each of several ranks gathers for an embedded engine."""
     numel = sum(p.numel() for p in module.parameters())

@@ -15,15 +15,12 @@ from hybrid_rl.memory.cycle import RESIDENTS
 GRADIENTS = "gradients"  # of the model that learns, until its optimizer step
 ACTIVATIONS = "activations"  # all else that a micro-batch has at its peak: what backward needs, logits, temporaries
 GATHERED = "gathered"  # full weights of a block, or of the model, that shards are gathered into
-UPDATING = "updating"  # temporaries of an optimizer step
 HANDOFF = "handoff"  # buckets and tables of weights on their way to the engine
 ENGINE_WORK = "engine_work"  # activations and workspace of a pass of the engine
 ENGINE_GRAPHS = "engine_graphs"  # its CUDA graphs and buffers, which stay while it sleeps
 PROCESS = "process"  # the CUDA context, its libraries, and buffers of NCCL
 ARENA = "arena"  # host memory where residents sleep
 VERSIONS = "versions"  # files in shared memory by which ranks that only generate get the weights
-
-TRANSIENT = (GRADIENTS, ACTIVATIONS, GATHERED, UPDATING, HANDOFF, ENGINE_WORK)
 
 
 @dataclass(frozen=True)

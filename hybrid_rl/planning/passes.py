@@ -32,7 +32,6 @@ class RunShape:
     models: RunModels
     max_length: int
     engine_length: int
-    has_judges: bool = False
 
 
 @dataclass

@@ -80,9 +80,13 @@ class StepMemory:
 
     passes: Passes
     config: TrainerConfig
-    optimizer_on_host: bool
     trains: bool = True
     generates: bool = True
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether masters and moments of the policy are updated in host memory."""
+        return self.config.memory.keeps_on_host("optimizer")
 
     @property
     def plan(self) -> MemoryPhases:

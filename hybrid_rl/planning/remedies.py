@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,6 @@ from hybrid_rl.config.schema import RolloutConfig, VLLMRolloutConfig
 from hybrid_rl.config.sizes import memory_bytes
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.planning.auto import FEWEST_TOKENS, can_fit, smallest_plan
-from hybrid_rl.planning.engines import given_cache_bytes
 from hybrid_rl.planning.ledger import Budget, MemoryPlan, Share
 from hybrid_rl.planning.passes import Passes, RunShape, tokens_per_micro_batch
 from hybrid_rl.planning.size_text import size_text
@@ -40,19 +39,19 @@ NO_REMEDY = (
 class Remedy:
     """Keys and the values with which a run would fit. note: what they need elsewhere; may be empty."""
 
-    values: tuple[tuple[str, Any], ...]
+    values: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
     @property
     def words(self) -> str:
         """The keys as a user writes them, and the note."""
-        keys = " and ".join(f"{path}={_written(value)}" for path, value in self.values)
+        keys = " and ".join(f"{path}={_written(value)}" for path, value in self.values.items())
         return f"{keys} ({self.note})" if self.note else keys
 
     @property
     def num_ranks(self) -> int | None:
         """The ranks that it asks for, if it does."""
-        return dict(self.values).get("num_ranks")
+        return self.values.get("num_ranks")
 
     def apply(self, config: TrainerConfig) -> TrainerConfig:
         """Return the configuration with them."""
@@ -65,18 +64,18 @@ class Remedy:
     def budget(self, budget: Budget) -> Budget:
         """Return the memory that there is with them: hosts have as many of the ranks as they can, and what is asked
         for of a host."""
-        host = dict(self.values).get(HOST_MEMORY)
+        host = self.values.get(HOST_MEMORY)
         if host is not None:
             budget = dataclasses.replace(budget, host_bytes=memory_bytes(host, HOST_MEMORY))
         return budget if self.num_ranks is None else budget.for_ranks(self.num_ranks)
 
 
-def check_fits(plan: MemoryPlan, shape: RunShape, config: TrainerConfig, passes: Passes) -> None:
+def check_fits(plan: MemoryPlan, passes: Passes, config: TrainerConfig) -> None:
     """Raise ConfigError for a plan that does not fit, with its arithmetic line by line, and what was found to help."""
     if plan.fits:
         return
     short = plan.generating if plan.has_room and plan.generating is not None else plan
-    words = [remedy.words for remedy in find_remedies(shape, config, plan.budget, passes)]
+    words = [remedy.words for remedy in find_remedies(passes, config, plan.budget)]
     help_ = "it fits with " + ", or with ".join(words) if words else NO_REMEDY
     raise ConfigError(f"this run does not fit into memory: {too_much(short)}\n{help_}")
 
@@ -105,32 +104,33 @@ def table(shares: Sequence[Share]) -> list[str]:
     return [f"  {share.resident:<{name}}  {size_text(share.num_bytes):>9}  {share.formula}" for share in shares]
 
 
-def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> list[Remedy]:
+def find_remedies(passes: Passes, config: TrainerConfig, budget: Budget) -> list[Remedy]:
     """Return remedies that make a run fit, each of which was planned: single keys, or more memory of the host, and
     adapters; if none is enough, the fewest of all together, on these ranks or on more."""
 
     def fits(remedies: Sequence[Remedy]) -> bool:
-        return _fits(sum_of(remedies), shape, config, budget, passes)
+        return _fits(sum_of(remedies), passes, config, budget)
 
     def told(remedy: Remedy) -> Remedy:
         """Return a remedy with what it needs of the host, if shards go there."""
-        if "shards" not in dict(remedy.values).get(ON_HOST, ()) or HOST_MEMORY in dict(remedy.values):
+        if "shards" not in remedy.values.get(ON_HOST, ()) or HOST_MEMORY in remedy.values:
             return remedy
-        plan = smallest_plan(shape, remedy.apply(config), remedy.budget(budget), passes)
+        plan = smallest_plan(passes, remedy.apply(config), remedy.budget(budget))
         return dataclasses.replace(remedy, note=f"needs {size_text(plan.bytes_of_host)} per host")
 
+    shape = passes.shape
     singles = [*_singles(config, shape), *_vllm(config, shape)]
     more_ranks = list(_more_ranks(config, budget))
     found: list[Remedy] = []
     for one in singles:
-        is_new = not any(other.values[0][0] == one.values[0][0] != ON_HOST for other in found)
+        is_new = ON_HOST in one.values or not any(one.values.keys() & other.values.keys() for other in found)
         if len(found) < MOST_NAMED and is_new and fits([one]):
             found.append(one)
     # If most ranks are not enough, fewer are not.
     if len(found) < MOST_NAMED and more_ranks and fits([more_ranks[-1]]):
         found.append(next(one for one in more_ranks if fits([one])))
     if budget.host_bytes is not None and len(found) < MOST_NAMED:
-        more = (_more_of_the_host(one, shape, config, budget, passes) for one in (Remedy(()), *_to_the_host(config)))
+        more = (_more_of_the_host(one, passes, config, budget) for one in (Remedy(), *_to_the_host(config)))
         found += [one for one in more if one is not None][:1]
     adapters = _adapters(config)
     found += [one for one in adapters if fits([one])]
@@ -140,7 +140,7 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
     def together(given: Remedy) -> Remedy | None:
         """Return the fewest of all keys that suffice with these ranks, or adapters, on vLLM if they do not
         otherwise."""
-        for engine in (Remedy(()), *_vllm(given.apply(config), shape)):
+        for engine in (Remedy(), *_vllm(given.apply(config), shape)):
             keys = list(_singles(sum_of([given, engine]).apply(config), shape))
             if fits([given, engine, *keys]):
                 for one in reversed(list(keys)):  # those that cost most time first
@@ -151,7 +151,7 @@ def find_remedies(shape: RunShape, config: TrainerConfig, budget: Budget, passes
 
     most = together(more_ranks[-1]) if more_ranks else None
     several = next(filter(None, map(together, more_ranks)), None) if most else None
-    found = [one for one in (together(Remedy(())), several, *map(together, adapters)) if one is not None]
+    found = [one for one in (together(Remedy()), several, *map(together, adapters)) if one is not None]
     return [told(one) for one in found]
 
 
@@ -161,45 +161,43 @@ def _adapters(config: TrainerConfig) -> list[Remedy]:
     is_fixed = config.rollout.handoff.adopt_weights or getattr(config.kl, "moves_reference", False)
     if config.lora.is_on or config.mode == "rollout" or is_fixed:
         return []
-    return [Remedy((("lora.r", ADAPTER_RANK),), "which trains adapters instead of all weights")]
+    return [Remedy({"lora.r": ADAPTER_RANK}, "which trains adapters instead of all weights")]
 
 
 def _to_the_host(config: TrainerConfig) -> list[Remedy]:
     """Return the keys that take from the device what a host may not have room for."""
     if config.model.device != "cuda" or config.num_ranks == 1 or config.memory.keeps_on_host("shards"):
         return []
-    return [Remedy(((ON_HOST, [*(config.memory.on_host or []), "shards"]),))]
+    return [Remedy({ON_HOST: [*(config.memory.on_host or []), "shards"]})]
 
 
-def _more_of_the_host(
-    remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes
-) -> Remedy | None:
+def _more_of_the_host(remedy: Remedy, passes: Passes, config: TrainerConfig, budget: Budget) -> Remedy | None:
     """Return the remedy with the memory that a host needs for it; None if the device would still be too small."""
     unlimited = dataclasses.replace(budget, host_bytes=None)
     try:
-        plan = smallest_plan(shape, remedy.apply(config), unlimited, passes)
+        plan = smallest_plan(passes, remedy.apply(config), unlimited)
     except CANNOT_PLAN:
         return None
     if not plan.fits:
         return None
-    return Remedy((*remedy.values, (HOST_MEMORY, f"{-(-plan.bytes_of_host // 10**9)}GB")), "if a host has so much")
+    return Remedy({**remedy.values, HOST_MEMORY: f"{-(-plan.bytes_of_host // 10**9)}GB"}, "if a host has so much")
 
 
 def sum_of(remedies: Sequence[Remedy]) -> Remedy:
     """Return remedies together; of two values of a key the last, of two lists of what is on the host all."""
     values: dict[str, Any] = {}
     for remedy in remedies:
-        values |= {path: _with(values.get(path), value) for path, value in remedy.values}
-    return Remedy(tuple(values.items()))
+        values |= {path: _with(values.get(path), value) for path, value in remedy.values.items()}
+    return Remedy(values)
 
 
 def _with(before: Any, value: Any) -> Any:
     return [*dict.fromkeys([*before, *value])] if isinstance(before, list) and isinstance(value, list) else value
 
 
-def _fits(remedy: Remedy, shape: RunShape, config: TrainerConfig, budget: Budget, passes: Passes) -> bool:
+def _fits(remedy: Remedy, passes: Passes, config: TrainerConfig, budget: Budget) -> bool:
     try:
-        return can_fit(shape, remedy.apply(config), remedy.budget(budget), passes)
+        return can_fit(passes, remedy.apply(config), remedy.budget(budget))
     except CANNOT_PLAN:
         return False
 
@@ -210,9 +208,9 @@ def _singles(config: TrainerConfig, shape: RunShape) -> Iterator[Remedy]:
     on_host: list[Any] = [part for part in config.memory.on_host or [] if part != "optimizer" or not several]
 
     def one(path: str, value: Any) -> Remedy:
-        return Remedy(((path, value),))
+        return Remedy({path: value})
 
-    if given_cache_bytes(config) is not None:
+    if config.rollout.kv_cache_memory_bytes is not None:
         yield one("rollout.kv_cache_memory_bytes", None)
     if config.memory.offload is not None:
         yield one("memory.offload", None)
@@ -267,7 +265,7 @@ def _vllm(config: TrainerConfig, shape: RunShape) -> list[Remedy]:
     sizes = [] if isinstance(config.rollout, VLLMRolloutConfig) else _replica_sizes(config, shape)
     if config.model.device != "cuda" or not sizes:
         return []
-    return [Remedy((("rollout.engine", "vllm"), ("rollout.tensor_parallel_size", sizes[-1])))]
+    return [Remedy({"rollout.engine": "vllm", "rollout.tensor_parallel_size": sizes[-1]})]
 
 
 def _on_vllm(config: TrainerConfig) -> TrainerConfig:
@@ -291,8 +289,8 @@ def _more_ranks(config: TrainerConfig, budget: Budget) -> Iterator[Remedy]:
         is_whole = (number <= host or number % host == 0) and not any(number % divisor for divisor in divisors)
         if config.num_ranks < number <= MOST_RANKS and is_whole:
             others = [part for part in config.memory.on_host or [] if part != "optimizer"]
-            kept = ((ON_HOST, others),) if config.memory.keeps_on_host("optimizer") else ()
-            yield Remedy((("num_ranks", number), *kept))
+            kept = {ON_HOST: others} if config.memory.keeps_on_host("optimizer") else {}
+            yield Remedy({"num_ranks": number, **kept})
 
 
 def _written(value: Any) -> str:

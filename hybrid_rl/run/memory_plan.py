@@ -38,15 +38,14 @@ def planned(run: Run) -> Run:
     if budget is None:
         return run
     try:
-        shape = run_shape(run)
-        passes = Passes(shape)
-        plan = plan_memory(shape, config, budget, passes=passes)
+        passes = Passes(run_shape(run))
+        plan = plan_memory(passes, config, budget)
     except ModelError as error:  # of a module that was changed by hand, say: it may run all the same
         if config.memory.device_memory is not None:
             raise
         logger.warning("there is no plan of memory, and nothing of it is decided in advance: %s", error)
         return run
-    check_fits(plan, shape, config, passes)
+    check_fits(plan, passes, config)
     _tell(plan)
     chosen = with_choices(config, plan.choices)
     return dataclasses.replace(run, config=chosen, memory=phases_of(chosen, run.rewards), plan=plan)

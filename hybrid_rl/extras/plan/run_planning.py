@@ -53,13 +53,12 @@ def plan_words(words: Sequence[str], machine: Machine, *, layouts: Path | None =
     models = RunModels.of(recipe, config, teacher=teacher, critic=critic)
     prompt, note = _longest_prompt(config, models)
     length = prompt + config.rollout.max_completion_length
-    shape = RunShape(models, length, length)
-    budget, passes = _budget(config, machine), Passes(shape)
-    memory = plan_memory(shape, config, budget, passes=passes)
+    budget, passes = _budget(config, machine), Passes(RunShape(models, length, length))
+    memory = plan_memory(passes, config, budget)
     remedies = (
         ()
         if memory.fits
-        else tuple(_with_gpus(remedy, config, machine) for remedy in find_remedies(shape, config, budget, passes))
+        else tuple(_with_gpus(remedy, config, machine) for remedy in find_remedies(passes, config, budget))
     )
     notes = (*memory.notes, *([note] if note else []), UNKNOWN_REWARDS)
     decided = with_choices(config, memory.choices)
@@ -84,12 +83,11 @@ def plan_prepared(run: Run, layouts: Path | None = None) -> RunPlan:
     """
     if layouts is not None:
         trace_files(layouts)
-    shape = run_shape(run)
-    passes, memory = Passes(shape), run.plan
+    passes, memory = Passes(run_shape(run)), run.plan
     if memory is None:
         assert run.config.num_ranks != "auto"
         budget = budget_of(run.config, run.hardware) or Budget(None, None, run.config.num_ranks)
-        memory = plan_memory(shape, run.config, budget, passes=passes)
+        memory = plan_memory(passes, run.config, budget)
     rates = rates_of_device(run.hardware.name)
     # A process that runs vLLM may not trace another model of it.
     return _assembled(run.config, passes, memory, rates, layouts, may_trace=False)

@@ -34,7 +34,7 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.planning.auto import plan_memory
 from hybrid_rl.planning.ledger import GRADIENTS, Budget, MemoryPlan, PhaseMemory
 from hybrid_rl.planning.models import RunModels
-from hybrid_rl.planning.passes import RunShape
+from hybrid_rl.planning.passes import Passes, RunShape
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rollout.collector import Collector
 from hybrid_rl.run.prepare import mini_batches
@@ -259,7 +259,7 @@ def predicted(size: str, config: TrainerConfig) -> MemoryPlan:
     with torch.device("meta"):
         model = build_case_model(size, getattr(torch, config.model.dtype))
     shape = RunShape(RunModels.of(model, config), max_length=SAMPLE_TOKENS, engine_length=SAMPLE_TOKENS)
-    return plan_memory(shape, config, Budget(None, None, ranks_per_host=1))
+    return plan_memory(Passes(shape), config, Budget(None, None, ranks_per_host=1))
 
 
 def config_of(keys: Mapping[str, Any]) -> TrainerConfig:

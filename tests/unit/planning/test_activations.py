@@ -60,10 +60,13 @@ class RealStorages(TorchDispatchMode):
         self.now -= self.sizes.pop(number)
 
 
-def adapted_real(module, config):
-    with warnings.catch_warnings(action="ignore"):
-        inject(module, peft_config_of(vars(config.lora)))
-    return module
+def peak_of_update(model, rows, config):
+    """The most bytes that a real update of a model without gradients makes."""
+    spec = LossSpec.of(config)
+    batch = learning_batch(rows, config, spec)
+    with RealStorages([*model.module.parameters(), *model.module.buffers()]) as real:
+        micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec))[0].backward()
+    return real.peak
 
 
 def samples(num_tokens=512, **changes):
@@ -103,14 +106,6 @@ def count(num_layers=2, num_tokens=512, device="cpu", **options):
         torch.bfloat16 if device == "cuda" else torch.float32, **WIDE | {"num_hidden_layers": num_layers}
     )
     return Counted(model, config, device, **options).update(samples(num_tokens), is_first=True)
-
-
-def test_layers_and_tokens_add_what_they_keep():
-    by_layers = [count(num_layers=n).most_others.others for n in (2, 3, 4)]
-    assert by_layers[1] - by_layers[0] == by_layers[2] - by_layers[1] > 0
-    by_tokens = [count(num_tokens=n).most_others.others for n in (256, 512, 1024)]
-    assert by_tokens[0] < by_tokens[1] < by_tokens[2]
-    assert by_tokens[2] == pytest.approx(2 * by_tokens[1], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +165,12 @@ def test_experts_are_counted_in_any_dtype():
 def test_adapted_experts_are_counted_as_in_a_real_pass():
     """peft folds adapters of experts into a copy of the weights in a block that asks for the weights' device type,
     which is "meta" here."""
-    config = settings(**{"lora.r": 4})
-    module = build("qwen3-moe")
-    real_module = adapted_real(module, config)
-    spec = LossSpec.of(config)
-    batch = learning_batch(samples(), config, spec)
-    with RealStorages([*real_module.parameters(), *real_module.buffers()]) as real:
-        micro_batch_loss(CausalLM(real_module), batch, spec, MiniBatch.of(batch, spec))[0].backward()
-    counted = Counted(adapted(RunModels.of(module, config).policy, config), config, "cpu")
-    assert counted.update(samples(), is_first=True).fullest.total == pytest.approx(real.peak, rel=0.01)
+    config, module = settings(**{"lora.r": 4}), build("qwen3-moe")
+    with warnings.catch_warnings(action="ignore"):
+        inject(module, peft_config_of(vars(config.lora)))
+    counted = Counted(adapted(RunModels.of(build("qwen3-moe"), config).policy, config), config, "cpu")
+    peak = peak_of_update(CausalLM(module), samples(), config)
+    assert counted.update(samples(), is_first=True).fullest.total == pytest.approx(peak, rel=0.01)
     with pytest.raises(RuntimeError):  # outside of the plan torch refuses it as before
         torch.autocast("meta", enabled=False)
 
@@ -217,12 +209,9 @@ def test_passes_of_other_families_are_those_of_real_ones(family, engine):
     masks of the model's own."""
     config, packed = settings(engine=engine), engine == "inplace"
     module, rows = build(family), samples(is_packed=packed)
-    model, spec = CausalLM(module, "auto" if packed else UNPACKED), LossSpec.of(config)
-    batch = learning_batch(rows, config, spec)
-    with RealStorages([*module.parameters(), *module.buffers()]) as real:
-        micro_batch_loss(model, batch, spec, MiniBatch.of(batch, spec))[0].backward()
+    peak = peak_of_update(CausalLM(module, "auto" if packed else UNPACKED), rows, config)
     counted = Counted(RunModels.of(module, config).policy, config, "cpu", is_packed=packed)
-    assert counted.update(rows, is_first=True).fullest.total == pytest.approx(real.peak, rel=0.02)
+    assert counted.update(rows, is_first=True).fullest.total == pytest.approx(peak, rel=0.02)
 
 
 def test_a_model_without_attention_has_no_pages():

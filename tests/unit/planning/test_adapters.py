@@ -11,16 +11,13 @@ from hybrid_rl.extras.plan.rates import GPUS
 from hybrid_rl.extras.plan.step_time import step_time
 from hybrid_rl.extras.plan.step_work import step_work
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, KV_CACHE, OPTIMIZER, REFERENCE
-from hybrid_rl.planning import remedies
 from hybrid_rl.planning.activations import CannotCount
 from hybrid_rl.planning.adapter_memory import slot_numel, slot_rank
 from hybrid_rl.planning.ledger import GRADIENTS, HANDOFF, VERSIONS, Budget
-from hybrid_rl.planning.passes import Passes
-from hybrid_rl.planning.remedies import find_remedies
 from hybrid_rl.training.run_cycle import memory_phases
 from hybrid_rl.weights.plain import is_adapted
 from tests.unit.planning.made import memory
-from tests.unit.planning.tiny_run import settings, shape_of
+from tests.unit.planning.tiny_run import settings
 
 # Of a layer, in + out times 4: queries and output 32, keys and values 24, the three of the MLP 48.
 OUTPUTS = 2 * 4 * (16 + 8 + 8 + 16 + 32 + 32 + 16)
@@ -105,13 +102,9 @@ def test_a_handoff_of_adapters_moves_nothing_else(step_of) -> None:
     }
 
 
-def test_adapters_are_proposed_where_all_weights_do_not_fit(monkeypatch) -> None:
-    config = settings()
-    shape, budget = shape_of(config), Budget(1, None, 1)
-
+def test_adapters_are_proposed_where_all_weights_do_not_fit(found_where) -> None:
     def words(fits) -> list[str]:
-        monkeypatch.setattr(remedies, "can_fit", lambda shape, config, budget, passes: fits(config))
-        return [one.words for one in find_remedies(shape, config, budget, Passes(shape))]
+        return found_where(lambda config, _: fits(config), settings(), Budget(1, None, 1))
 
     adapters = "lora.r=16 (which trains adapters instead of all weights)"
     assert words(lambda it: it.lora.is_on) == [adapters]
@@ -121,18 +114,13 @@ def test_adapters_are_proposed_where_all_weights_do_not_fit(monkeypatch) -> None
     ]
 
 
-def test_a_remedy_that_cannot_be_counted_is_left_out(monkeypatch) -> None:
-    config = settings()
-    shape, budget = shape_of(config), Budget(1, None, 1)
-
-    def can_fit(shape, config, budget, passes) -> bool:
+def test_a_remedy_that_cannot_be_counted_is_left_out(found_where) -> None:
+    def fits(config, _) -> bool:
         if config.lora.is_on:
             raise CannotCount("a model whose adapters do not run on meta")
         return config.model.gradient_checkpointing
 
-    monkeypatch.setattr(remedies, "can_fit", can_fit)
-    found = [one.words for one in find_remedies(shape, config, budget, Passes(shape))]
-    assert found == ["model.gradient_checkpointing=true"]
+    assert found_where(fits, settings(), Budget(1, None, 1)) == ["model.gradient_checkpointing=true"]
 
 
 def test_a_backward_pass_through_frozen_weights_costs_half(step_of) -> None:

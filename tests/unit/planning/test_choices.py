@@ -7,7 +7,6 @@ import pytest
 
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ACTOR, KV_CACHE, OPTIMIZER, REFERENCE
-from hybrid_rl.planning import remedies
 from hybrid_rl.planning.auto import least_demanding, plan_memory, with_choices
 from hybrid_rl.planning.ledger import ACTIVATIONS, ARENA, ENGINE_GRAPHS, GRADIENTS, VERSIONS, Budget
 from hybrid_rl.planning.passes import Passes
@@ -23,8 +22,8 @@ MIDDLE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, 
 
 
 def plan(config, device_bytes=None, host_bytes=None, passes=None, **changes):
-    shape = passes.shape if passes else shape_of(config, **changes)
-    return plan_memory(shape, config, Budget(device_bytes, host_bytes, 8, "given"), passes=passes)
+    passes = passes or Passes(shape_of(config, **changes))
+    return plan_memory(passes, config, Budget(device_bytes, host_bytes, 8, "given"))
 
 
 def test_phases_add_up_what_is_awake():
@@ -157,31 +156,31 @@ def test_smaller_micro_batches_come_before_the_optimizer_on_the_host():
 
 def test_refusal_shows_the_arithmetic_and_keys_that_were_tried():
     config = settings(max_completion_length=1000, num_generations=16, max_num_seqs=1)
-    shape = shape_of(config, max_length=1024, **MIDDLE | {"max_position_embeddings": 1024, "num_hidden_layers": 3})
-    passes = Passes(shape)
+    changes = MIDDLE | {"max_position_embeddings": 1024, "num_hidden_layers": 3}
+    passes = Passes(shape_of(config, max_length=1024, **changes))
     smallest = plan(config, 1, passes=passes)
     assert not smallest.fits
     budget = Budget(int(0.8 * smallest.peak.device_bytes), None, 8, "memory.device_memory=x")
-    refused = plan_memory(shape, config, budget, passes=passes)
+    refused = plan_memory(passes, config, budget)
     with pytest.raises(ConfigError) as error:
-        check_fits(refused, shape, config, passes)
+        check_fits(refused, passes, config)
     text = str(error.value)
     for share in refused.peak.device:
         assert f"  {share.resident}" in text and share.formula in text
     assert "(memory.device_memory=x)" in text and "too much" in text
-    found = find_remedies(shape, config, budget, passes)
+    found = find_remedies(passes, config, budget)
     assert "model.gradient_checkpointing=true" in text and found
     for remedy in found:
         assert remedy.words in text
-        assert plan_memory(shape, remedy.apply(config), budget, passes=passes).fits
+        assert plan_memory(passes, remedy.apply(config), budget).fits
 
 
 def test_hosts_are_counted_with_all_their_ranks():
     config = settings(num_ranks=2, offload=["optimizer"])
-    shape = shape_of(config)
+    passes = Passes(shape_of(config))
     arena = 2744 * 8 + 26 * 4
-    assert plan_memory(shape, config, Budget(None, 2 * arena, 2)).fits
-    tight = plan_memory(shape, config, Budget(None, 2 * arena - 1, 2, host="memory.host_memory=y"))
+    assert plan_memory(passes, config, Budget(None, 2 * arena, 2)).fits
+    tight = plan_memory(passes, config, Budget(None, 2 * arena - 1, 2, host="memory.host_memory=y"))
     assert not tight.fits
     assert "a host (2 x the following), which has" in too_much(tight) and "(memory.host_memory=y)" in too_much(tight)
 
@@ -204,34 +203,26 @@ def test_a_refusal_shows_what_asks_least_of_the_memory_that_is_too_small(device_
 def test_an_embedded_engine_gives_way_to_vllm_over_several_ranks():
     """Only so do engines share one copy of the weights; what was given for the engine stays."""
     config = settings(num_ranks=2, device="cuda", dtype="bfloat16", max_num_seqs=8, tokens_per_micro_batch=32)
-    shape = shape_of(config, **MIDDLE)
-    remedy = Remedy((("rollout.engine", "vllm"), ("rollout.tensor_parallel_size", 2)))
+    remedy = Remedy({"rollout.engine": "vllm", "rollout.tensor_parallel_size": 2})
     on_vllm = remedy.apply(config)
     assert on_vllm.rollout.engine == "vllm" and on_vllm.rollout.ranks_per_engine == 2
     assert on_vllm.rollout.max_num_seqs == 8
     assert on_vllm.rollout.max_completion_length == config.rollout.max_completion_length == 24
-    assert plan_memory(shape, on_vllm, budget_for(10**12, ranks=2)).fits
+    assert plan_memory(Passes(shape_of(config, **MIDDLE)), on_vllm, budget_for(10**12, ranks=2)).fits
 
 
-def found_where(monkeypatch, fits, config, budget):
-    """Return remedies in words, with a rule in place of a plan. fits: of a config and a budget."""
-    monkeypatch.setattr(remedies, "can_fit", lambda shape, config, budget, passes: fits(config, budget))
-    shape = shape_of(config)
-    return [one.words for one in find_remedies(shape, config, budget, Passes(shape))]
-
-
-def test_more_ranks_are_counted_on_hosts_as_full_as_they_get(monkeypatch):
+def test_more_ranks_are_counted_on_hosts_as_full_as_they_get(found_where):
     """Whoever needs 10 GB of a host for all ranks together finds no room on one host, however many of its GPUs."""
     config = settings(num_ranks=2)
 
     def fits(changed, budget):
         return changed.num_ranks >= 4 and 10 * budget.ranks_per_host <= 4 * changed.num_ranks
 
-    found = found_where(monkeypatch, fits, config, budget_for(10**9, ranks=2, gpus_per_host=4))
+    found = found_where(fits, config, budget_for(10**9, ranks=2, gpus_per_host=4))
     assert found == ["num_ranks=16"]  # 2.5 hosts are enough, and hosts are full
 
 
-def test_smaller_passes_of_the_engine_are_tried_with_all_else(monkeypatch):
+def test_smaller_passes_of_the_engine_are_tried_with_all_else(found_where):
     config = settings(num_ranks=2, max_num_seqs=64)
 
     def fits(changed, _):
@@ -242,7 +233,7 @@ def test_smaller_passes_of_the_engine_are_tried_with_all_else(monkeypatch):
             and changed.model.gradient_checkpointing
         )
 
-    alone, *_ = found_where(monkeypatch, fits, config, budget_for(10**9, ranks=2))
+    alone, *_ = found_where(fits, config, budget_for(10**9, ranks=2))
     assert sorted(alone.split(" and ")) == [
         "model.gradient_checkpointing=true",
         "rollout.engine_args.max_num_batched_tokens=2048",
@@ -250,13 +241,13 @@ def test_smaller_passes_of_the_engine_are_tried_with_all_else(monkeypatch):
     ]
 
 
-def test_vllm_is_tried_with_all_else_over_as_many_ranks_as_divide_the_heads(monkeypatch):
+def test_vllm_is_tried_with_all_else_over_as_many_ranks_as_divide_the_heads(found_where):
     config = settings(device="cuda", dtype="bfloat16")
 
     def fits(changed, _):
         return changed.rollout.ranks_per_engine == 2 and changed.model.gradient_checkpointing
 
-    found = found_where(monkeypatch, fits, config, budget_for(10**9))
+    found = found_where(fits, config, budget_for(10**9))
     (words,) = found  # heads: 2
     assert words.split(" and ") == [
         "rollout.engine=vllm",
@@ -266,30 +257,30 @@ def test_vllm_is_tried_with_all_else_over_as_many_ranks_as_divide_the_heads(monk
     ]
 
 
-def test_nothing_is_named_if_nothing_helps(monkeypatch):
-    assert found_where(monkeypatch, lambda *_: False, settings(num_ranks=2), budget_for(10**9, ranks=2)) == []
+def test_nothing_is_named_if_nothing_helps(found_where):
+    assert found_where(lambda *_: False, settings(num_ranks=2), budget_for(10**9, ranks=2)) == []
 
 
-def test_a_host_that_is_too_small_is_told_how_much_would_do(monkeypatch):
+def test_a_host_that_is_too_small_is_told_how_much_would_do(found_where):
     config = settings(num_ranks=2, offload=["optimizer"])
     budget = budget_for(10**9, 1000, ranks=2, gpus_per_host=2)
-    found = found_where(monkeypatch, lambda *_: False, config, budget)
+    found = found_where(lambda *_: False, config, budget)
     assert found == ["memory.host_memory=1GB (if a host has so much)"]
-    more = Remedy((("memory.host_memory", "2GB"), ("num_ranks", 4))).budget(budget)
+    more = Remedy({"memory.host_memory": "2GB", "num_ranks": 4}).budget(budget)
     assert (more.host_bytes, more.ranks_per_host) == (2 * 10**9, 2)
 
 
-def test_what_goes_to_the_host_names_what_it_needs_there(monkeypatch):
+def test_what_goes_to_the_host_names_what_it_needs_there(found_where):
     config = settings(num_ranks=2, device="cuda", dtype="bfloat16")
     budget = budget_for(10**12, ranks=2)
-    (words,) = found_where(monkeypatch, lambda changed, _: changed.memory.keeps_on_host("shards"), config, budget)
+    (words,) = found_where(lambda changed, _: changed.memory.keeps_on_host("shards"), config, budget)
     on_host = dataclasses.replace(config, memory=dataclasses.replace(config.memory, on_host=["shards"]))
-    needed = plan_memory(shape_of(config), on_host, budget).bytes_of_host
+    needed = plan_memory(Passes(shape_of(config)), on_host, budget).bytes_of_host
     assert words == f"memory.on_host=[shards] (needs {size_text(needed)} per host)"
 
 
 @pytest.mark.parametrize("part", ["optimizer", "activations"])
-def test_on_one_gpu_activations_on_the_host_do_not_keep_the_optimizer_from_it(monkeypatch, part):
+def test_on_one_gpu_activations_on_the_host_do_not_keep_the_optimizer_from_it(found_where, part):
     """If the run fits with checkpointing, and what is not named is decided by the plan: by the optimizer alone, or with
     activations."""
 
@@ -298,7 +289,7 @@ def test_on_one_gpu_activations_on_the_host_do_not_keep_the_optimizer_from_it(mo
         decides = memory.on_host is None or memory.keeps_on_host("optimizer")
         return decides and checkpoints and (part == "optimizer" or memory.keeps_on_host(part))
 
-    (words, *_) = found_where(monkeypatch, fits, settings(device="cuda", dtype="bfloat16"), budget_for(10**9))
+    (words, *_) = found_where(fits, settings(device="cuda", dtype="bfloat16"), budget_for(10**9))
     expected = {
         "optimizer": "model.gradient_checkpointing=true",
         "activations": "memory.on_host=[optimizer,activations]",
@@ -306,8 +297,8 @@ def test_on_one_gpu_activations_on_the_host_do_not_keep_the_optimizer_from_it(mo
     assert expected[part] in words and (part == "optimizer") == ("on_host" not in words)
 
 
-def test_more_ranks_keep_no_host_optimizer(monkeypatch):
+def test_more_ranks_keep_no_host_optimizer(found_where):
     config = settings(device="cuda", dtype="bfloat16", on_host=["optimizer", "activations"])
     budget = budget_for(10**9, gpus_per_host=2)
-    found = found_where(monkeypatch, lambda changed, _: changed.num_ranks > 1, config, budget)
+    found = found_where(lambda changed, _: changed.num_ranks > 1, config, budget)
     assert found == ["num_ranks=2 and memory.on_host=[activations]"]

@@ -61,9 +61,3 @@ def test_a_run_with_a_plan_compares_every_phase(make_trainer, records) -> None:
     assert "memory/peak_deviation" not in lines[-1]
     comparison = comparison_of(trainer)
     assert {phase for phase, _ in comparison.latest} == {"publish", "check", "generate", "score_reference", "update"}
-
-
-def test_a_run_without_a_plan_compares_nothing(make_trainer, records) -> None:
-    trainer = make_trainer(max_steps=1)
-    trainer.fit()
-    assert not [name for name in records(trainer)[-1] if name.endswith("_deviation")]

@@ -76,7 +76,7 @@ def test_formulas_are_the_arithmetic_of_their_bytes(step_of):
 def test_optimizer_on_the_host_has_masters_and_rooms(step_of, dtype):
     config = settings(device="cuda", dtype=dtype, on_host=["optimizer"])
     itemsize = 4 if dtype == "float32" else 2
-    step = step_of(config, on_host=True)
+    step = step_of(config)
     share = step.residents(0)[OPTIMIZER]
     assert share.num_bytes == 5472 * 12 + COUNTERS + 2 * 5472 * (4 + itemsize)  # the model is one slice
     update = step.phases(0)[-2]

@@ -85,7 +85,7 @@ def test_what_does_not_fit_comes_with_remedies_that_help_and_without_times(folde
 def test_remedies_are_named_as_options_where_the_machine_is_given_by_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [Remedy((("num_ranks", 16),), "needs 1 GB per host"), Remedy((("memory.host_memory", "98GB"),), "if so")]
+    found = [Remedy({"num_ranks": 16}, "needs 1 GB per host"), Remedy({"memory.host_memory": "98GB"}, "if so")]
     monkeypatch.setattr(run_planning, "find_remedies", lambda *_: found)
     words = plan_of(folder, machine=Machine(1, "1MB", "H100", "1GB")).remedies
     assert words == ("num_ranks=16 (--gpus 16; needs 1 GB per host)", "--host-memory 98GB (if so)")
