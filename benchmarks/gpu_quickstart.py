@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import device, report  # noqa: E402
 from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer  # noqa: E402
 from hybrid_rl.extras.quickstart.task import build_task  # noqa: E402
-from hybrid_rl.extras.quickstart.warm_start import WarmStartReport  # noqa: E402
+from hybrid_rl.extras.quickstart.warm_start import SupervisedReport  # noqa: E402
 from recipes.record_curves import CURVES, Start  # noqa: E402
 
 SEED = 42
@@ -61,7 +61,7 @@ def untrained() -> Start:
     """Make a start without its warm start, to see that the script runs, not that anything is learned."""
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, SEED)
-    return Start(SEED, build_task(SEED), tokenizer, model, WarmStartReport(accuracy=0.0, steps=0, seconds=0.0))
+    return Start(SEED, build_task(SEED), tokenizer, model, SupervisedReport(accuracy=0.0, steps=0, seconds=0.0))
 
 
 if __name__ == "__main__":

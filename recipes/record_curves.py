@@ -27,7 +27,7 @@ from hybrid_rl.config.presets import PRESETS
 from hybrid_rl.extras.quickstart.model import build_model, build_tokenizer
 from hybrid_rl.extras.quickstart.run import Outcome, improve
 from hybrid_rl.extras.quickstart.task import Task, build_task
-from hybrid_rl.extras.quickstart.warm_start import WarmStartReport, warm_start
+from hybrid_rl.extras.quickstart.warm_start import SupervisedReport, warm_start
 from recipes.agents import calculator, guessing, run
 
 HERE = Path(__file__).resolve().parent
@@ -46,7 +46,7 @@ class Start:
     task: Task
     tokenizer: PreTrainedTokenizerFast
     model: Qwen2ForCausalLM
-    warm: WarmStartReport
+    warm: SupervisedReport
 
     @classmethod
     def of(cls, seed: int) -> Start:

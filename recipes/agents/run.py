@@ -94,12 +94,10 @@ def warm_start(
     examples = encode_conversations(tokenizer, task.conversations, task.tools)
     trainer = SupervisedTrainer(model, examples, seed, WARM_START_LR, BATCH_SIZE, schedule)
 
-    def is_over(done: int, loss: float) -> bool:
+    for done in range(1, total + 1):
+        loss = trainer.step()
         if on_progress is not None:
             on_progress(done, loss)
-        return done == total
-
-    trainer.run_until(is_over)
     return model, tokenizer
 
 

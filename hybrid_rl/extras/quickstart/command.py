@@ -26,8 +26,7 @@ from hybrid_rl.extras.quickstart.task import Task, build_task
 from hybrid_rl.extras.quickstart.warm_start import (
     STEPS_PER_EVALUATION,
     WARM_START_STEPS,
-    SupervisedProgress,
-    WarmStartReport,
+    SupervisedReport,
     continue_supervised,
     warm_start,
 )
@@ -78,7 +77,7 @@ def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> N
 
 def warm_started(
     task: Task, tokenizer: PreTrainedTokenizerFast, config: TrainerConfig
-) -> tuple[Qwen2ForCausalLM, WarmStartReport]:
+) -> tuple[Qwen2ForCausalLM, SupervisedReport]:
     """Build a model and warm-start it, with its progress on the console, unless a run is resumed that has kept that."""
     model = build_model(tokenizer, config.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -89,13 +88,9 @@ def warm_started(
     kept = take_up(model, config)
     if kept is not None:
         console.print("warm start: that of the run that is resumed")
-        return model, WarmStartReport(kept["accuracy"], int(kept["steps"]), kept["seconds"])
+        return model, SupervisedReport(kept["accuracy"], int(kept["steps"]), kept["seconds"])
     with warming(WARM_START_STEPS) as show:
-
-        def on_progress(progress: SupervisedProgress) -> None:
-            show(progress.step, progress.loss)
-
-        warm = warm_start(model, tokenizer, task, config.seed, on_progress=on_progress)
+        warm = warm_start(model, tokenizer, task, config.seed, on_progress=show)
     console.print(f"warm start: {warm.accuracy:.1%} held-out accuracy after {warm.steps} supervised steps")
     return model, warm
 

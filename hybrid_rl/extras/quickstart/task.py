@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_rl.errors import ConfigError, DataError
+from hybrid_rl.errors import ConfigError
 
 Row = dict[str, Any]
 
@@ -20,7 +20,6 @@ NUM_DRAWS = 30_000  # of 10,000 possible problems, so that nearly all of them ar
 HELD_OUT_ROUNDS = 2  # each holds out ten operands that have every tens and every ones digit once
 EASY_SHARE = 0.35  # problems without a carry, on which the careless worker is right; decides where the warm start ends
 COPIES = ("answer", "answer", "slip", "slip", "slip")  # of each problem in the demonstrations
-_SUM = re.compile(r"(\d{1,2})\+(\d{1,2})=")
 
 
 @dataclass(frozen=True)
@@ -42,32 +41,21 @@ def build_task(seed: int, num_train: int = 4000, num_heldout: int = 200) -> Task
     train: dict[str, Row] = {}
     heldout: dict[str, Row] = {}
     for row in _draw(seed):
-        num_held_operands = sum(operand in heldout_operands for operand in operands(row["prompt"]))
-        if num_held_operands == 0:
+        operands = {int(number) for number in re.findall(r"\d+", row["prompt"])}
+        if operands.isdisjoint(heldout_operands):
             train[row["prompt"]] = row
-        elif num_held_operands == 2:
+        elif operands <= heldout_operands:
             heldout[row["prompt"]] = row
         # A problem that mixes both kinds would leak a held-out operand into training, so it is dropped.
-    task = Task(
+    return Task(
         train=_choose(list(train.values()), num_train, "num_train", rng),
         heldout=_choose(list(heldout.values()), num_heldout, "num_heldout", rng),
     )
-    check_disjoint(task)
-    return task
 
 
-def operands(prompt: str) -> tuple[int, int]:
-    """Return the two numbers in a prompt such as `37+48=`. Raises DataError if it is not of that form."""
-    match = _SUM.fullmatch(prompt)
-    if match is None:
-        raise DataError(f"prompt {prompt!r} is not a sum of two numbers below 100; write it like '37+48='")
-    return int(match[1]), int(match[2])
-
-
-def slip(prompt: str) -> str:
-    """The careless worker's answer: `37+48=` gives 75, `67+58=` gives 115, `31+42=` gives 73."""
-    (left_tens, left_ones), (right_tens, right_ones) = (divmod(number, 10) for number in operands(prompt))
-    return str((left_tens + right_tens) * 10 + (left_ones + right_ones) % 10)
+def slip(left: int, right: int) -> str:
+    """The careless worker's answer: 75 for 37 and 48, 115 for 67 and 58, 73 for 31 and 42."""
+    return str((left // 10 + right // 10) * 10 + (left % 10 + right % 10) % 10)
 
 
 def demonstrations(rows: Sequence[Row]) -> list[Row]:
@@ -77,14 +65,6 @@ def demonstrations(rows: Sequence[Row]) -> list[Row]:
     probability to be sampled: this is the gap that a verifier can close and more imitation cannot.
     """
     return [{"prompt": row["prompt"], "answer": row[key]} for row in rows for key in COPIES]
-
-
-def check_disjoint(task: Task) -> None:
-    """Raise `DataError` if a number is an operand in both a training and a held-out problem."""
-    seen = {operand for row in task.train for operand in operands(row["prompt"])}
-    shared = sorted(seen & {operand for row in task.heldout for operand in operands(row["prompt"])})
-    if shared:
-        raise DataError(f"operands {shared} occur in training and in held-out problems; keep the two sets disjoint")
 
 
 def exact_answer(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
@@ -116,8 +96,7 @@ def _draw(seed: int) -> list[Row]:
         rng = random.Random(number)
         _, _, left, right = (rng.randint(*bounds) for bounds in ((2, 2), (2, 2), (0, 100), (0, 100)))
         if max(left, right) < 100:
-            prompt = f"{left}+{right}="
-            rows.append({"prompt": prompt, "answer": str(left + right), "slip": slip(prompt)})
+            rows.append({"prompt": f"{left}+{right}=", "answer": str(left + right), "slip": slip(left, right)})
     return rows
 
 

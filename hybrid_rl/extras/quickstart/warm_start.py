@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from hybrid_rl.errors import ConfigError, DataError, ModelError
+from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.extras.quickstart.task import MAX_COMPLETION_TOKENS, Row, Task, demonstrations
 
 WARM_START_STEPS = 700
 WARM_START_LR = 3e-3
+LOWEST, HIGHEST = 0.30, 0.50  # held-out accuracy of a warm-started model
 # Strong, because the training operands are few: without it the model remembers numbers instead of reading digits, and
 # neither more supervision nor GRPO teaches it the unseen numbers afterwards.
 WEIGHT_DECAY = 1.0
@@ -25,34 +26,12 @@ IGNORED = -100  # label of positions without loss: cross_entropy's own default
 
 
 @dataclass(frozen=True)
-class SupervisedProgress:
-    """One intermediate evaluation: optimizer steps so far, last loss in nats per token, held-out accuracy, seconds."""
-
-    step: int
-    loss: float
-    accuracy: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class WarmStartReport:
-    """Held-out greedy accuracy, optimizer steps of the weights that were kept, wall seconds with evaluations."""
+class SupervisedReport:
+    """Held-out greedy accuracy, optimizer steps of the weights that were kept, wall seconds."""
 
     accuracy: float
     steps: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class ContinuedReport:
-    """Held-out greedy accuracy, optimizer steps, wall seconds without evaluations."""
-
-    accuracy: float
-    steps: int
-    seconds: float
-
-
-OnProgress = Callable[[SupervisedProgress], None]
 
 
 class SupervisedTrainer:
@@ -99,13 +78,6 @@ class SupervisedTrainer:
         self.num_steps += 1
         return loss.item()
 
-    def run_until(self, stop_condition: Callable[[int, float], bool]) -> float:
-        """Take steps until `stop_condition(num_steps, loss)` is true after one; return the last loss."""
-        while True:
-            loss = self.step()
-            if stop_condition(self.num_steps, loss):
-                return loss
-
     def _walk(self, seed: int, batch_size: int) -> Iterator[Tensor]:
         """Yield row indices, int64 [batch_size], for ever; each pass has a new order and no incomplete batch."""
         generator = torch.Generator().manual_seed(seed)
@@ -119,8 +91,6 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> tuple[Ten
 
     Padding on the right needs no attention mask, because a causal model's answer tokens never see it.
     """
-    if not rows:
-        raise DataError("there are no rows to encode; pass at least one with `prompt` and `answer`")
     prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
     answers = tokenizer([row["answer"] for row in rows])["input_ids"]
     width = max(len(prompt) + len(answer) + 1 for prompt, answer in zip(prompts, answers, strict=True))
@@ -138,8 +108,6 @@ def greedy_accuracy(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], max_new_tokens: int
 ) -> float:
     """Return the share of rows whose greedy completion is exactly the answer and then `<eos>`, in `max_new_tokens`."""
-    if not rows:
-        raise DataError("there are no rows to measure accuracy on; pass at least one with `prompt` and `answer`")
     inputs = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
     was_training = model.training
     model.eval()
@@ -165,17 +133,16 @@ def warm_start(
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
     seed: int,
-    target: tuple[float, float] = (0.30, 0.50),
-    on_progress: OnProgress | None = None,
-) -> WarmStartReport:
-    """Train `model` in place on the careless worker's demonstrations until held-out accuracy lies inside `target`.
+    on_progress: Callable[[int, float], None] | None = None,
+) -> SupervisedReport:
+    """Train `model` in place on the careless worker's demonstrations until held-out accuracy lies between `LOWEST` and
+    `HIGHEST`. on_progress: gets steps done and last loss (in nats per token) after every evaluation.
 
     The number of steps is fixed in advance, and the accuracy lands inside by design of the task: the model learns the
     arithmetic, and with it the worker's slips. If it ends outside, the last evaluated weights inside are used; without
-    any, ModelError is raised. The held-out set decides nothing else: the target is a condition on the *start*, which it
-    keeps low, so it cannot flatter the accuracy that GRPO reaches later.
+    any, ModelError is raised. The held-out set decides nothing else: the bounds are a condition on the *start*, which
+    they keep low, so they cannot flatter the accuracy that GRPO reaches later.
     """
-    low, high = target
     started = time.perf_counter()
     trainer = SupervisedTrainer(
         model, encode(tokenizer, demonstrations(task.train)), seed, WARM_START_LR, BATCH_SIZE, _warm_start_schedule
@@ -183,20 +150,22 @@ def warm_start(
     inside: tuple[float, int, dict[str, Tensor]] | None = None
     accuracy = 0.0
     while trainer.num_steps < WARM_START_STEPS:
-        loss = trainer.run_until(_at_multiple)
+        loss = trainer.step()
+        if trainer.num_steps % STEPS_PER_EVALUATION:
+            continue
         accuracy = greedy_accuracy(model, tokenizer, task.heldout, MAX_COMPLETION_TOKENS)
-        if low <= accuracy <= high:
+        if LOWEST <= accuracy <= HIGHEST:
             inside = (accuracy, trainer.num_steps, copy.deepcopy(model.state_dict()))
         if on_progress is not None:
-            on_progress(SupervisedProgress(trainer.num_steps, loss, accuracy, time.perf_counter() - started))
+            on_progress(trainer.num_steps, loss)
     if inside is None:
         raise ModelError(
-            f"the warm start ended at held-out accuracy {accuracy:.3f} and was never inside target={target}; "
-            "widen the target or use another seed"
+            f"the warm start ended at held-out accuracy {accuracy:.3f} and was never between {LOWEST} and {HIGHEST}; "
+            "use another seed"
         )
     accuracy, steps, state = inside
     model.load_state_dict(state)
-    return WarmStartReport(accuracy, steps, time.perf_counter() - started)
+    return SupervisedReport(accuracy, steps, time.perf_counter() - started)
 
 
 def continue_supervised(
@@ -206,15 +175,12 @@ def continue_supervised(
     seconds: float,
     seed: int = 0,
     from_answers: bool = False,
-    on_progress: OnProgress | None = None,
-) -> ContinuedReport:
+) -> SupervisedReport:
     """Train the warm-started `model` in place for `seconds` more of wall time, not counting evaluations.
 
     By default it continues on the demonstrations of the warm start. `from_answers` teaches the right answers instead:
     the result of supervision if somebody wrote a solution to every problem, which GRPO never sees.
     """
-    if seconds <= 0:
-        raise ConfigError(f"seconds={seconds} is not positive; give the wall time that GRPO took")
     elapsed = 0.0
 
     def schedule(step: int) -> float:
@@ -225,13 +191,10 @@ def continue_supervised(
     trainer = SupervisedTrainer(model, encode(tokenizer, rows), seed, CONTINUED_LR, BATCH_SIZE, schedule)
     while elapsed < seconds:
         started = time.perf_counter()
-        loss = trainer.step()
+        trainer.step()
         elapsed += time.perf_counter() - started
-        if on_progress is not None and trainer.num_steps % STEPS_PER_EVALUATION == 0:
-            accuracy = greedy_accuracy(model, tokenizer, task.heldout, MAX_COMPLETION_TOKENS)
-            on_progress(SupervisedProgress(trainer.num_steps, loss, accuracy, elapsed))
     accuracy = greedy_accuracy(model, tokenizer, task.heldout, MAX_COMPLETION_TOKENS)
-    return ContinuedReport(accuracy, trainer.num_steps, elapsed)
+    return SupervisedReport(accuracy, trainer.num_steps, elapsed)
 
 
 def train_on_answers(
@@ -243,11 +206,8 @@ def train_on_answers(
         return _ramp(step) * min(1.0, 2 * (num_steps - step) / num_steps)
 
     trainer = SupervisedTrainer(model, encode(tokenizer, task.train), seed, CONTINUED_LR, BATCH_SIZE, schedule)
-    trainer.run_until(lambda done, _: done == num_steps)
-
-
-def _at_multiple(num_steps: int, loss: float) -> bool:
-    return num_steps % STEPS_PER_EVALUATION == 0
+    for _ in range(num_steps):
+        trainer.step()
 
 
 def _ramp(step: int) -> float:

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch.nn import Module
 
-import hybrid_rl
 from hybrid_rl.config import load_config, num_training_steps, resolve
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.quickstart import command
 from hybrid_rl.extras.quickstart.command import SETTINGS, row_name, warming
 from hybrid_rl.extras.quickstart.run import Outcome
 from hybrid_rl.extras.quickstart.task import build_task
-from hybrid_rl.extras.quickstart.warm_start import WarmStartReport
+from hybrid_rl.extras.quickstart.warm_start import SupervisedReport
 from recipes.record_curves import names, settings_digest, settings_file
 from recipes.runner import main
 from tests.support.tiny import build_model, build_tokenizer
@@ -102,11 +101,11 @@ def test_a_resumed_quickstart_begins_with_the_warm_start_that_it_kept(
     """Not with a second one, nor with bare weights: the reference model is a copy of it."""
     begun, warmed, original = [], [], command.improve
 
-    def warm_start(model: Module, *_: object, **__: object) -> WarmStartReport:
+    def warm_start(model: Module, *_: object, **__: object) -> SupervisedReport:
         warmed.append(model)
         with torch.no_grad():
             model.get_parameter("lm_head.weight").add_(len(warmed))
-        return WarmStartReport(0.375, 700, 9.0)
+        return SupervisedReport(0.375, 700, 9.0)
 
     def improve(model: Module, *rest: Any) -> Outcome:
         begun.append(model.get_parameter("lm_head.weight").detach().clone())
@@ -126,9 +125,7 @@ def test_a_resumed_quickstart_begins_with_the_warm_start_that_it_kept(
     assert capsys.readouterr().out.count("that of the run that is resumed") == 2
 
 
-def test_a_warm_start_that_is_interrupted_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_warm_start_that_is_interrupted_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), warming(200) as show:
         show(100, 0.25)
         raise KeyboardInterrupt
@@ -137,15 +134,17 @@ def test_a_warm_start_that_is_interrupted_says_so(
     assert "interrupted in the supervised warm start" in said
 
 
-@pytest.mark.parametrize("argument", ["reward=my.py:score", "data.train_path=train.jsonl"])
-def test_your_own_data_wants_your_own_model(argument: str) -> None:
-    with pytest.raises(ConfigError, match=r"set model\.path too"):
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("reward=my.py:score", r"set model\.path too"),
+        ("data.train_path=train.jsonl", r"set model\.path too"),
+        ("model.path=somewhere", "reward=FILE.py:FUNCTION is missing"),
+    ],
+)
+def test_your_own_model_data_and_reward_go_together(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         main([argument], settings_file("gspo"), "")
-
-
-def test_your_own_model_wants_a_reward() -> None:
-    with pytest.raises(ConfigError, match="reward=FILE.py:FUNCTION is missing"):
-        main(["model.path=somewhere"], settings_file("gspo"), "")
 
 
 def test_the_quickstart_of_the_package_has_the_settings_of_the_recipe() -> None:
@@ -157,8 +156,7 @@ def test_rows_are_named_after_the_algorithm() -> None:
     assert row_name(load_config(settings_file("gspo"))[0]) == "then Group Sequence Policy Optimization"
 
 
-@pytest.mark.parametrize(("name", "objective"), [("cispo", "cispo"), ("grpo", "clip")])
-def test_a_model_of_your_own_is_trained_with_the_recipes_algorithm(name: str, objective: str, tmp_path: Path) -> None:
+def test_a_model_of_your_own_is_trained_with_the_recipes_algorithm(tmp_path: Path) -> None:
     """From the library's defaults: nothing of the quickstart's settings."""
     build_model(0).save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
@@ -168,29 +166,17 @@ def test_a_model_of_your_own_is_trained_with_the_recipes_algorithm(name: str, ob
     )
     own = [f"model.path={tmp_path / 'model'}", f"data.train_path={tmp_path / 'train.jsonl'}"]
     own += [f"reward={tmp_path / 'score.py'}:score", f"output_dir={tmp_path / 'runs'}", "run_name=own"]
-    main([*own, "max_steps=1", "prompts_per_step=2", "max_completion_length=4"], settings_file(name), "")
+    main([*own, "max_steps=1", "prompts_per_step=2", "max_completion_length=4"], settings_file("cispo"), "")
     saved, _ = load_config(tmp_path / "runs" / "own" / "config.yaml")
-    assert saved.algorithm.name == name
-    assert saved.policy_loss.objective == objective  # type: ignore[attr-defined]
-    assert saved.optimizer.learning_rate == 1e-6
-    assert saved.algorithm.num_generations == 8
+    assert saved.algorithm.name == saved.policy_loss.objective == "cispo"  # type: ignore[attr-defined]
+    assert (saved.optimizer.learning_rate, saved.algorithm.num_generations) == (1e-6, 8)
 
 
 def test_a_config_file_names_the_algorithm_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.yaml").write_text("algorithm: sapo\nmodel:\n  path: somewhere\n")
-    seen = []
-
-    class Stop(Exception):
-        pass
-
-    def trainer(*, reward_funcs: object, config: object) -> None:
-        seen.append(config)
-        raise Stop
-
-    monkeypatch.setattr(hybrid_rl, "Trainer", trainer)
-    (tmp_path / "score.py").write_text("def score(**_):\n    return []\n")
-    with pytest.raises(Stop):
-        main([f"config={tmp_path / 'own.yaml'}", f"reward={tmp_path / 'score.py'}:score"], settings_file("gspo"), "")
+    seen: list[Any] = []
+    monkeypatch.setattr("recipes.runner.train_own", lambda config, rewards: seen.append(config))
+    main([f"config={tmp_path / 'own.yaml'}", "reward=score.py:score"], settings_file("gspo"), "")
     assert seen[0].algorithm.name == "sapo"
 
 

@@ -4,16 +4,8 @@ import re
 
 import pytest
 
-from hybrid_rl.errors import ConfigError, DataError
-from hybrid_rl.extras.quickstart.task import (
-    Task,
-    build_task,
-    check_disjoint,
-    demonstrations,
-    exact_answer,
-    operands,
-    slip,
-)
+from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.quickstart.task import Task, build_task, demonstrations, exact_answer, slip
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
@@ -35,15 +27,12 @@ def test_no_operand_is_shared_between_training_and_heldout(task: Task) -> None:
     assert train.isdisjoint(heldout)
 
 
-def test_problems_are_distinct_and_as_many_as_asked_for(task: Task) -> None:
-    assert len({row["prompt"] for row in task.train}) == 4000
-    assert len({row["prompt"] for row in task.heldout}) == 200
-
-
-def test_answers_are_right(task: Task) -> None:
-    for row in task.heldout + task.train:
-        left, right = row["prompt"].removesuffix("=").split("+")
-        assert int(row["answer"]) == int(left) + int(right)
+def test_problems_are_distinct_as_many_as_asked_for_and_right(task: Task) -> None:
+    for rows, count, num_easy in ((task.train, 4000, 1400), (task.heldout, 200, 70)):
+        assert len({row["prompt"] for row in rows}) == count
+        assert sum(row["slip"] == row["answer"] for row in rows) == num_easy  # 35 %
+        for row in rows:
+            assert int(row["answer"]) == sum(map(int, row["prompt"].removesuffix("=").split("+")))
 
 
 @pytest.mark.parametrize(("seed", "digest"), [(42, "68ffa6b62c7a9973"), (7, "91e9ed7f65a36ce9")])
@@ -53,29 +42,16 @@ def test_the_rows_are_those_with_which_curves_were_recorded(seed: int, digest: s
     assert hashlib.sha256(json.dumps([task.train, task.heldout]).encode()).hexdigest()[:16] == digest
 
 
-def test_the_slip_is_right_on_35_percent(task: Task) -> None:
-    for rows, expected in ((task.train, 1400), (task.heldout, 70)):
-        assert sum(row["slip"] == row["answer"] for row in rows) == expected
-
-
 def test_a_seed_gives_one_task_and_another_seed_another() -> None:
     first, again, other = (build_task(seed, num_train=50, num_heldout=20) for seed in (3, 3, 4))
     assert first == again
     assert {row["prompt"] for row in first.heldout} != {row["prompt"] for row in other.heldout}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("37+48=", "75"),  # 7 + 8 = 15: the ten is forgotten
-        ("67+58=", "115"),
-        ("31+42=", "73"),  # nothing to forget
-        ("5+8=", "3"),
-        ("99+1=", "90"),
-    ],
-)
-def test_slip(prompt: str, expected: str) -> None:
-    assert slip(prompt) == expected
+def test_slip() -> None:
+    assert slip(37, 48) == "75"  # 7 + 8 = 15: the ten is forgotten
+    assert slip(31, 42) == "73"  # nothing to forget
+    assert (slip(67, 58), slip(5, 8), slip(99, 1)) == ("115", "3", "90")
 
 
 def test_demonstrations_slip_three_times_in_five() -> None:
@@ -89,22 +65,6 @@ def test_exact_answer_is_stricter_than_the_number() -> None:
     completions = ["85", "085", "85 ", "", "8", "-85"]
     scores = exact_answer(["37+48="] * 6, completions, answer=["85"] * 6, slip=["75"] * 6)
     assert scores == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_exact_answer_refuses_lists_of_unequal_length() -> None:
-    with pytest.raises(ValueError):
-        exact_answer(["37+48="], ["85", "85"], answer=["85"])
-
-
-def test_a_shared_operand_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"\[48\]"):
-        check_disjoint(Task(train=[{"prompt": "37+48="}], heldout=[{"prompt": "48+12="}]))
-
-
-@pytest.mark.parametrize("prompt", ["137+48=", "37*48=", "37-48=", "37+48", "37 + 48 ="])
-def test_operands_of_a_foreign_prompt_is_an_error(prompt: str) -> None:
-    with pytest.raises(DataError, match="not a sum"):
-        operands(prompt)
 
 
 def test_more_problems_than_there_are_is_an_error_before_training() -> None:
