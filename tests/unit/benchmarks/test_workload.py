@@ -94,19 +94,13 @@ def test_pages_hold_every_sequence_at_its_longest() -> None:
     assert workload.continuous_batching(workload.WORKS["shared-prompt"])["num_blocks"] == 12 * 128
 
 
-def test_sums() -> None:
+def test_sums_and_their_reward() -> None:
     rows = workload.all_sums(4)
     assert len(rows) == len({row["prompt"] for row in rows}) == 25
     assert {"prompt": "3+4=", "answer": "7"} in rows
     assert all(row in rows for row in workload.rows(Work("sums", max_operand=4), 50, seed=0))
-
-
-def test_reward_of_sums() -> None:
     # "12": right. "17": one of two in place. "1": one of two. "123": two of three. "": none.
     found = workload.right_sum(["12", "17", "1", "123", ""], ["12"] * 5)
     assert found == pytest.approx([2.0, 0.5, 0.5, 2 / 3, 0.0])
-
-
-def test_spread_tells_completions_apart() -> None:
-    # 1*4 + 4*5 = 24; 1*5 + 4*4 = 21.
+    # Spread tells completions apart: 1*4 + 4*5 = 24; 1*5 + 4*4 = 21.
     assert workload.spread([[4, 5], [5, 4]]) == pytest.approx([24 / 97, 21 / 97])
