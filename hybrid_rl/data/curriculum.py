@@ -49,8 +49,6 @@ class CurriculumSampler(PromptSampler):
 
     def take(self, num_prompts: int) -> list[PromptRow]:
         """Return the next prompts."""
-        if num_prompts < 1:
-            raise DataError(f"take({num_prompts}); ask for at least one prompt")
         takes, positions = self._num_takes, list[int]()
         while len(positions) < num_prompts:
             positions += self._order_of(takes)[: num_prompts - len(positions)].tolist()

@@ -60,7 +60,7 @@ class Format:
 def recognise(columns: Sequence[str], first: Mapping[str, Any]) -> Format | None:
     """Return the format of a dataset; None if it has none of these, or needs no reading. first: its first row."""
     names = set(columns)
-    if names >= {PROMPT_COLUMN, "reward_model"} and isinstance(_mapping(first["reward_model"]), Mapping):
+    if names >= {PROMPT_COLUMN, "reward_model"} and isinstance(decoded_mapping(first["reward_model"]), Mapping):
         return None if ANSWER_COLUMN in names else VERL
     if PROMPT_COLUMN in names:
         return None
@@ -118,7 +118,7 @@ def boxed(text: Any) -> str:
     raise ValueError(f"the last \\boxed of {shorten(text[-60:])} is empty or does not end")
 
 
-def _mapping(value: Any) -> Any:
+def decoded_mapping(value: Any) -> Any:
     """Return a mapping that was stored as a text of JSON; anything else as it is."""
     if isinstance(value, str):
         try:
@@ -129,7 +129,7 @@ def _mapping(value: Any) -> Any:
 
 
 def _ground_truth(value: Any) -> Any:
-    found = _mapping(value)
+    found = decoded_mapping(value)
     if not isinstance(found, Mapping) or "ground_truth" not in found:
         raise ValueError(f"{shorten(value)} has no ground_truth")
     return found["ground_truth"]

@@ -140,8 +140,6 @@ class MixedSampler(PromptSampler):
 
     def take(self, num_prompts: int) -> list[PromptRow]:
         """Return the next prompts, in the order in which datasets were drawn."""
-        if num_prompts < 1:
-            raise DataError(f"take({num_prompts}); ask for at least one prompt")
         credit, drawn = dict(self._credits), []
         for _ in range(num_prompts):
             for name, weight in self._weights.items():

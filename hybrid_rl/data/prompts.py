@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hybrid_rl.data.rendering import (
     FIXED_TEMPLATE_KWARGS,
@@ -221,12 +221,8 @@ class PromptEncoder:
                 do, if there is a chat template.
 
         Raises:
-            ConfigError: an option has an unusable value, or the chat template does not read a keyword.
+            ConfigError: texts are to become messages without a chat template, or it does not read a keyword.
         """
-        if max_prompt_length is not None and (type(max_prompt_length) is not int or max_prompt_length < 1):
-            raise ConfigError(f"max_prompt_length={max_prompt_length!r}; use a whole number of tokens >= 1, or None")
-        if overlong_prompts not in (policies := get_args(OverlongPolicy)):
-            raise ConfigError(f"overlong_prompts={overlong_prompts!r} is unknown; use one of {', '.join(policies)}")
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
@@ -243,7 +239,14 @@ class PromptEncoder:
             )
         self.renderer = MessageRenderer(tokenizer, chat_template_kwargs)
         self._shows_tools = False  # whether the template was seen to show those of a row
-        self._check_template_kwargs()
+        for key in self.chat_template_kwargs:
+            if key in FIXED_TEMPLATE_KWARGS:
+                raise ConfigError(f"chat_template_kwargs has {key!r}, which the library sets itself; remove it")
+        if unread := self._unread(self.chat_template_kwargs):
+            raise ConfigError(
+                f"chat_template_kwargs has {unread!r}, but the chat template does not use a variable of that name; "
+                "correct or remove it"
+            )
 
     def encode(
         self,
@@ -275,7 +278,10 @@ class PromptEncoder:
                     "give all prompts of a dataset as text, or all as messages"
                 )
         settings = [self._settings(own, row, first) for own, row in zip(columns or [{}] * len(rows), rows, strict=True)]
-        ids = self._encode_text(prompts, rows) if first == "text" else self._encode_messages(prompts, rows, settings)
+        if first == "text":
+            ids = _batch_or_blame(partial(text_ids, self.tokenizer), prompts, rows)
+        else:
+            ids = self._encode_messages(prompts, rows, settings)
         if not all(ids):
             place = next(place for place, one in enumerate(ids) if not one)
             raise DataError(
@@ -399,19 +405,6 @@ class PromptEncoder:
             return f"raise max_prompt_length to {num_tokens}"
         return f"shorten them: {self.room.reason} leaves room for {self.room.num_tokens} tokens"
 
-    def _check_template_kwargs(self) -> None:
-        for key in self.chat_template_kwargs:
-            if key in FIXED_TEMPLATE_KWARGS:
-                raise ConfigError(f"chat_template_kwargs has {key!r}, which the library sets itself; remove it")
-        if unread := self._unread(self.chat_template_kwargs):
-            raise ConfigError(
-                f"chat_template_kwargs has {unread!r}, but the chat template does not use a variable of that name; "
-                "correct or remove it"
-            )
-
-    def _encode_text(self, prompts: Sequence[Any], rows: Sequence[int]) -> list[list[int]]:
-        return _batch_or_blame(partial(text_ids, self.tokenizer), prompts, rows, "cannot be tokenised")
-
     def _encode_messages(
         self, prompts: Sequence[Any], rows: Sequence[int], settings: Sequence[Mapping[str, Any]]
     ) -> list[list[int]]:
@@ -427,7 +420,7 @@ class PromptEncoder:
             ids: list[list[int]] = self.tokenizer(list(batch), add_special_tokens=False, **IDS_ONLY)["input_ids"]
             return ids
 
-        return _batch_or_blame(tokenize, texts, rows, "cannot be tokenised")
+        return _batch_or_blame(tokenize, texts, rows)
 
     def _render(self, prompt: Sequence[Any], row: int, settings: Mapping[str, Any]) -> str:
         try:
@@ -443,13 +436,11 @@ class PromptEncoder:
 
 
 def _batch_or_blame(
-    encode: Callable[[Sequence[Any]], Iterable[list[int]]], prompts: Sequence[Any], rows: Sequence[int], failure: str
+    encode: Callable[[Sequence[Any]], list[list[int]]], prompts: Sequence[Any], rows: Sequence[int]
 ) -> list[list[int]]:
-    """Encode in one call; if that raises, one by one, to name the row. Tokenizers and templates may raise anything."""
-    if not prompts:
-        return []
+    """Encode in one call; if that raises, one by one, to name the row. Tokenizers may raise anything."""
     try:
-        return list(encode(prompts))
+        return encode(prompts)
     except ModelError:  # of the tokenizer, not of a row
         raise
     except Exception as batch_error:
@@ -458,7 +449,7 @@ def _batch_or_blame(
                 encode([prompt])
             except Exception as error:
                 raise DataError(
-                    f"row {row}: the prompt {shorten(prompt)} {failure} ({type(error).__name__}: {error}); "
+                    f"row {row}: the prompt {shorten(prompt)} cannot be tokenised ({type(error).__name__}: {error}); "
                     "correct the row"
                 ) from error
         raise DataError(

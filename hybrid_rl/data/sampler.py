@@ -32,7 +32,6 @@ class PromptSampler:
 
         Raises:
             DataError: shuffle is set for a stream.
-            ConfigError: seed is not a whole number of at least 0.
         """
         sized = isinstance(source, SizedSource)
         if shuffle and not sized:
@@ -40,8 +39,6 @@ class PromptSampler:
                 "shuffle=True, but a stream is used in the order it comes; shuffle the stream itself, for example "
                 "IterableDataset.shuffle(seed=0, buffer_size=10_000), and leave shuffle unset"
             )
-        if type(seed) is not int or seed < 0:
-            raise ConfigError(f"seed={seed!r}; use a whole number >= 0")
         self._source = source
         self._seed = seed
         self._shuffle = sized if shuffle is None else shuffle
@@ -54,10 +51,8 @@ class PromptSampler:
         """Return the next `num_prompts` prompts, across epochs.
 
         Raises:
-            DataError: the stream yielded a bad row, or num_prompts is below 1.
+            DataError: the stream yielded a bad row.
         """
-        if num_prompts < 1:
-            raise DataError(f"take({num_prompts}); ask for at least one prompt")
         if isinstance(self._source, SizedSource):
             return self._take_sized(self._source, num_prompts)
         return self._take_stream(self._source, num_prompts)

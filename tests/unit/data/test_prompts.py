@@ -30,13 +30,6 @@ def test_text_is_tokenised_as_it_is(tokenizer: Any) -> None:
     assert encoder(tokenizer).encode([]) == []
 
 
-def test_text_gets_the_special_tokens_that_the_tokenizer_adds(tokenizer: Any) -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[ $A", special_tokens=[("[", 3)])
-    assert encoder(tokenizer).encode(["12"]) == [[3, 7, 8]]
-
-
 def test_messages_get_a_generation_prompt(chat_tokenizer: Any, ids_of: IdsOf) -> None:
     prompts = [[user("1+2")], [{"role": "system", "content": "add"}, user("3")]]
     assert encoder(chat_tokenizer).encode(prompts) == [ids_of("[u1+2]/"), ids_of("[sadd][u3]/")]
@@ -114,28 +107,29 @@ def test_mixed_text_and_messages(chat_tokenizer: Any) -> None:
         encoder(chat_tokenizer).encode(["1", [user("1")]], rows=[4, 5])
 
 
-def test_messages_without_a_chat_template(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="row 0: .* the tokenizer has no chat template.*set data.chat_template_path"):
-        encoder(tokenizer).encode([[user("1")]])
-
-
-def test_a_template_that_refuses_names_the_row(chat_tokenizer: Any) -> None:
-    chat_tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}1{% endfor %}"
-    )
-    with pytest.raises(DataError, match=r"row 1: .* is refused by the chat template .*no tools"):
-        encoder(chat_tokenizer).encode([[user("1")], [{"role": "tool", "content": "2"}]])
-
-
-def test_text_that_cannot_be_tokenised_names_the_row(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="row 1: the prompt .* cannot be tokenised"):
-        encoder(tokenizer).encode(["1", "\ud800"])
-
-
-def test_prompts_without_tokens(chat_tokenizer: Any) -> None:
-    chat_tokenizer.chat_template = "{% for m in messages %}{% endfor %}"
-    with pytest.raises(DataError, match="row 0: the tokenizer produces no tokens for the prompt "):
-        encoder(chat_tokenizer).encode([[user("1")]])
+@pytest.mark.parametrize(
+    ("template", "prompts", "message"),
+    [
+        (None, [[user("1")]], "row 0: .* the tokenizer has no chat template.*set data.chat_template_path"),
+        (
+            "{% for m in messages %}{{ raise_exception('no tools') if m['role'] == 'tool' else 1 }}{% endfor %}",
+            [[user("1")], [{"role": "tool", "content": "2"}]],
+            "row 1: .* is refused by the chat template .*no tools",
+        ),
+        (None, ["1", "\ud800"], "row 1: the prompt .* cannot be tokenised"),
+        (
+            "{% for m in messages %}{% endfor %}",
+            [[user("1")]],
+            "row 0: the tokenizer produces no tokens for the prompt ",
+        ),
+    ],
+)
+def test_a_prompt_that_cannot_be_encoded_is_named_by_its_row(
+    tokenizer: Any, template: str | None, prompts: list[Any], message: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message):
+        encoder(tokenizer).encode(prompts)
 
 
 def test_limit(tokenizer: Any) -> None:
@@ -149,11 +143,6 @@ def test_limit(tokenizer: Any) -> None:
 
 
 def test_options_are_checked(chat_tokenizer: Any) -> None:
-    for length in (0, -1, 2.5, True):
-        with pytest.raises(ConfigError, match="max_prompt_length="):
-            encoder(chat_tokenizer, max_prompt_length=length)
-    with pytest.raises(ConfigError, match="overlong_prompts='cut' is unknown; use one of error, drop, truncate"):
-        encoder(chat_tokenizer, overlong_prompts="cut")
     with pytest.raises(ConfigError, match="'tokenize', which the library sets itself"):
         encoder(chat_tokenizer, chat_template_kwargs={"tokenize": False})
     with pytest.raises(ConfigError, match="'enable_thinking', but the chat template does not use"):

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from hybrid_rl.data.prompts import PromptEncoder
-from hybrid_rl.data.rendering import MessageRenderer, row_settings
+from hybrid_rl.data.rendering import MessageRenderer
 from hybrid_rl.data.source import load_source
 from hybrid_rl.errors import DataError
 from tests.support.agents.chat_forms import FAMILIES, build_tokenizer, tool, user
@@ -349,12 +349,3 @@ def test_a_column_that_something_else_uses_is_left_to_it(tokenizer: Any) -> None
     assert load_source(rows, encoder).fingerprint == plain.fingerprint
     with pytest.raises(DataError, match="'chat_template_kwargs', but agents have none; drop or rename it"):
         load_source([{**rows[0], "chat_template_kwargs": {"style": "brief"}}], encoder)
-
-
-def test_settings_of_a_row() -> None:
-    schema = tool("add", a="integer")
-    assert row_settings({"tools": [schema], "chat_template_kwargs": '{"think": false}', "answer": 3}, 0) == {
-        "tools": [schema],
-        "think": False,
-    }
-    assert row_settings({"answer": 3}, 0) == {}
