@@ -25,8 +25,7 @@ def message_text(message: Mapping[str, Any]) -> str:
 def message_content(message: Mapping[str, Any]) -> str:
     """Write down what a message says: its text, and each tool call as a call of a function."""
     called = [*(message.get("tool_calls") or ()), message.get("function_call")]
-    calls = [call.get("function", call) for call in called if call]
-    made = [f"{call.get('name')}({_arguments_text(call.get('arguments'))})" for call in calls]
+    made = [call_text(call) for call in called if call]
     return " -> ".join(part for part in (content_text(message.get("content")).strip(), *made) if part)
 
 
@@ -36,10 +35,14 @@ def content_text(content: Any) -> str:
     return "".join(str(block.get("text") or "") if isinstance(block, Mapping) else str(block) for block in blocks)
 
 
-def _arguments_text(arguments: Any) -> str:
-    if not isinstance(arguments, Mapping):
-        return str(arguments or "")
-    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+def call_text(call: Mapping[str, Any]) -> str:
+    """Write down a tool call as a call of a function."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        given = (f"{name}={json.dumps(value, ensure_ascii=False, default=str)}" for name, value in arguments.items())
+        return f"{function.get('name')}({', '.join(given)})"
+    return f"{function.get('name')}({arguments or ''})"
 
 
 def _is_message(value: Any) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from hybrid_rl.batch.messages import call_text
 from hybrid_rl.logging.lines import number
 
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")  # columns that tell what would have been right
@@ -94,17 +94,8 @@ def message_parts(message: Any) -> tuple[str, str]:
     if not isinstance(content, str):
         blocks = [block if isinstance(block, Mapping) else {"text": block} for block in content]
         content = "".join(str(block.get("text", f"[{block.get('type', 'block')}]")) for block in blocks)
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    made = [f"{call.get('name')}({_arguments(call.get('arguments'))})" for call in calls]
+    made = [call_text(call) for call in message.get("tool_calls") or ()]
     return str(message.get("role", "message")), "\n".join(part for part in (content.strip(), *made) if part)
-
-
-def _arguments(arguments: Any) -> str:
-    if not isinstance(arguments, Mapping):
-        return str(arguments or "")
-    return ", ".join(
-        f"{name}={json.dumps(value, ensure_ascii=False, default=str)}" for name, value in arguments.items()
-    )
 
 
 def shortened(text: str) -> str:

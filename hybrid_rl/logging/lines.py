@@ -32,6 +32,7 @@ HELD = (
 SUMMED_UP = tuple(column for column in COLUMNS if column[1] in ("reward", "eval/reward", "eval/accuracy"))
 # Of evaluations with several sets: the accuracy of each, or its reward if it has none.
 OF_SET = re.compile(r"eval/([^/]+)/(accuracy|reward)")
+SIZE = re.compile(r"memory/([^/]+)_bytes")
 # What a narrow terminal goes without, the first first. The step and the reward always stay.
 CUT = ("idle", "age", "held", "entropy", "|g|", "eval reward", "s/step", "len", "eval accuracy")
 LARGE = 1e6  # from here on an exponent is shorter than the digits
@@ -85,7 +86,7 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float], width: in
     """Return the line of a training step. width: cells that it may take, None = any number; metrics are cut for it, the
     handoff first."""
     head = f"step {step:>{len(str(max_steps))}}/{max_steps}"
-    pieces = [(title, value) for title, value in shown_metrics(metrics)]
+    pieces = shown_metrics(metrics)
     handoff = handoff_line(metrics)
 
     def length() -> int:
@@ -110,14 +111,10 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float], width: in
 def detail_lines(metrics: Mapping[str, float]) -> list[str]:
     """Return what a step spent, for whoever looks into it: seconds of its phases, memory, and its handoff's proof."""
     seconds = [f"{name} {metrics[f'timing/{name}']:.3f}" for name in PHASES if f"timing/{name}" in metrics]
-    sizes = {name[len("memory/") : -len("_bytes")]: v for name, v in metrics.items() if _is_size(name)}
-    held = [f"{name.replace('_', ' ')} {size_of(value)}" for name, value in sizes.items()]
-    lines = [("seconds", seconds), ("memory", held), ("", [handoff_line(metrics)] if handoff_line(metrics) else [])]
-    return [f"{title}: {', '.join(parts)}" if title else parts[0] for title, parts in lines if parts]
-
-
-def _is_size(name: str) -> bool:
-    return name.startswith("memory/") and name.endswith("_bytes") and "/" not in name[len("memory/") :]
+    sizes = [(match[1], value) for name, value in metrics.items() if (match := SIZE.fullmatch(name))]
+    held = [f"{name.replace('_', ' ')} {size_of(value)}" for name, value in sizes]
+    lines = [f"{title}: {', '.join(parts)}" for title, parts in (("seconds", seconds), ("memory", held)) if parts]
+    return [*lines, *filter(None, [handoff_line(metrics)])]
 
 
 def size_of(num_bytes: float) -> str:

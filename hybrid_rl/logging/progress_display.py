@@ -32,8 +32,6 @@ from hybrid_rl.logging.screens import Screen, make_screen
 from hybrid_rl.logging.warned import LibraryWarnings
 from hybrid_rl.process import progress
 
-__all__ = ["ProgressDisplay", "line_of"]
-
 NUM_LINES = 40  # of steps over a whole run, besides evaluations
 START_SECONDS = 15.0  # between signs of life while a run starts
 STEP_SECONDS = 60.0  # and while a step is under way

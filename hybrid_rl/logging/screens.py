@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -29,36 +29,6 @@ NOTEBOOK_SECONDS = 1.0
 NOTEBOOK_LINES = 60
 
 LiveLines = Callable[[int], list[Text]]
-
-
-class Screen(Protocol):
-    """What the display writes to.
-
-    is_plain: whether it shows ASCII only. is_live: whether it shows live lines; if not, the display prints a line now
-    and then. takes_all: whether it takes every step, as data.
-    """
-
-    is_plain: bool
-    is_live: bool
-    takes_all: bool
-
-    @property
-    def width(self) -> int | None:
-        """Cells of a line, None = any number."""
-        ...
-
-    def say(self, kind: str, text: Text, fields: Mapping[str, Any]) -> None:
-        """Show a line that stays. kind: step, message, warning, completions or summary; fields: what it says, as
-        data."""
-        ...
-
-    def watch(self, lines: LiveLines) -> None:
-        """Show live lines from now on. lines: makes them, for so many cells."""
-        ...
-
-    def end(self) -> None:
-        """Remove the live lines; does nothing without any."""
-        ...
 
 
 class TerminalScreen:
@@ -80,28 +50,23 @@ class TerminalScreen:
 
     def watch(self, lines: LiveLines) -> None:
         self.end()
-        live = _LiveLines(lines)
-        self._live = Live(live, console=self._console, transient=True, refresh_per_second=REFRESH_PER_SECOND)
+
+        def drawn() -> Text:
+            room = max(1, self._console.width - MARGIN)
+            made = lines(room)
+            for line in made:
+                line.truncate(room)
+            return Text("\n").join(made)
+
+        self._live = Live(
+            console=self._console, transient=True, refresh_per_second=REFRESH_PER_SECOND, get_renderable=drawn
+        )
         self._live.start()
 
     def end(self) -> None:
         live, self._live = self._live, None
         if live is not None:
             live.stop()
-
-
-class _LiveLines:
-    """Live lines as rich draws them, made again for each refresh."""
-
-    def __init__(self, lines: LiveLines) -> None:
-        self._lines = lines
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = max(1, options.max_width - MARGIN)
-        made = self._lines(room)
-        for line in made:
-            line.truncate(room)
-        yield Text("\n").join(made)
 
 
 class StreamScreen:
@@ -208,6 +173,13 @@ class NotebookScreen:
                 self._handle = self._display(bundle, raw=True, display_id=True)
             else:
                 self._handle.update(bundle, raw=True)
+
+
+# What the display writes to. is_plain: whether it shows ASCII only. is_live: whether it shows live lines; if not, the
+# display prints a line now and then. takes_all: whether it takes every step, as data. width: cells of a line, None =
+# any number. `say` shows a line that stays (kind: step, message, warning, completions or summary; fields: what it says,
+# as data), `watch` shows live lines from now on, made for so many cells, and `end` removes them, if there are any.
+Screen = TerminalScreen | StreamScreen | NotebookScreen
 
 
 def make_screen(level: str, file: TextIO | None = None) -> Screen:

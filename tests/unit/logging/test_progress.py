@@ -27,7 +27,7 @@ from hybrid_rl.logging.lines import (
     step_line,
     work_line,
 )
-from hybrid_rl.logging.progress_display import NUM_LINES, ProgressDisplay
+from hybrid_rl.logging.progress_display import ProgressDisplay
 from hybrid_rl.logging.warned import AGAIN
 from hybrid_rl.process import progress
 from hybrid_rl.process.progress import Progress
@@ -89,21 +89,18 @@ def test_a_line_shows_what_its_step_brought(file: io.StringIO) -> None:
     assert second == "step 2/2  reward 0.500  entropy 2.00  s/step 0.25  handoff v3: 1,234,567 B in 4.2 ms"
 
 
-@pytest.mark.parametrize(("max_steps", "shown"), [(1, [1]), (3, [1, 2, 3]), (40, list(range(1, 41)))])
-def test_short_runs_show_every_step(file: io.StringIO, max_steps: int, shown: list[int]) -> None:
-    assert shown_steps(file, max_steps) == shown
-
-
-def test_long_runs_show_first_last_and_forty_between(file: io.StringIO) -> None:
-    shown = shown_steps(file, 1005)
-    assert shown == [1, *range(25, 1001, 25), 1005] and len(shown) == NUM_LINES + 2
-
-
-def shown_steps(file: io.StringIO, max_steps: int) -> list[int]:
+@pytest.mark.parametrize(
+    ("max_steps", "shown"),
+    [
+        *((short, list(range(1, short + 1))) for short in (1, 3, 40)),
+        (1005, [1, *range(25, 1001, 25), 1005]),  # the first, the last and forty between
+    ],
+)
+def test_short_runs_show_every_step_and_long_ones_some(file: io.StringIO, max_steps: int, shown: list[int]) -> None:
     display = ProgressDisplay(max_steps, file=file)
     for step in range(1, max_steps + 1):
         display.step(step, {"reward": 0.0})
-    return [int(number) for number in re.findall(r"^step +(\d+)/", file.getvalue(), re.MULTILINE)]
+    assert [int(number) for number in re.findall(r"^step +(\d+)/", file.getvalue(), re.MULTILINE)] == shown
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 180])
@@ -122,17 +119,13 @@ def test_a_step_that_holds_groups_says_how_many_how_old_and_how_full_the_engine_
     assert step_line(1, 1, {"reward": 0.68, **found}, None).plain == "step 1/1  reward 0.680"
 
 
-def test_each_set_of_an_evaluation_has_its_accuracy_or_reward() -> None:
-    sets = {
-        "eval/math/reward": 0.5,
-        "eval/math/accuracy": 0.25,
-        "eval/chat/reward": 0.75,
-        "eval/chat/rewards/r/mean": 1.0,
-    }
-    metrics = {"reward": 0.68, **sets}
-    assert step_line(1, 1, metrics, None).plain == "step 1/1  reward 0.680  eval math 25.0%  eval chat 0.750"
+def test_each_set_of_an_evaluation_has_its_accuracy_or_reward_and_the_last_ones_go_first() -> None:
+    """Metrics of reward functions are no sets."""
+    sets = {"eval/math/reward": 0.5, "eval/math/accuracy": 0.25, "eval/chat/reward": 0.75}
+    metrics = {"reward": 0.68, **sets, "eval/chat/rewards/r/mean": 1.0, "eval/rewards/r/mean": 0.9}
+    assert line_of(metrics) == "reward 0.680  eval math 25.0%  eval chat 0.750"
     assert step_line(1, 1, metrics, 40).plain == "step 1/1  reward 0.680  eval math 25.0%"
-    assert step_line(1, 1, metrics, 30).plain == "step 1/1  reward 0.680"
+    assert step_line(1, 1, metrics, 8).plain == "step 1/1  reward 0.680"
     history = History()
     history.add(1, metrics)
     assert [title for title, _, _ in history.rows(is_plain=True)] == ["reward", "eval math", "eval chat"]
@@ -488,12 +481,3 @@ def test_a_number_without_end_is_shown_by_its_exponent(file: io.StringIO) -> Non
     lines = file.getvalue().splitlines()
     assert lines[0] == "step 1/1  reward 1e+299  |g| 999999.00  eval reward -2.5e+06"
     assert "reward 1e+299" in lines[1]
-
-
-def test_evaluation_sets_have_a_column_each_and_the_last_ones_go_first() -> None:
-    """Accuracy if a set has it, else its reward; metrics of reward functions are no sets."""
-    metrics = {"reward": 0.5, "eval/a/reward": 0.25, "eval/a/accuracy": 0.125, "eval/b/reward": 0.75}
-    metrics |= {"eval/rewards/f/mean": 0.9, "eval/a/rewards/f/mean": 0.9}
-    assert line_of(metrics) == "reward 0.500  eval a 12.5%  eval b 0.750"
-    assert step_line(3, 9, metrics, 40).plain == "step 3/9  reward 0.500  eval a 12.5%"
-    assert step_line(3, 9, metrics, 8).plain == "step 3/9  reward 0.500"

@@ -65,9 +65,9 @@ def test_what_json_cannot_hold_costs_itself_alone(tmp_path: Path, caplog: pytest
     assert caplog.text.count("the column 'odd' of a record cannot be written") == 2
 
 
-def test_the_step_of_a_record_is_the_step(run: RunFolder) -> None:
-    run.log_metrics(3, {"step": 7.0, "reward": 1.0})
-    assert read_jsonl(run.metrics.path) == [{"step": 3, "reward": 1.0}]
+def test_metrics_are_finite_json_and_the_step_of_a_record_is_the_step(run: RunFolder) -> None:
+    run.log_metrics(3, {"step": 7.0, "reward": 0.1, "kl": math.nan, "grad_norm": math.inf})
+    assert run.metrics.path.read_text() == '{"step": 3, "reward": 0.1}\n'
     assert run.keep_until(3) == (0, {}) and run.keep_until(2) == (1, {})
 
 
@@ -131,16 +131,13 @@ def test_records_of_a_folder_that_was_removed_are_not_called_safe(tmp_path: Path
     assert caplog.messages[-1] == f"{file.path} is writable again; its earlier records are gone: it was removed or cut"
 
 
-def test_appends_to_what_is_there(tmp_path: Path) -> None:
-    for step in range(2):
-        JsonLines(tmp_path / "m.jsonl").write([{"step": step}])
-    assert (tmp_path / "m.jsonl").read_bytes() == b'{"step": 0}\n{"step": 1}\n'
-
-
 def test_nothing_written_makes_no_file(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "m.jsonl")
     file.write([])
     assert file.flush() and not file.path.exists() and read_jsonl(file.path) == []
+    run = RunFolder(str(tmp_path), "run", "grpo")
+    run.keep_until(3)
+    assert list(run.path.iterdir()) == []
 
 
 def test_any_text_of_a_model_comes_back(tmp_path: Path) -> None:
@@ -192,11 +189,6 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, keep: bool) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot make the run folder .*set output_dir to a writable folder"):
         RunFolder(str(tmp_path / "file"), "run", "grpo", keep=keep)
-
-
-def test_metrics_are_finite_json(run: RunFolder) -> None:
-    run.log_metrics(3, {"reward": 0.1, "kl": math.nan, "grad_norm": math.inf})
-    assert run.metrics.path.read_text() == '{"step": 3, "reward": 0.1}\n'
 
 
 def test_small_files_are_whole_or_not_there(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,11 +264,6 @@ def test_keep_until_drops_later_steps_that_wait_for_the_disk(run: RunFolder, cap
     run.log_metrics(3, {"reward": 4.0})
     assert [(record["step"], record["reward"]) for record in read_jsonl(path)] == [(1, 1.0), (2, 2.0), (3, 4.0)]
     assert "nothing was lost" in caplog.text and "removed or cut" not in caplog.text
-
-
-def test_keep_until_without_files(run: RunFolder) -> None:
-    run.keep_until(3)
-    assert list(run.path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------------- the last word
