@@ -7,9 +7,9 @@ from typing import Any
 
 from hybrid_rl.batch.messages import content_text, message_text
 from hybrid_rl.data.prompts import Messages, Prompt
+from hybrid_rl.data.rendering import THOUGHTS
 
 THINK, THINK_END = "<think>", "</think>"
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys that templates and servers give to thinking
 CALLS = ("tool_calls", "function_call", "tool_call_error")  # of a message that asks a tool, or tried to
 TOOLS = ("tool", "function", "ipython")  # roles
 TAIL_TOKENS = 16  # of a prompt, more than <think> and the space after it take

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hybrid_rl.errors import ConfigError, DataError, RewardError
 from hybrid_rl.process.call_process import END_SECONDS
@@ -58,8 +58,8 @@ class RewardRunner:
             to processes: there, functions that take any keyword do without, and one that names it is refused.
 
     Raises:
-        ConfigError: an unusable function, weight, number of processes or limit; a function that compares the samples
-            of a group without score_by="group".
+        ConfigError: an unusable function or weight; a function that compares the samples of a group without
+            score_by="group".
     """
 
     def __init__(
@@ -76,18 +76,8 @@ class RewardRunner:
         self.entries = RewardList.of(reward_funcs, available_columns, has_environments=has_environments)
         self.names = self.entries.names
         self.functions = list(self.entries.functions.values())
-        if score_by not in get_args(ScoreBy):
-            raise ConfigError(f"score_by={score_by!r}; use one of {', '.join(get_args(ScoreBy))}")
-        if type(num_processes) is not int or num_processes < 0:
-            raise ConfigError(f"num_processes={num_processes!r}; use 0 (threads of this process) or a positive number")
-        if timeout_seconds is not None and not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
-            raise ConfigError(f"timeout_seconds={timeout_seconds!r}; use a positive number, or None for no limit")
         self.score_by = score_by
         self.weights = [1.0] * len(self.names) if weights is None else list(weights)
-        if len(self.weights) != len(self.names):
-            raise ConfigError(
-                f"{len(self.weights)} reward weights for {len(self.names)} reward functions ({', '.join(self.names)})"
-            )
         for weight, name in zip(self.weights, self.names, strict=True):
             if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
                 raise ConfigError(f"the weight of reward function {name!r} is {weight!r}; use a finite number")

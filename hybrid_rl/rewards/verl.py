@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from hybrid_rl.data.formats import decoded_mapping
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError, RewardError
 from hybrid_rl.rewards.completions import response_text
@@ -122,9 +121,6 @@ def adapted(function: Callable[..., Any], columns: Sequence[str] | None) -> Call
 
 def _truth(ground_truth: Any, reward_model: Any, answer: Any) -> Any:
     """Return the expected answer of a row, None if it has none. The cell reward_model may be a text of JSON."""
-    model = reward_model
-    if isinstance(model, str):
-        with contextlib.suppress(ValueError):
-            model = json.loads(model)
+    model = decoded_mapping(reward_model)
     of_model = model.get("ground_truth") if isinstance(model, Mapping) else reward_model
     return next((truth for truth in (ground_truth, of_model, answer) if truth is not None), None)

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ def test_the_sentence_holds_the_value():
         CallLog(2).log_extra("x")
     with pytest.raises(TypeError, match=r"^log_metric\('x', \.\.\.\): None of type NoneType is not a number$"):
         CallLog(2).log_metric("x")
+    with pytest.raises(ValueError, match="got 2 values for 1 samples; give one value per sample"):
+        CallLog(1).log_extra("x", [1, 2])
 
 
 def test_values_of_every_ordered_kind():
@@ -54,19 +57,32 @@ def test_an_address_is_not_logged(value):
         CallLog(2).log_extra("x", [1, value])
 
 
-def test_an_object_with_a_text_of_its_own_is_logged_as_that_text():
-    log = CallLog(3)
-    log.log_extra("x", [datetime.date(2024, 2, 29), 1 + 2j, "<object at 0x7f00>"])
-    assert log.extras == {"x": ["2024-02-29", "(1+2j)", "<object at 0x7f00>"]}
+def test_values_are_logged_as_json_gives_them_back():
+    """Objects with a text of their own as that text, numbers as numbers, infinities as None."""
+    kinds = [datetime.date(2024, 2, 29), 1 + 2j, "<object at 0x7f00>", Path("x"), (1, {2: None})]
+    kinds += [np.float32(1.5), torch.ones(2), math.nan, {"a": [math.inf, 1]}]
+    log = CallLog(len(kinds))
+    log.log_extra("x", kinds)
+    assert log.extras["x"] == [
+        *("2024-02-29", "(1+2j)", "<object at 0x7f00>", "x", [1, {"2": None}]),
+        *(1.5, [1.0, 1.0], None, {"a": [None, 1]}),
+    ]
 
 
-@pytest.mark.parametrize("name", ["", " ", "\n\t"])
-def test_a_name_is_not_empty(name):
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        *((empty, ValueError, "the name is empty") for empty in ("", " ", "\n\t")),
+        (("a", 1), TypeError, "the name is of type tuple; use text"),
+        (None, TypeError, "the name is of type NoneType; use text"),
+        (7, TypeError, "the name is of type int; use text"),
+    ],
+)
+def test_a_name_says_something(name, error, message):
     log = CallLog(1)
-    with pytest.raises(ValueError, match=r"^log_metric\('.*', \.\.\.\): the name is empty"):
-        log.log_metric(name, 1.0)
-    with pytest.raises(ValueError, match=r"^log_extra\('.*', \.\.\.\): the name is empty"):
-        log.log_extra(name, [1])
+    for function in (log.log_metric, log.log_extra):
+        with pytest.raises(error, match=rf"^{function.__name__}\(.*, \.\.\.\): {message}"):
+            function(name, [1])
     assert not log.metrics and not log.extras
 
 

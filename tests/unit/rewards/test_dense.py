@@ -102,11 +102,6 @@ def test_an_error_of_a_function_without_the_mark_names_the_decorator():
     assert "hybrid_rl.rewards.dense_reward" in result.failures[0].detail
 
 
-def test_a_sample_on_which_another_function_failed_has_no_token_rewards():
-    result = score([ascending, lambda completion_ids: [NAN] * len(completion_ids)], samples(3))
-    assert np.isnan(result.rewards).all() and result.token_rewards[0].tolist() == [0.0, 0.0, 0.0]
-
-
 def test_through_processes_objects_and_partials():
     # Defined here, so that they travel by value: the process need not import this file, and torch with it.
     @dense_reward
@@ -125,10 +120,3 @@ def test_through_processes_objects_and_partials():
     assert result.token_rewards[0].tolist() == [0.25, 0.75]
     with RewardRunner(length) as runner:
         assert not runner.is_dense
-
-
-def test_an_exception_in_the_place_of_a_value_fails_its_sample():
-    result = score(lambda completion_ids: [1.0, ValueError("no answer")], samples(1, 1))
-    assert [(failure.key.trajectory, failure.reason) for failure in result.failures] == [(11, "raised")]
-    assert "ValueError: no answer" in result.failures[0].detail
-    np.testing.assert_array_equal(result.rewards, [1.0, NAN])

@@ -124,18 +124,29 @@ def test_coroutine_functions_are_recognised_through_partials_and_objects():
     assert [spec.is_async for spec in specs] == [True, True, True, False, False]
 
 
-def test_a_parameter_that_nothing_fills_is_refused_with_the_nearest_column():
-    def f(completions, answr, **kwargs):
-        return [0.0]
+def misspelled(completions, answr, **kwargs):
+    return [0.0]
 
-    with pytest.raises(ConfigError, match=r"'f' requires the parameter 'answr'.*did you mean 'answer'"):
-        RewardList.of(f, ["prompt", "answer"])
-    RewardList.of(f, None)  # a stream: unknown until the call
+
+@pytest.mark.parametrize(
+    ("entry", "columns", "message"),
+    [
+        (misspelled, ["prompt", "answer"], "'misspelled' requires the parameter 'answr'.*did you mean 'answer'"),
+        (lambda prompt: [0.0], ["prompt"], "'prompt'"),
+        (lambda completions, /: [0.0], None, "positional-only"),
+        ([], None, "empty"),
+        (Judge, None, "pass an instance"),
+        ([3], None, "cannot be called"),
+    ],
+)
+def test_entries_that_cannot_be_called_are_refused(entry, columns, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardList.of(entry, columns)
+
+
+def test_parameters_that_a_stream_or_a_default_may_fill_are_not_refused():
+    RewardList.of(misspelled, None)  # a stream: unknown until the call
     RewardList.of(lambda completions, answr="": [0.0], ["answer"])
-    with pytest.raises(ConfigError, match="'prompt'"):
-        RewardList.of(lambda prompt: [0.0], ["prompt"])
-    with pytest.raises(ConfigError, match="positional-only"):
-        RewardList.of(lambda completions, /: [0.0])
 
 
 class Named(torch.nn.Linear):
@@ -163,15 +174,6 @@ def test_each_tokenizer_goes_to_its_model():
         with_model_entries([length, "org/a"], first)
     with pytest.raises(ConfigError, match="'length', which is a function; put None"):
         with_model_entries([length], [first])
-
-
-def test_entries_that_cannot_be_called_are_refused():
-    with pytest.raises(ConfigError, match="empty"):
-        RewardList.of([])
-    with pytest.raises(ConfigError, match="pass an instance"):
-        RewardList.of(Judge)
-    with pytest.raises(ConfigError, match="cannot be called"):
-        RewardList.of([3])
 
 
 def test_exact_match():

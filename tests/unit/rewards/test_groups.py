@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from hybrid_rl.batch import SampleKey
-from hybrid_rl.errors import ConfigError
 from hybrid_rl.rewards import RewardInput, RewardRunner, group_reward
 
 NAN = math.nan
@@ -56,21 +55,3 @@ def test_a_call_that_fails_masks_its_group_and_is_not_cut(is_async, num_processe
     assert [failure.key.trajectory for failure in result.failures] == [10, 11, 12]
     # Only the whole call of the first group counts: nothing was tried one by one.
     assert result.metrics == {"calls": [(2.0, 2)]}
-
-
-def test_a_timeout_masks_the_group():
-    async def slow(completions, prompts):
-        if prompts[0] == "prompt 1":
-            await asyncio.sleep(30)
-        return [1.0] * len(completions)
-
-    with RewardRunner(slow, score_by="group", timeout_seconds=0.2) as runner:
-        result = runner.score(groups(1, 2), None)
-    np.testing.assert_array_equal(result.rewards, [1.0, NAN, NAN])
-    assert [failure.reason for failure in result.failures] == ["timeout", "timeout"]
-
-
-def test_a_function_that_compares_needs_whole_groups():
-    with pytest.raises(ConfigError, match="'rank_in_group' compares .* set rewards.score_by=group"):
-        RewardRunner(rank_in_group)
-    RewardRunner(rank_in_group, score_by="group").close()

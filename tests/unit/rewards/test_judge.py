@@ -30,44 +30,54 @@ def grade(content):
     return Reply(f"I think <score>{content.split('<response>')[1].split('</response>')[0].strip()}</score>")
 
 
-def test_grades_come_from_the_endpoint():
-    with ChatServer(grade) as server, RewardRunner(judge(server, extra_body={"top_k": 3})) as runner:
-        result = runner.score(samples("7", "0", "2.5"), None)
-    assert runner.names == ["llm_judge"]
-    np.testing.assert_array_equal(result.rewards, [7.0, 0.0, 2.5])
-    assert result.metrics == {"llm_judge/unparsed": [(0.0, 3)]}
-    body = server.requests[0]
-    assert (body["model"], body["temperature"], body["top_k"]) == ("some-model", 0.0, 3)
-    assert "request" in body["messages"][0]["content"] and len(body["messages"]) == 1
+DOWN = Reply(status=500, raw=b'{"error": {"message": "overloaded"}}')
+NAMED = "llm_judge: the answer of http://127.0.0.1"
+# completion: what the server answers instead of its grade, once or always; the value; words of the failure.
+CASES = {
+    "7": (None, None, 7.0, None),
+    "0": (None, None, 0.0, None),
+    "2.5": (None, None, 2.5, None),
+    "no idea": (None, None, NAN, None),  # an answer that says nothing leaves its sample unscored
+    "99": (None, None, NAN, None),
+    "-1": (None, Reply(raw=b'{"choices": [{"message": {"content": null}}]}'), NAN, None),
+    "6": (DOWN, None, 6.0, None),
+    "5": (DOWN, DOWN, NAN, "overloaded"),
+    "4": (None, Reply(raw=b"no json"), NAN, ""),  # the client says what is wrong with it
+    "3": (None, Reply(raw=b'{"choices": []}'), NAN, NAMED),
+    "2": (None, Reply(raw=b'{"choices": null}'), NAN, NAMED),
+    "1": (None, Reply(raw=b'{"choices": [{}]}'), NAN, NAMED),
+    "8": (None, Reply(raw=b"{}"), NAN, NAMED),
+}
 
 
-def test_answers_that_say_nothing_leave_their_samples_unscored():
-    with (
-        ChatServer(grade) as server,
-        RewardRunner([judge(server), lambda completions: [1.0] * len(completions)]) as runner,
-    ):
-        result = runner.score(samples("7", "no idea", "99"), None)
-    np.testing.assert_array_equal(result.values, [[7.0, 1.0], [NAN, 1.0], [NAN, 1.0]])
-    assert not result.failures  # the other function scored them
-    assert result.metrics == {"llm_judge/unparsed": [(2 / 3, 3)]}
-
-
-def test_errors_of_the_server_are_tried_again_and_then_fail_their_samples():
+def test_grades_come_from_the_endpoint_and_what_fails_concerns_its_sample():
+    """Errors of the server are tried again; the other function scores what the judge leaves unscored."""
     seen = []
 
     def answer(content):
-        text = grade(content).text
+        graded = grade(content)
+        text = graded.text.split("<score>")[1].split("<")[0]
         seen.append(text)
-        if "<score>5<" in text or ("<score>6<" in text and seen.count(text) == 1):
-            return Reply(status=500, raw=b'{"error": {"message": "overloaded"}}')
-        return grade(content)
+        once, always, *_ = CASES[text]
+        return always or (once if once and seen.count(text) == 1 else graded)
 
-    with ChatServer(answer) as server, RewardRunner(judge(server, num_retries=1)) as runner:
-        result = runner.score(samples("7", "6", "5"), None)
-    np.testing.assert_array_equal(result.rewards, [7.0, 6.0, NAN])
-    assert [(failure.key.trajectory, failure.reason) for failure in result.failures] == [(2, "raised")]
-    assert "overloaded" in result.failures[0].detail
-    assert len(server.requests) == 1 + 2 + 2
+    with (
+        ChatServer(answer) as server,
+        RewardRunner([judge(server, num_retries=1, extra_body={"top_k": 3}), lambda prompts: [1.0] * 13]) as runner,
+    ):
+        result = runner.score(samples(*CASES), None)
+    assert runner.names == ["llm_judge", "<lambda>"]
+    np.testing.assert_array_equal(result.values[:, 0], [value for _, _, value, _ in CASES.values()])
+    failed = {failure.key.trajectory: failure for failure in result.failures}
+    expected = {place: words for place, (*_, words) in enumerate(CASES.values()) if words is not None}
+    assert failed.keys() == expected.keys() and {failure.reason for failure in failed.values()} == {"raised"}
+    assert all(words in failed[place].detail for place, words in expected.items())
+    assert NAMED not in failed[8].detail
+    assert result.metrics == {"llm_judge/unparsed": [(3 / 13, 13)]}
+    assert len(seen) == len(CASES) + 2  # those that were down
+    body = server.requests[0]
+    assert (body["model"], body["temperature"], body["top_k"]) == ("some-model", 0.0, 3)
+    assert "request" in body["messages"][0]["content"] and len(body["messages"]) == 1
 
 
 def test_a_timeout_fails_only_its_sample():
@@ -79,29 +89,6 @@ def test_a_timeout_fails_only_its_sample():
         result = runner.score(samples("7", "5"), None)
     np.testing.assert_array_equal(result.rewards, [7.0, NAN])
     assert "APITimeoutError" in result.failures[0].detail
-
-
-@pytest.mark.parametrize(
-    ("raw", "is_named"),
-    [
-        (b"no json", False),  # the client says what is wrong with it
-        (b'{"choices": []}', True),
-        (b'{"choices": null}', True),
-        (b'{"choices": [{}]}', True),
-        (b"{}", True),
-        (b'{"choices": [{"message": {"content": null}}]}', False),  # an answer that says nothing
-    ],
-)
-def test_malformed_bodies_fail_or_leave_their_samples(raw, is_named):
-    def answer(content):
-        reply = grade(content)
-        return Reply(raw=raw) if "<score>5<" in reply.text else reply
-
-    with ChatServer(answer) as server, RewardRunner(judge(server)) as runner:
-        result = runner.score(samples("7", "5"), None)
-    np.testing.assert_array_equal(result.rewards, [7.0, NAN])
-    assert [failure.key.trajectory for failure in result.failures] == [1]
-    assert ("llm_judge: the answer of http://127.0.0.1" in result.failures[0].detail) is is_named
 
 
 def test_no_more_requests_at_once_than_allowed():

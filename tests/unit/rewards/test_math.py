@@ -38,21 +38,12 @@ CASES = [
 ]
 
 
-def score_all(name="answer", **options):
-    texts, golds = [case[0] for case in CASES], [case[1] for case in CASES]
-    return math_reward(**options)(completions=texts, **{name: golds})
+def score_all():
+    return math_reward()(completions=[case[0] for case in CASES], answer=[case[1] for case in CASES])
 
 
 def test_answers():
     assert score_all() == [case[2] for case in CASES]
-
-
-def test_answers_in_a_thread_that_gets_no_signals():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(score_all("solution")))
-    thread.start()
-    thread.join()
-    assert found == [[case[2] for case in CASES]]
 
 
 def test_only_one_warning_is_silenced(caplog, monkeypatch):
@@ -70,7 +61,7 @@ def test_only_one_warning_is_silenced(caplog, monkeypatch):
     assert filters and len(filters) == len(set(filters))
 
 
-@pytest.mark.parametrize("num_processes", [0, 1])
+@pytest.mark.parametrize("num_processes", [0, 1], ids=["in a thread that gets no signals", "in a main thread"])
 def test_as_a_reward_function(num_processes):
     inputs = [RewardInput(SampleKey(i), "p", text, [1], {"answer": gold}) for i, (text, gold, _) in enumerate(CASES)]
     with RewardRunner(math_reward(), num_processes=num_processes) as runner:
@@ -81,7 +72,8 @@ def test_as_a_reward_function(num_processes):
 
 
 def test_columns():
-    assert score_all("gold", column="gold") == [case[2] for case in CASES]
+    assert math_reward("gold")(completions=["1", "2"], gold=["1", "1"]) == [1.0, 0.0]
+    assert math_reward()(completions=["1", "2"], solution=["1", "1"]) == [1.0, 0.0]
     with pytest.raises(ConfigError, match="requires the parameter 'gold'"):
         RewardRunner(math_reward("gold"), available_columns=["answer"])
     with pytest.raises(ValueError, match="needs the dataset column answer or solution"):

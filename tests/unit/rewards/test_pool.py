@@ -8,7 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,11 +19,6 @@ from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState, exact_mat
 pytestmark = pytest.mark.slow  # the file as a whole
 
 NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class State:
-    global_step: int
 
 
 def samples(*completions):
@@ -85,11 +79,6 @@ def test_closures_lambdas_coroutines_logs_and_state_through_two_processes():
     assert not result.failures
 
 
-def test_state_objects_travel():
-    with RewardRunner(lambda completions, trainer_state: [trainer_state.global_step], num_processes=1) as runner:
-        assert runner.score(samples("a"), State(5)).rewards == [5.0]
-
-
 def test_processes_start_at_first_use_are_kept_and_end_with_close():
     with RewardRunner(pid_function(), num_processes=1) as runner:
         assert runner._loop is None
@@ -99,17 +88,6 @@ def test_processes_start_at_first_use_are_kept_and_end_with_close():
     with pytest.raises(ProcessLookupError):  # reaped, not only dead
         os.kill(*pids, 0)
     runner.close()
-
-
-def test_one_raising_sample_masks_only_itself():
-    def f(completions):
-        return [float(text) for text in completions]
-
-    with RewardRunner(f, num_processes=1) as runner:
-        result = runner.score(samples("1", "oops", "3"), None)
-    np.testing.assert_array_equal(result.rewards, [1.0, NAN, 3.0])
-    assert reasons(result) == [(11, "raised")]
-    assert "could not convert string to float: 'oops'" in result.failures[0].detail
 
 
 def test_a_hanging_sample_is_killed_and_only_it_is_masked():
@@ -201,16 +179,6 @@ def test_a_base_exception_is_reported_with_its_traceback_too():
     assert reasons(result) == [(10, "ended")]
     assert "Unforgiving: by the function" in result.failures[0].detail and "in refuse" in result.failures[0].detail
     assert before.extras["pid"] == after.extras["pid"]
-
-
-def test_a_call_in_which_everything_hangs_is_given_up_in_bounded_time():
-    def f(completions):
-        os._exit(1)
-
-    with RewardRunner(f, num_processes=1) as runner:
-        result = runner.score(samples(*"abcdefghij"), None)
-    assert reasons(result) == [(10 + i, "died") for i in range(10)]
-    assert ["not called again" in failure.detail for failure in result.failures] == [False] * 8 + [True] * 2
 
 
 def test_after_eight_samples_that_end_their_process_the_rest_is_given_up():

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from hybrid_rl.batch import SampleKey
 from hybrid_rl.errors import RewardError
@@ -97,41 +98,26 @@ def test_a_trajectory_has_the_sum_of_what_its_turns_got():
     assert np.isnan(late.rewards).all() and late.values[2].tolist() == [3, 10]
 
 
-def test_extras_and_metrics_are_joined_by_key():
-    parts = [
-        (0, (SAMPLES[:2], outcome(0.0, 0.0, extras={"x": ["a", "b"]}, metrics=[("m", 1.0)]))),
-        (0, (SAMPLES[2:], outcome(0.0, extras={"x": ["c"]}, metrics=[("m", 2.0), ("n", 3.0)]))),
-    ]
-    result = assemble(["f"], [1.0], SAMPLES, parts)
-    assert result.extras == {"x": {SampleKey(7): "a", SampleKey(3): "b", SampleKey(5): "c"}}
-    assert result.metrics == {"m": [(1.0, 2), (2.0, 1)], "n": [(3.0, 1)]}
-
-
 @pytest.mark.parametrize(
-    "returned", [[True, 2, 0.5], (np.True_, np.int64(2), np.float32(0.5)), np.array([1, 2, 0.5]), "torch", "scalars"]
+    "returned",
+    [
+        [True, 2, 0.5],
+        (np.True_, np.int64(2), np.float32(0.5)),
+        np.array([1, 2, 0.5]),
+        torch.tensor([1.0, 2.0, 0.5], requires_grad=True),
+        list(torch.tensor([1.0, 2.0, 0.5], requires_grad=True)),
+    ],
 )
 def test_numbers_of_every_kind_are_accepted(returned):
-    if isinstance(returned, str):
-        torch = pytest.importorskip("torch")
-        tensor = torch.tensor([1.0, 2.0, 0.5], requires_grad=True)
-        returned = tensor if returned == "torch" else list(tensor)
     checked = check_values(returned, CallLog(3))
-    assert checked.values == [1.0, 2.0, 0.5]
-    assert not checked.errors
-    assert checked.failure is None
+    assert checked.values == [1.0, 2.0, 0.5] and not checked.errors and checked.failure is None
 
 
 def test_bad_values_fail_only_their_sample():
     checked = check_values([1.0, math.nan, math.inf, "2", 10**400, None, [[1.0]]], CallLog(7))
-    assert {position: reason for position, (reason, _) in checked.errors.items()} == {
-        1: "nan",
-        2: "nan",
-        3: "type",
-        4: "nan",
-        6: "type",
-    }
-    assert checked.values[0] == 1.0
-    assert checked.values[5] is None
+    reasons = {position: reason for position, (reason, _) in checked.errors.items()}
+    assert reasons == {1: "nan", 2: "nan", 3: "type", 4: "nan", 6: "type"}
+    assert checked.values[0] == 1.0 and checked.values[5] is None
 
 
 @pytest.mark.parametrize(
