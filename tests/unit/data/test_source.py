@@ -352,12 +352,3 @@ def test_a_stream_that_cannot_be_resumed_or_restarted(encoder: PromptEncoder) ->
     assert len(list(exhausted)) == 3  # the first row was read to check it
     with pytest.raises(DataError, match="yielded no row in pass 1; pass a function that returns a new iterator"):
         list(exhausted.iterate(epoch=1))
-
-
-def test_the_epoch_reaches_a_shuffled_stream(encoder: PromptEncoder) -> None:
-    rows = [{"prompt": str(i)} for i in range(50)]
-    shuffled = datasets.Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=1, buffer_size=50)
-    source = stream(shuffled, encoder)
-    passes = [[row.prompt for row in source.iterate(epoch=epoch)] for epoch in (0, 1, 0)]
-    assert passes[0] == passes[2] != passes[1]
-    assert sorted(passes[0]) == sorted(passes[1]) == sorted(str(i) for i in range(50))
