@@ -6,8 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,60 +206,6 @@ def test_openenv_actions_are_tool_calls() -> None:
         openenv_environment(Client)
 
 
-def test_the_real_openenv_through_its_server() -> None:
-    pytest.importorskip("openenv.core")
-    import uvicorn
-    from openenv.core import GenericEnvClient
-    from openenv.core.env_server.http_server import create_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, Observation, State
-
-    class Word(Action):
-        word: str
-
-    class Told(Observation):
-        told: str = ""
-
-    class Server(Environment):  # type: ignore[misc,type-arg]
-        SUPPORTS_CONCURRENT_SESSIONS = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
-
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Told:
-            self.count = seed or 0
-            return Told(told=f"from {self.count}", done=False, reward=0.0)
-
-        def step(self, action: Word, timeout_s: float | None = None, **_: Any) -> Told:
-            self.count += 1
-            return Told(told=f"{action.word} {self.count}", done=self.count >= 5, reward=0.25)
-
-        @property
-        def state(self) -> State:
-            return State(episode_id="e", step_count=self.count)
-
-    app = create_app(Server, Word, Told, env_name="words", max_concurrent_envs=4)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        threading.Event().wait(0.02)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    factory = openenv_environment(lambda: GenericEnvClient(base_url=f"http://127.0.0.1:{port}"), guess)
-    one, other = factory(), factory()
-    try:
-        assert one.reset(seed=3) == '{"told": "from 3"}' and other.reset() == '{"told": "from 0"}'  # type: ignore[attr-defined]
-        assert one.guess("a") == '{"told": "a 4"}' and other.guess("b") == '{"told": "b 1"}'  # type: ignore[attr-defined]
-        assert one.guess("c") == '{"told": "c 5"}\n(The episode is over.)'  # type: ignore[attr-defined]
-        assert one.get_reward() == 0.5 and other.get_reward() == 0.25
-    finally:
-        one.close()  # type: ignore[attr-defined]
-        other.close()  # type: ignore[attr-defined]
-        server.should_exit = True
-        thread.join(10)
-
-
 SERVER = """
 import sys
 
@@ -286,12 +231,12 @@ class Server(Environment):
         self.count = 0
 
     def reset(self, seed=None, episode_id=None, **_):
-        self.count = 0
-        return Seen(count=0, done=False, reward=0.0)
+        self.count = seed or 0
+        return Seen(count=self.count, done=False, reward=0.0)
 
     def step(self, action, timeout_s=None, **_):
         self.count += action.n
-        return Seen(count=self.count, done=False, reward=0.25)
+        return Seen(count=self.count, done=self.count >= 50, reward=0.25)
 
     @property
     def state(self):
@@ -309,8 +254,9 @@ Told(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")).run()
 """
 
 
-def test_trajectories_wait_for_a_session_of_the_real_openenv_server(tmp_path: Path) -> None:
-    """32 trajectories over a process that has four sessions: without the key some find the server full."""
+@pytest.fixture(scope="module")
+def real_openenv() -> Iterator[Any]:
+    """The factory of environments on a server of four sessions, in a process of its own."""
     pytest.importorskip("openenv.core")
     from openenv.core import GenericEnvClient
 
@@ -326,25 +272,33 @@ def test_trajectories_wait_for_a_session_of_the_real_openenv_server(tmp_path: Pa
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline())  # printed once it listens
-        factory = openenv_environment(lambda: GenericEnvClient(base_url=f"http://127.0.0.1:{port}"), step)
-        model, tokenizer = build_policy([("step", {"n": 1}), ("step", {"n": 2})])
-        rows = [{"prompt": [{"role": "user", "content": f"go {place}"}]} for place in range(4)]
-        keys: dict[str, Any] = {"max_steps": 1, "prompts_per_step": 4, "num_generations": 8, "log_completions": 0}
-        lengths = {"max_completion_length": 160, "max_prompt_length": 300}
-        with Trainer(
-            model,
-            train_dataset=rows,
-            environment_factory=factory,
-            tokenizer=tokenizer,
-            output_dir=str(tmp_path),
-            max_environments=4,
-            **keys,
-            **lengths,
-        ) as trainer:
-            [(batch, metrics)] = list(trainer.steps())
+        yield openenv_environment(lambda: GenericEnvClient(base_url=f"http://127.0.0.1:{port}"), step)
     finally:
         server.kill()
         server.communicate()
+
+
+def test_the_real_openenv_through_its_server(real_openenv: Any) -> None:
+    one, other = real_openenv(), real_openenv()
+    try:
+        assert one.reset(seed=48) == '{"count": 48}' and other.reset() == '{"count": 0}'
+        assert one.step(1) == '{"count": 49}' and other.step(2) == '{"count": 2}'
+        assert one.step(1) == '{"count": 50}\n(The episode is over.)'
+        assert one.get_reward() == 0.5 and other.get_reward() == 0.25
+    finally:
+        one.close()
+        other.close()
+
+
+def test_trajectories_wait_for_a_session_of_the_real_openenv_server(real_openenv: Any, tmp_path: Path) -> None:
+    """32 trajectories over a process that has four sessions: without the key some find the server full."""
+    model, tokenizer = build_policy([("step", {"n": 1}), ("step", {"n": 2})])
+    rows = [{"prompt": [{"role": "user", "content": f"go {place}"}]} for place in range(4)]
+    keys: dict[str, Any] = {"max_steps": 1, "prompts_per_step": 4, "num_generations": 8, "log_completions": 0}
+    keys |= {"max_completion_length": 160, "max_prompt_length": 300, "max_environments": 4}
+    keys |= {"environment_factory": real_openenv, "tokenizer": tokenizer, "output_dir": str(tmp_path)}
+    with Trainer(model, train_dataset=rows, **keys) as trainer:
+        [(batch, metrics)] = list(trainer.steps())
     rewards = batch["rewards"].tolist()
     assert len(rewards) == 32 and all(reward % 0.25 == 0 for reward in rewards) and max(rewards) > 0
     assert metrics["rewards/num_failed"] == 0 and metrics["agents/ended_error"] == 0
