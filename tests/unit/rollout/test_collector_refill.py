@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import Batch, BatchRef
 from hybrid_rl.batch.ref import store
+from hybrid_rl.batch.rollout_files import save_rollout
 from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.data.source import load_source
@@ -72,6 +73,17 @@ def test_without_refills_every_group_stays_and_nothing_is_said_of_it():
     collected = rig.collect(3, max_refills=0)
     assert prompts(collected.batch) == [0, 0, 1, 1, 2, 2]
     assert not [name for name in collected.metrics if name.startswith(("collect/", "baseline/"))]
+    assert (collected.metrics["pass@1"], collected.metrics["pass@2"]) == (1 / 2, 2 / 3)
+
+
+@pytest.mark.parametrize("max_refills", [0, 3])
+def test_of_groups_that_were_chosen_for_their_rewards_no_success_is_told(tmp_path, max_refills):
+    """Of each there are right and wrong samples; nor is it when they were saved."""
+    made = Rig(rows_of(MIXED, MIXED)).collect(2, max_refills=max_refills)
+    save_rollout(tmp_path, 3, 0, 1, made.batch)
+    again = Rig(rows_of(WRONG, WRONG)).collect(2, max_refills=max_refills, rollouts_path=tmp_path)
+    assert torch.equal(again.batch["rewards"], made.batch["rewards"])
+    assert ("pass@1" in made.metrics) == ("pass@1" in again.metrics) == (max_refills == 0)
 
 
 def test_a_first_rollout_with_signal_throughout_is_the_batch():
@@ -120,15 +132,6 @@ def judged(functions, *rows, weights=None, generations=2):
     rig = Rig(rows, functions, weights=weights)
     batch = rig.collect(len(rows), generations, max_refills=0).batch
     return judged_rewards(batch, rig.rewards.weights, rig.rewards.entries.shaping).tolist()
-
-
-def test_a_shaping_reward_does_not_make_a_group_different():
-    """Both samples are right, one is longer: the paper filters by accuracy."""
-    with pytest.raises(NoSignalError):
-        Rig(rows_of(RIGHT, RIGHT), [worth, too_long]).collect(1, max_refills=1)
-    two = [worth, too_long, too_long]
-    with pytest.raises(NoSignalError):
-        Rig(rows_of(RIGHT, RIGHT), two).collect(1, max_refills=1)
 
 
 @pytest.mark.parametrize(
@@ -434,3 +437,12 @@ def test_timings_are_sums_of_what_the_slowest_rank_took():
 
         scored.run = timed
     assert rig.collect(2).timings.seconds == {"rollout": 4.0, "reward": 0.0, "judge": 6.0}
+
+
+def test_a_step_without_signal_takes_nothing_from_the_data(make_trainer):
+    """The numbers say why; the next step begins where this one did."""
+    trainer = make_trainer(reward_funcs=constant, max_refills=2, prompts_per_step=4)
+    before = trainer.train_dataset.state_dict()
+    with pytest.raises(NoSignalError, match="step 1: 0 of 12 prompts .* Of the others, 12 had the reward 1 throughout"):
+        trainer.step()
+    assert trainer.train_dataset.state_dict() == before and trainer.global_step == 0

@@ -7,7 +7,7 @@ import torch
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.rollout.successes import Grades, SuccessRule
-from tests.support.tiny import exact, sums
+from tests.support.tiny import sums
 
 NAN = math.nan
 
@@ -57,40 +57,17 @@ def test_single_samples_and_groups_in_any_order():
     assert of([1.0, 0.0, 0.0, 0.0], groups=[9, 3, 3, 9]) == {"pass@1": 0.25, "pass@2": 0.5}
 
 
-def digits(completions, **_):
-    return [sum(char.isdigit() for char in text) / 2 for text in completions]
+def test_a_run_has_the_accuracy_of_its_first_function(make_trainer, capsys):
+    """Whatever the second one gives: with its weight, more than 1 for most."""
 
-
-def test_a_model_that_prints_noise_has_no_accuracy_of_half(make_trainer, capsys):
-    """The first function gives 0 for all; the other one, with its weight, more than 1 for most."""
+    def digits(completions, **_):
+        return [sum(char.isdigit() for char in text) / 2 for text in completions]
 
     def wrong(completions, **_):
         return [0.0] * len(completions)
 
     keys = {"eval_dataset": sums(8), "max_steps": 1, "reward_weights": [1.0, 3.0], "eval_temperature": 1.0}
-    trainer = make_trainer(reward_funcs=[wrong, digits], **keys)
-    metrics = trainer.fit()
+    metrics = make_trainer(reward_funcs=[wrong, digits], **keys).fit()
     assert metrics["eval/reward"] > 0.5 and metrics["eval/accuracy"] == 0.0
-    assert (metrics["pass@1"], metrics["pass@2"]) == (0.0, 0.0)
     assert "eval accuracy 0.0%" in capsys.readouterr().err
-    shaped = make_trainer(reward_funcs=[digits, wrong], **keys)
-    assert not {"eval/accuracy", "pass@1"} & shaped.fit().keys()
-    assert "eval accuracy" not in capsys.readouterr().err
-    told = make_trainer(reward_funcs=[digits, wrong], success_reward=1.0, **keys)
-    assert 0 < told.fit()["eval/accuracy"] < 1
-
-
-def test_no_reward_and_no_refilled_group_tells_a_success(make_trainer):
-    rows = [{**row, "completion": row["answer"]} for row in sums(8)]
-    supervised = make_trainer(reward_funcs=None, algorithm="sft", num_generations=1, train_dataset=rows, max_steps=1)
-    assert "pass@1" not in supervised.step().metrics
-
-    def half(completion_ids, **_):
-        return [float(ids[0] % 2) for ids in completion_ids]
-
-    refilled = make_trainer(reward_funcs=half, max_refills=9, max_steps=1, save_rollouts=True)
-    assert "pass@1" not in refilled.step().metrics
-    recorded = {"rollouts_path": str(refilled.run_folder / "rollouts"), "mode": "train"}
-    assert "pass@1" not in make_trainer(reward_funcs=half, max_refills=9, max_steps=1, **recorded).step().metrics
-    assert "pass@2" in make_trainer(reward_funcs=half, max_steps=1, **recorded).step().metrics
-    assert "pass@2" in make_trainer(reward_funcs=exact, max_steps=1).step().metrics
+    assert 0 < make_trainer(reward_funcs=[digits, wrong], success_reward=1.0, **keys).fit()["eval/accuracy"] < 1
