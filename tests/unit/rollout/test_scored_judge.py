@@ -104,7 +104,8 @@ def test_ids_and_noise_of_questions_depend_on_the_sample_alone():
     assert set(of_second) <= set(asked) and len(of_second) == 4
 
 
-def test_every_pair_of_a_group_has_an_id_of_its_own():
+def judged(judges, completions, group, trajectory, turn, num_generations, max_length=None):
+    """The scores of a judges' round about such samples, in which A always wins, and what was asked."""
     asked = []
 
     class Client:
@@ -112,52 +113,31 @@ def test_every_pair_of_a_group_has_an_id_of_its_own():
             asked.extend(requests)
             yield [FinishedSample(request.id, [ord("1")], [0.0], [9], "stop") for request in requests]
 
-    judges = [EngineJudge("{completion_a}|{completion_b}", parse, mode="pairwise") for _ in range(2)]
+    number = len(completions)
+    ids = {"group": group, "trajectory": trajectory, "turn": turn}
+    prompts = {"prompt": ["p"] * number, "prompt_ids": Jagged.from_rows([[ord("p")]] * number, torch.int64)}
+    columns = {"completion": list(completions), "row": [{}] * number}
+    batch = Batch({**prompts, **columns, **{name: torch.tensor(values) for name, values in ids.items()}})
     with RewardRunner(judges) as rewards:
-        judge_round = JudgeRound(Client(), rewards, text_or_words, encode, seed=0, max_length=None)
-        batch = Batch(
-            {
-                "prompt": ["p"] * 6,
-                "prompt_ids": Jagged.from_rows([[ord("p")]] * 6, torch.int64),
-                "completion": list("abcdef"),
-                "row": [{}] * 6,
-                "group": torch.tensor([0] * 3 + [1] * 3),
-                "trajectory": torch.arange(100, 106),
-                "turn": torch.zeros(6, dtype=torch.int64),
-            }
-        )
-        late = judge_round.run(batch, RolloutCall(3, PARAMS, 9, STATE, "test", 100))
+        judge_round = JudgeRound(Client(), rewards, text_or_words, encode, seed=0, max_length=max_length)
+        return judge_round.run(batch, RolloutCall(num_generations, PARAMS, 9, STATE, "test", 100)), asked
+
+
+def test_every_pair_of_a_group_has_an_id_of_its_own():
+    judges = [EngineJudge("{completion_a}|{completion_b}", parse, mode="pairwise") for _ in range(2)]
+    late, asked = judged(judges, "abcdef", [0] * 3 + [1] * 3, range(100, 106), [0] * 6, 3)
     assert len({request.id for request in asked}) == len(asked) == 2 * 2 * 6
-    assert late.values == {0: [0.5] * 6, 1: [0.5] * 6}  # A always wins
+    assert late.values == {0: [0.5] * 6, 1: [0.5] * 6}
 
 
 def test_the_last_turn_of_a_trajectory_is_judged():
     """Its prompt holds the turns before it, and the pairs of a group are of different trajectories."""
-    asked = []
-
-    class Client:
-        def stream(self, requests, version):
-            asked.extend("".join(map(chr, request.prompt_ids)) for request in requests)
-            yield [FinishedSample(request.id, [ord("1")], [0.0], [9], "stop") for request in requests]
-
     judge = EngineJudge("{completion_a}|{completion_b}", parse, mode="pairwise")
-    batch = Batch(
-        {
-            "prompt": ["p"] * 3,
-            "prompt_ids": Jagged.from_rows([[ord("p")]] * 3, torch.int64),
-            "completion": ["a2", "b", "a1"],
-            "row": [{}] * 3,
-            "group": torch.tensor([0] * 3),
-            "trajectory": torch.tensor([100, 101, 100]),
-            "turn": torch.tensor([1, 0, 0]),
-        }
-    )
-    with RewardRunner(judge) as rewards:
-        judge_round = JudgeRound(Client(), rewards, text_or_words, encode, seed=0, max_length=None)
-        late = judge_round.run(batch, RolloutCall(2, PARAMS, 9, STATE, "test", 100))
-        assert asked == ["a2|b", "b|a2"] and late.values == {0: [0.5, 0.5]}
-        judge_round = JudgeRound(Client(), rewards, text_or_words, encode, seed=0, max_length=1)
-        late = judge_round.run(batch, RolloutCall(2, PARAMS, 9, STATE, "test", 100))
+    samples = (["a2", "b", "a1"], [0] * 3, [100, 101, 100], [1, 0, 0], 2)
+    late, asked = judged(judge, *samples)
+    assert ["".join(map(chr, request.prompt_ids)) for request in asked] == ["a2|b", "b|a2"]
+    assert late.values == {0: [0.5, 0.5]}
+    late, _ = judged(judge, *samples, max_length=1)
     assert {failure.key for failure in late.failures} == {(100, 1), (101, 0)}
 
 

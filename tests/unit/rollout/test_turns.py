@@ -38,17 +38,22 @@ class Counted(EngineClient):
         super().advance(**options)
 
 
-def turns_on(main, *, rig=None, **settings):
-    """Run `main(turns)` on a real engine; its result and the client."""
-    client = Counted((rig or inplace(**settings).ready()).engine)
+def played(client, main):
+    """Run `main(turns)` on the engine of a client."""
     turns = EngineTurns(client)
     try:
         with client.session():
-            result = turns.run(lambda: main(turns), 1)
-        assert is_idle(client)
-        return result, client
+            return turns.run(lambda: main(turns), 1)
     finally:
         turns.release()
+
+
+def turns_on(main, **settings):
+    """Run `main(turns)` on a real engine; its result and the client."""
+    client = Counted(inplace(**settings).ready().engine)
+    result = played(client, main)
+    assert is_idle(client)
+    return result, client
 
 
 def test_answers_are_those_of_the_engine():
@@ -221,11 +226,9 @@ def test_an_error_of_the_engine_ends_the_rollout():
             ended.append("cancelled")
             raise
 
-    turns = EngineTurns(client)
     rig.engine.step = fail
-    with pytest.raises(RuntimeError, match="out of memory"), client.session():
-        turns.run(lambda: main(turns), 1)
-    turns.release()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        played(client, main)
     assert ended == ["cancelled"] and not rig.engine.num_unfinished
 
 
@@ -247,20 +250,14 @@ def test_ranks_that_share_an_engine_go_on_until_the_last_has_ended():
     delays = {0: (0.0, 0.0), 1: (0.15, 0.1), 2: None}
 
     def play(client, rank):
-        turns = EngineTurns(client)
-
-        async def main():
+        async def main(turns):
             answers = []
             for number, delay in enumerate(delays[rank] or ()):
                 await asyncio.sleep(delay)
                 answers.append(await turns.complete(request(0, 4 + rank, 3 + number)))
             return answers
 
-        try:
-            with client.session():
-                return turns.run(main, 1)
-        finally:
-            turns.release()
+        return played(client, main)
 
     results = on_ranks(3, play)
     for rank, answers in enumerate(results):
@@ -300,13 +297,8 @@ def test_a_rank_may_ask_its_judges_while_another_still_plays():
 
 def test_idle_ranks_meet_seldom():
     def play(client, rank):
-        turns = EngineTurns(client)
-        try:
-            with client.session():
-                turns.run(lambda: asyncio.sleep(0.3 if rank else 0.0), 1)
-            return len(client.exchanged)
-        finally:
-            turns.release()
+        played(client, lambda turns: asyncio.sleep(0.3 if rank else 0.0))
+        return len(client.exchanged)
 
     begun = time.monotonic()
     met = on_ranks(2, play)[0]
@@ -315,19 +307,13 @@ def test_idle_ranks_meet_seldom():
 
 def test_the_failure_of_one_rank_ends_the_rollout_of_the_others():
     def play(client, rank):
-        turns = EngineTurns(client)
-
-        async def main():
+        async def main(turns):
             await turns.complete(request(0, 4, 3))
             if rank:
                 raise ValueError("only here")
             await asyncio.sleep(30)
 
-        try:
-            with client.session():
-                return turns.run(main, 1)
-        finally:
-            turns.release()
+        return played(client, main)
 
     first, second = on_ranks(2, play)
     assert isinstance(second, ValueError)
