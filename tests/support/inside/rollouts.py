@@ -36,17 +36,6 @@ def lengths_of(collector: Collector) -> LengthRecord:
     return collector._lengths
 
 
-def set_lengths(collector: Collector, lengths: LengthRecord) -> None:
-    """Put another record into the place of what the collector knows of lengths."""
-    collector._lengths = lengths
-
-
-def rank_of(collector: Collector, rank: int) -> Any:
-    """A rank of a collector whose workers are stand-ins."""
-    workers: Any = collector._workers
-    return workers.ranks[rank]
-
-
 def note_use(tally: Any, use: Any) -> None:
     """Count how full the engine was in a call."""
     tally._uses.append(use)

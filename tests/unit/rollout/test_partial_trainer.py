@@ -9,7 +9,6 @@ import random
 import signal
 import time
 from collections import Counter
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -74,45 +73,26 @@ def test_every_token_has_the_version_of_the_weights_that_made_it(make):
     assert ages[1] > 50 and max(ages) <= trainer.config.buffer.max_staleness
 
 
-def test_a_resumed_run_tells_rewards_when_a_group_became_whole_and_ends_with_the_same_weights(make):
-    """A reward that depends on the step; the groups ahead were whole a step before they are trained on."""
+def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_is_the_whole_one(make):
+    """Half of all groups of two have equal rewards; no batch has one, no prompt is used twice, nothing is too old. The
+    groups ahead were whole a step before they are trained on, and have the reward of that step."""
 
     def reward(completion_ids, trainer_state, **_):
-        return [len(ids) * trainer_state.global_step for ids in completion_ids]
+        return [float(len(ids) % 2 * trainer_state.global_step) for ids in completion_ids]
 
-    keys = {"oversample": 1, "rollout.async_level": 1, "save_steps": 1}
-    whole = make("whole", reward, **keys)
-    whole.fit()
-    broken = make("broken", reward, **keys)
-    for _ in range(3):
-        broken.step()
-    broken.close()
-    resumed = make("broken", reward, resume="auto", **keys)
-    assert len(open_groups(resumed.collector, 3)) == 3
-    resumed.fit()
-    lines = [(t.run_folder / "samples.jsonl").read_text() for t in (whole, resumed)]
-    assert lines[0] == lines[1] and lines[0].count("\n") == 20
-    theirs = weights_of(whole)
-    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
-
-
-def parity(completion_ids, **_):
-    return [float(len(ids) % 2) for ids in completion_ids]
-
-
-def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_is_the_whole_one(make):
-    """Half of all groups of two have equal rewards; no batch has one, no prompt is used twice, nothing is too old."""
-    keys = {"max_refills": 30, "save_steps": 1, "reward_funcs": parity, "rows": sums(200)}
+    keys = {"max_refills": 30, "save_steps": 1, "reward_funcs": reward, "rows": sums(200)}
     keys |= {"oversample": 1, "rollout.async_level": 1}
-    whole = make("whole", **keys)
+    whole, whole_in = make("whole", **keys), set[float]()
     results, used = [whole.step() for _ in range(KEYS["max_steps"])], list[str]()
     for step, result in enumerate(results):
         rewards = torch.as_tensor(result.batch["rewards"]).view(2, 2)
-        assert (rewards.sum(1) == 1).all()
+        assert (rewards.min(1).values == 0).all() and (rewards.max(1).values > 0).all()
+        whole_in |= {step + 1 - best for best in rewards.max(1).values.tolist()}
         used += [str(prompt) for prompt in result.batch["prompt"][::2]]
         oldest = min(min(row.tolist()) for row in result.batch["policy_version"])
         assert step - oldest <= whole.config.buffer.max_staleness
         assert torch.equal(result.batch["group"], result.batch["group"].sort().values)
+    assert {0, 1} <= whole_in and min(whole_in) == 0
     assert len(set(used)) == len(used)
     assert sum(result.metrics["collect/groups_dropped"] for result in results) > 0
     assert {result.metrics["buffer/held_groups"] for result in results} == {3.0}
@@ -121,24 +101,12 @@ def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_is_the_whole_o
         broken.step()
     broken.close()
     resumed = make("broken", resume="auto", **keys)
+    assert len(open_groups(resumed.collector, 3)) == 3
     resumed.fit()
+    texts = [(trainer.run_folder / "samples.jsonl").read_text() for trainer in (whole, resumed)]
+    assert texts[0] == texts[1] and texts[0].count("\n") == 20
     theirs = weights_of(whole)
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(resumed).items())
-
-
-def test_with_nothing_more_under_way_a_partial_run_is_the_synchronous_one(make):
-    keys = {"rows": sums(200), "max_refills": 30, "reward_funcs": parity}
-    whole, partial = make("whole", **{"rollout.partial": False}, **keys), make("partial", oversample=0, **keys)
-    assert partial.config.correction == whole.config.correction
-    for _ in range(KEYS["max_steps"]):
-        theirs, ours = whole.step(), partial.step()
-        for name in ("completion_ids", "policy_version", "rollout_logprobs", "advantages"):
-            assert torch.equal(ours.batch[name].values, theirs.batch[name].values)
-        for name in ("group", "trajectory", "rewards"):
-            assert torch.equal(ours.batch[name], theirs.batch[name])
-        assert ours.metrics["loss"] == theirs.metrics["loss"]
-    theirs = weights_of(whole)
-    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(partial).items())
 
 
 def late(completion_ids, **_):
@@ -147,14 +115,11 @@ def late(completion_ids, **_):
     return [len(set(ids)) / 8 for ids in completion_ids]
 
 
-@pytest.mark.parametrize(
-    ("reward", "keys"),
-    [(spread, {"oversample": 1}), (late, {"rollout.partial": False, "rollout.async_level": 1})],
-)
-def test_a_replayed_run_learns_what_the_recorded_one_learned(make, reward, keys):
-    recorded = make("recorded", reward, save_rollouts=True, **keys)
+def test_a_replayed_run_learns_what_the_recorded_one_learned(make):
+    keys = {"oversample": 1, "rollout.async_level": 1}
+    recorded = make("recorded", late, save_rollouts=True, **keys)
     recorded.fit()
-    replayed = make("replayed", reward, mode="train", rollouts_path=str(recorded.run_folder / "rollouts"), **keys)
+    replayed = make("replayed", late, mode="train", rollouts_path=str(recorded.run_folder / "rollouts"), **keys)
     replayed.fit()
     lines = assert_learned_alike(recorded, replayed)
     assert len(lines) == KEYS["max_steps"] and max(line["staleness/mean_age"] for line in lines) > 0
@@ -223,21 +188,6 @@ def test_what_cannot_be_joined_with_held_groups_is_refused(make, tmp_path):
             make("others", resume=str(saved), oversample=2)
 
 
-def test_groups_that_are_whole_get_the_rewards_that_are_set_while_they_are_held(make):
-    """Of what was whole a step ago the old functions have made rewards already; a limit that is set holds for what
-    begins then."""
-    trainer = make(oversample=1, **{"rollout.async_level": 1})
-    trainer.step()
-    trainer.set(reward_funcs=[spread, count], reward_weights=[1.0, 1.0], max_completion_length=5)
-    lengths = []
-    for _ in range(3):
-        batch = trainer.step().batch
-        lengths += batch["completion_length"].tolist()
-        for values, length in zip(batch["function_rewards"], batch["completion_length"].tolist(), strict=True):
-            assert len(values) == 2 and values[1] == length
-    assert max(lengths[:4]) > 5 and max(lengths[-4:]) <= 5
-
-
 def test_what_is_held_outlives_the_weights_of_the_best_step(make):
     """Every prompt is trained on once, although the run goes on from the weights of an earlier step."""
     rows = [row | {"number": number} for number, row in enumerate(sums(40))]
@@ -253,19 +203,6 @@ def test_what_is_held_outlives_the_weights_of_the_best_step(make):
 
 def numbers_of(batch):
     return [row["number"] for row in batch["row"][:: KEYS["num_generations"]]]
-
-
-def test_empty_slots_are_those_of_completions_that_ended_before_the_longest(make):
-    """A synchronous step takes as many engine steps as its longest completion has tokens."""
-    trainer = make(**{"rollout.partial": False})
-    for _ in range(2):
-        batch, metrics = trainer.step()
-        lengths = batch["completion_length"]
-        num_places = len(lengths) * int(lengths.max())
-        assert metrics["engine/steps"] == lengths.max()
-        assert metrics["engine/idle_share"] == pytest.approx(1 - int(lengths.sum()) / num_places)
-        assert "buffer/held_share" not in metrics
-        assert not any(name.startswith("staleness/ratio") for name in metrics)
 
 
 def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
@@ -289,19 +226,7 @@ def test_shares_of_a_partial_step_are_those_of_its_tokens(make):
     assert named
 
 
-def test_rewards_that_could_not_be_computed_are_asked_for_again(make):
-    trainer = make(oversample=1, **{"rollout.async_level": 1})
-    trainer.step()
-    rollout = stream_of(trainer)
-    broken = Future()
-    broken.set_exception(RewardError("gone"))
-    for group in rollout.held(1):
-        group.scoring = broken
-    assert not trainer.step().batch["rewards"].isnan().any()
-
-
-@pytest.mark.parametrize("keys", [{}, {"rollout.partial": False, "rollout.async_level": 1}], ids=["partial", "ahead"])
-def test_a_reward_that_failed_for_a_held_group_is_asked_again_by_the_next_try(make, keys):
+def test_a_reward_that_failed_for_a_held_group_is_asked_again_by_the_next_try(make):
     """A service that is away for a while: the steps that need it fail, and the first after it has come back goes on."""
     is_away = False
 
@@ -310,7 +235,7 @@ def test_a_reward_that_failed_for_a_held_group_is_asked_again_by_the_next_try(ma
             raise ConnectionError("away")
         return [float(len(ids)) for ids in completion_ids]
 
-    trainer = make(reward_funcs=service, **keys)
+    trainer = make(reward_funcs=service, **{"rollout.async_level": 1})
     trainer.step()
     is_away, num_failed = True, 0
     for _ in range(3):
