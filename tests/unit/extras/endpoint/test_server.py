@@ -27,7 +27,7 @@ from hybrid_rl.extras.endpoint import routes as app
 from hybrid_rl.extras.endpoint.answers import token_texts
 from hybrid_rl.extras.endpoint.http_agent import HttpAgent
 from tests.support.inside.agents import replace_agent
-from tests.unit.agents.scripted import BOS, EOS, ByteChat, ScriptedTokens, episode_of, run_agent
+from tests.unit.agents.scripted import EOS, ByteChat, ScriptedTokens, episode_of, run_agent, text_of
 
 QUESTION: Any = {"role": "user", "content": "2+3?"}
 ADD = {
@@ -46,23 +46,20 @@ def run(
     *,
     temperature: float = 1.0,
     limits: Limits | None = None,
+    chat: ByteChat | None = None,
 ) -> Trajectory:
     """Run one episode with an endpoint of its own."""
 
     async def main() -> Trajectory:
         agent = HttpAgent(function, temperature=temperature)
+        episode = episode_of(tokens or ScriptedTokens(lambda _: "5"), {"a": 1, "b": [1]}, limits=limits)
+        episode.client.chat = chat or episode.client.chat
         try:
-            return await run_agent(
-                agent, episode_of(tokens or ScriptedTokens(lambda _: "5"), {"a": 1, "b": [1]}, limits=limits)
-            )
+            return await run_agent(agent, episode)
         finally:
             agent.close()
 
     return asyncio.run(main())
-
-
-def text_of(token_ids: Any) -> str:
-    return "".join({BOS: "<s>", EOS: "</s>"}.get(token) or chr(token) for token in token_ids)
 
 
 # ------------------------------------------------------------------------------------------------------ answers
@@ -217,6 +214,18 @@ def test_characters_of_several_tokens_belong_to_the_last_of_them() -> None:
 
 # ----------------------------------------------------------------------------------------------------- refusals
 
+NESTED = json.loads("[" * 400 + "]" * 400)
+CALL: Any = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def said(**changes: Any) -> list[Any]:
+    return [{"role": "assistant", "content": "1", **changes}, QUESTION]
+
+
+def shown(**changes: Any) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f", **changes}}]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.7}, "trains with temperature=0.5"),
     ({"temperature": 0}, "trains with temperature=0.5"),
@@ -237,6 +246,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "a message at least"),
     ({"messages": [{"role": "wizard", "content": ""}]}, "no role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
+    ({"tools": shown(parameters="x")}, "the parameters of the tool f must be a JSON schema"),
+    ({"tools": shown(parameters={"properties": ["a"]})}, "the parameters of the tool f must be a JSON schema"),
+    ({"messages": said(tool_calls=5)}, "messages[0].tool_calls=5 must be a list"),
+    ({"messages": said(tool_calls=[CALL | {"id": [1]}])}, "messages[0].tool_calls.id=[1] must be a text"),
+    (
+        {"messages": said(tool_calls=[{"function": {"name": "f", "arguments": 5}}])},
+        "messages[0] has a tool call whose arguments are no object",
+    ),
+    ({"messages": [QUESTION | {"name": ["a"]}]}, "messages[0].name=['a'] must be a text"),
+    ({"messages": [{"role": "tool", "content": "5", "tool_call_id": 7}]}, "messages[0].tool_call_id=7 must be a"),
+    ({"stop": "a\ud800"}, r"stop='a\ud800' is not valid Unicode: '\ud800' is half of a surrogate pair"),
+    ({"stop": ["a", "\udc00"]}, r"stop=['a', '\udc00'] is not valid Unicode"),
+    ({"tools": shown(name="f\ud800")}, r"'\ud800' is half of a surrogate pair"),
+    ({"tools": shown(parameters={"properties": {"\ud800": {}}})}, r"'\ud800' is half of a surrogate pair"),
+    ({"prompt": "a\ud800"}, r"prompt='a\ud800' is not valid Unicode"),
+]
+# Parameters of a tool.
+SILENT: list[Any] = [
+    None,
+    {},
+    {"properties": None},
+    {"properties": []},
+    {"properties": {"a": True}},
+    {"properties": {"a": {"type": 5, "anyOf": 5, "oneOf": [["x"]]}, "b": {"type": [["x"], "string"]}}},
 ]
 HARMLESS: dict[str, Any] = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "logit_bias": {}, "seed": 1}
 HARMLESS |= {"presence_penalty": 0.0, "response_format": {"type": "text"}, "stop": None, "frobnicate": None}
@@ -248,22 +281,31 @@ async def post(url: str, key: str | None, body: Any) -> tuple[int, dict[str, Any
         return answer.status, await answer.json(), answer.headers
 
 
-def test_what_biases_training_is_refused_with_the_reason() -> None:
+def test_what_biases_training_or_can_be_mended_is_refused_with_the_reason() -> None:
     async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
         url = f"{base_url}/chat/completions"
         for given, reason in REFUSED:
-            status, answer, _ = await post(url, api_key, {"messages": [QUESTION], **given})
+            asked = f"{base_url}/completions" if "prompt" in given else url
+            status, answer, _ = await post(asked, api_key, {"messages": [QUESTION]} | given)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), given
             assert reason in answer["error"]["message"], given
-        for body in ({"messages": [QUESTION], **HARMLESS}, {"messages": [QUESTION], "temperature": 0.5}):
-            status, answer, _ = await post(url, api_key, body)
+        harmless = [HARMLESS, {"temperature": 0.5}, *({"tools": shown(parameters=one)} for one in SILENT)]
+        for given in harmless:
+            status, answer, _ = await post(url, api_key, {"messages": [QUESTION], **given})
             assert status == 200, answer
         status, answer, _ = await post(f"{base_url}/responses", api_key, {})
         assert status == 404 and "chat completions" in answer["error"]["message"]
         async with aiohttp.ClientSession() as session, session.post(url, data=b"{", headers={}) as bad:
             assert bad.status == 400 and "not JSON" in (await bad.json())["error"]["message"]
 
-    assert run(agent, temperature=0.5).counts["turns"] == 2
+    assert run(agent, temperature=0.5).counts["turns"] == 2 + len(SILENT)  # a refusal costs nothing
+
+
+@pytest.mark.parametrize("parameters", SILENT)
+def test_schemas_that_say_little_declare_nothing(parameters: Any) -> None:
+    declared = argument_types(shown(parameters=parameters))["f"]
+    assert declared.get("a", frozenset()) == frozenset()
+    assert declared.get("b", frozenset({"string"})) == {"string"}
 
 
 def test_messages_that_the_chat_template_refuses_can_be_mended() -> None:
@@ -280,16 +322,7 @@ def test_messages_that_the_chat_template_refuses_can_be_mended() -> None:
             answer = await client.chat.completions.create(model="policy", messages=[QUESTION])
             return float(answer.choices[0].message.content == "5")
 
-    async def main() -> Trajectory:
-        endpoint = HttpAgent(agent, temperature=1.0)
-        episode = episode_of(ScriptedTokens(lambda _: "5"), {})
-        episode.client.chat = Picky()
-        try:
-            return await run_agent(endpoint, episode)
-        finally:
-            endpoint.close()
-
-    trajectory = asyncio.run(main())
+    trajectory = run(agent, chat=Picky())
     assert (trajectory.reward, trajectory.error) == (1.0, "")
 
 
@@ -620,76 +653,6 @@ def test_if_one_of_several_answers_fails_the_others_are_cancelled() -> None:
 
 
 # ------------------------------------------------------------------------------ what an agent can mend, or waits for
-
-
-NESTED = json.loads("[" * 400 + "]" * 400)
-CALL: Any = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-
-
-def said(**changes: Any) -> list[Any]:
-    return [{"role": "assistant", "content": "1", **changes}, QUESTION]
-
-
-def shown(**changes: Any) -> list[Any]:
-    return [{"type": "function", "function": {"name": "f", **changes}}]
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({"tools": shown(parameters="x")}, "the parameters of the tool f must be a JSON schema"),
-        ({"tools": shown(parameters={"properties": ["a"]})}, "the parameters of the tool f must be a JSON schema"),
-        ({"messages": said(tool_calls=5)}, "messages[0].tool_calls=5 must be a list"),
-        ({"messages": said(tool_calls=[CALL | {"id": [1]}])}, "messages[0].tool_calls.id=[1] must be a text"),
-        (
-            {"messages": said(tool_calls=[{"function": {"name": "f", "arguments": 5}}])},
-            "messages[0] has a tool call whose arguments are no object",
-        ),
-        ({"messages": [QUESTION | {"name": ["a"]}]}, "messages[0].name=['a'] must be a text"),
-        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": 7}]}, "messages[0].tool_call_id=7 must be a"),
-        ({"stop": "a\ud800"}, r"stop='a\ud800' is not valid Unicode: '\ud800' is half of a surrogate pair"),
-        ({"stop": ["a", "\udc00"]}, r"stop=['a', '\udc00'] is not valid Unicode"),
-        ({"tools": shown(name="f\ud800")}, r"'\ud800' is half of a surrogate pair"),
-        ({"tools": shown(parameters={"properties": {"\ud800": {}}})}, r"'\ud800' is half of a surrogate pair"),
-        ({"prompt": "a\ud800"}, r"prompt='a\ud800' is not valid Unicode"),
-    ],
-)
-def test_what_an_agent_can_mend_is_a_bad_request_and_costs_nothing(body: dict[str, Any], reason: str) -> None:
-    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> float:
-        url = f"{base_url}/chat/completions"
-        asked = body if "prompt" in body else {"messages": [QUESTION], **body}
-        wrong = f"{base_url}/completions" if "prompt" in body else url
-        status, answer, _ = await post(wrong, api_key, asked)
-        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
-        assert reason in answer["error"]["message"]
-        assert (await post(url, api_key, {"messages": [QUESTION]}))[0] == 200
-        return 1.0
-
-    trajectory = run(agent)
-    assert (trajectory.reward, trajectory.counts["turns"]) == (1.0, 1)
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        None,
-        {},
-        {"properties": None},
-        {"properties": []},
-        {"properties": {"a": True}},
-        {"properties": {"a": {"type": 5, "anyOf": 5, "oneOf": [["x"]]}, "b": {"type": [["x"], "string"]}}},
-    ],
-)
-def test_schemas_that_say_little_declare_nothing(parameters: Any) -> None:
-    declared = argument_types(shown(parameters=parameters))["f"]
-    assert declared.get("a", frozenset()) == frozenset()
-    assert declared.get("b", frozenset({"string"})) == {"string"}
-
-    async def agent(row: dict[str, Any], base_url: str, api_key: str) -> None:
-        body = {"messages": [QUESTION], "tools": shown(parameters=parameters)}
-        assert (await post(f"{base_url}/chat/completions", api_key, body))[0] == 200
-
-    run(agent)
 
 
 def test_tokens_that_the_engine_refuses_can_be_mended() -> None:
