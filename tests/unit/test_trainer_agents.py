@@ -8,9 +8,8 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.agents.client import TrajectoryEndedError
-from hybrid_rl.errors import AgentError, ConfigError
+from hybrid_rl.errors import AgentError
 from hybrid_rl.logging.run_folder import read_jsonl
-from hybrid_rl.rewards import EngineJudge
 from tests.support.tiny import build_model, build_tokenizer, ids_of, sums
 
 MOST = 44  # tokens after the prompt
@@ -156,36 +155,6 @@ def test_records_tell_who_made_which_tokens_and_what_each_turn_got(train, capfd)
     shown = capfd.readouterr().err
     for words in ('assistant   look(at="it")', "tool        abc", "assistant   done"):
         assert words in shown
-
-
-def test_a_judge_sees_the_conversation(train):
-    seen = []
-
-    def question(prompt, completion, **columns):
-        seen.append(completion)
-        return "1+1="
-
-    async def rollout(rows, client):
-        made = []
-        for row in rows:
-            trajectory = client.trajectory(row)
-            turn = await client.generate(ids_of(row["prompt"]), trajectory, max_tokens=2)
-            await client.generate([*turn.prompt_ids, *turn.token_ids, *ids_of("abc")], trajectory, max_tokens=2)
-            await client.generate(ids_of("2+2="), trajectory, max_tokens=2)  # a second sample
-            made.append(trajectory)
-        return made
-
-    judge = EngineJudge(question, parser=lambda text: float(len(text)), max_tokens=3)
-    batch = train(rollout, [judge], max_steps=1).step().batch
-    assert len(seen) == 12  # each trajectory once, by its last sample
-    assert {values[0] for values in batch["function_rewards"]} <= {0.0, 1.0, 2.0, 3.0}
-    assert batch["rewards"][0::2].equal(batch["rewards"][1::2]) and not batch["rewards"].isnan().any()
-
-
-@pytest.mark.parametrize("key", ["max_open_trajectories", "max_tool_calling_iterations"])
-def test_limits_that_a_rollout_func_cannot_keep_are_refused(train, key):
-    with pytest.raises(ConfigError, match=f"{key}=3 has no effect on rollout_func"):
-        train(wild(1), **{key: 3})
 
 
 def test_generate_gives_the_last_sample_of_each_trajectory(train, caplog):

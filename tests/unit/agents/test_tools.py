@@ -15,7 +15,7 @@ from hybrid_rl.agents import calls as calls_module
 from hybrid_rl.agents.calls import Caller
 from hybrid_rl.agents.tool_calling import call_sync
 from hybrid_rl.agents.tools import Functions, fits, with_integers
-from hybrid_rl.errors import AgentError, ConfigError
+from hybrid_rl.errors import AgentError
 from tests.support.inside.agents import forget_loop, limit_tool
 
 
@@ -355,11 +355,6 @@ def test_a_tool_that_always_fails_is_warned_of_once(caller: Caller, caplog: pyte
     assert caplog.text.rstrip().endswith("RuntimeError: database is down")
     assert "Traceback" in caplog.text and 'raise RuntimeError("database is down")' in caplog.text
     assert "calls.py" not in caplog.text  # the traceback begins in the user's code
-
-
-def test_two_tools_of_one_name_are_refused(caller: Caller) -> None:
-    with pytest.raises(ConfigError, match="two tools are named 'add'"):
-        Functions([add, add], caller)
 
 
 def test_a_method_of_a_shared_object_is_a_tool(caller: Caller) -> None:

@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import ConfigError
 from tests.support.agents.callers import build_policy
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -63,9 +62,3 @@ def test_an_agent_over_http_is_trained(tmp_path: Path) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(urls[-1].split(":")[2].partition("/")[0])))
     assert not [one.name for one in threading.enumerate() if one.name.startswith("agent ")]
-
-
-def test_what_cannot_be_called_is_refused_before_the_run(tmp_path: Path) -> None:
-    model, tokenizer = build_policy([("add", {})])
-    with pytest.raises(ConfigError, match="row, base_url, api_key"):
-        Trainer(model, None, ROWS, tokenizer=tokenizer, agent=lambda row: 1.0, output_dir=str(tmp_path), **SETTINGS)

@@ -82,13 +82,14 @@ class Rig:
         self.rewards.close()
 
 
-def own_logprobs(module: Any, batch: Any) -> torch.Tensor:
+def own_logprobs(module: Any, batch: Any, temperature: float = 1.0) -> torch.Tensor:
     """The independent reference: ln p of every token after the prompt, by one plain forward per sample."""
     rows = []
     for prompt, completion in zip(batch["prompt_ids"], batch["completion_ids"], strict=True):
         with torch.no_grad():
             logits = module(input_ids=torch.cat([prompt, completion])[None]).logits[0]
-        rows.append(logits[len(prompt) - 1 : -1].double().log_softmax(-1).gather(1, completion[:, None])[:, 0])
+        logits = logits[len(prompt) - 1 : -1].double() / temperature
+        rows.append(logits.log_softmax(-1).gather(1, completion[:, None])[:, 0])
     return torch.cat(rows)
 
 

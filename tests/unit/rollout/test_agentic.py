@@ -72,8 +72,17 @@ async def once(episode):
 # --------------------------------------------------------------------------------------------------- token exactness
 
 
-def test_neither_delays_nor_limits_change_a_sample():
-    reference, _ = rolled(wandering())
+def test_logprobs_are_the_models_own_and_neither_delays_nor_limits_change_a_sample():
+    with Rig(wandering()) as rig:
+        reference, _ = rig.run()
+        mask = reference["completion_mask"].values
+        expected = own_logprobs(rig.module, reference)[mask].float()
+    torch.testing.assert_close(reference["rollout_logprobs"].values[mask], expected, rtol=0, atol=1e-5)
+    assert 0.3 < mask.double().mean() < 0.9
+    assert reference["rollout_logprobs"].values[~mask].eq(0).all()
+    made = reference["policy_version"].values
+    assert made[~mask].eq(-1).all() and made[mask].eq(1).all()
+    assert reference["policy_length"].tolist() == [int(row.sum()) for row in reference["completion_mask"]]
     assert set(reference["turn"].tolist()) == {0, 1}  # some fork
     for seed, options in enumerate([{"config": {"max_open_trajectories": 2}}, {"max_num_seqs": 3}]):
         batch, _ = rolled(wandering(random_delays(seed)), **options)
@@ -88,19 +97,6 @@ def test_neither_delays_nor_limits_change_a_sample():
     part, _ = rolled(wandering(), tasks=TASKS[2:])
     rows = (reference["group"] >= 102).nonzero()[:, 0]
     assert torch.equal(part["completion_ids"].values, reference["completion_ids"].select(rows).values)
-
-
-def test_logprobs_are_the_models_own_and_other_tokens_have_none():
-    with Rig(wandering(random_delays(5))) as rig:
-        batch, _ = rig.run()
-        mask = batch["completion_mask"].values
-        expected = own_logprobs(rig.module, batch)[mask].float()
-    torch.testing.assert_close(batch["rollout_logprobs"].values[mask], expected, rtol=0, atol=1e-5)
-    assert 0.3 < mask.double().mean() < 0.9
-    assert batch["rollout_logprobs"].values[~mask].eq(0).all()
-    assert batch["policy_version"].values[~mask].eq(-1).all() and batch["policy_version"].values[mask].eq(1).all()
-    rows = batch["completion_mask"]
-    assert batch["policy_length"].tolist() == [int(row.sum()) for row in rows]
 
 
 def test_a_sample_is_what_the_engine_said_and_what_the_agent_put_between():
@@ -625,7 +621,7 @@ def test_a_row_past_its_time_ends_alone():
     assert (batch["policy_length"][1], batch["completion_mask"][1].all()) == (2, True)
 
 
-def test_arguments_of_generate_and_add_reward():
+def test_arguments_of_the_client_and_of_add_reward():
     """Text is encoded as a dataset's is; what cannot be used is refused with what can."""
 
     async def rollout(rows, client):
@@ -641,6 +637,10 @@ def test_arguments_of_generate_and_add_reward():
                     await client.generate(prompt, trajectory, **keys)
             with pytest.raises(DataError, match=r"add_reward\('good'\) got a str; give a number"):
                 trajectory.add_reward("good")
+            with pytest.raises(DataError, match="not a copy"):
+                client.trajectory(dict(row))
+            with pytest.raises(DataError, match="leave it out"):
+                await client.generate(row["prompt"], Trajectory())
             trajectory.add_reward(1.0)
 
         return await client.each(rows, one)
@@ -651,18 +651,6 @@ def test_arguments_of_generate_and_add_reward():
     batch, report = rolled(None, rollout_func=rollout, num_generations=1)
     assert not report.failures, report.failures[0].detail
     assert [ids.tolist() for ids in batch["prompt_ids"]] == [ids_of(text) for text in PROMPTS]
-
-
-def test_rows_and_trajectories_of_others_are_refused():
-    async def rollout(rows, client):
-        with pytest.raises(DataError, match="not a copy"):
-            client.trajectory(dict(rows[0]))
-        with pytest.raises(DataError, match="leave it out"):
-            await client.generate(ids_of("1"), Trajectory())
-        return [made() for _ in rows]
-
-    _, report = rolled(None, rollout_func=rollout, num_generations=1)
-    assert {failure.reason for failure in report.failures} == {"none"}  # nobody gave a reward
 
 
 def test_a_rollout_func_must_be_a_coroutine_function():

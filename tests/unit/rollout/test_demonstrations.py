@@ -65,30 +65,32 @@ def assistant(text):
 # --------------------------------------------------------------------------------------------------------------- text
 
 
-def test_text_and_the_token_that_ends_it():
-    pairs = [("3+4=", "7"), ("9+9=", "18"), ("1+1=", " 2 ")]
-    assert encoded(build_tokenizer(), *pairs) == [[*ids_of(text), EOS_ID] for _, text in pairs]
+BRACKET = SamplingParams(8, stop_token_ids=(EOS_ID, *ids_of("]")))
 
 
-def test_text_that_brings_its_own_end():
-    assert encoded(build_tokenizer(), ("3+4=", "7<eos>")) == [[*ids_of("7"), EOS_ID]]
+@pytest.mark.parametrize(
+    ("completion", "params", "expected"),
+    [
+        ("18", PARAMS, [*ids_of("18"), EOS_ID]),
+        (" 2 ", PARAMS, [*ids_of(" 2 "), EOS_ID]),
+        ("7<eos>", PARAMS, [*ids_of("7"), EOS_ID]),  # it brings its own end
+        ("7]", BRACKET, ids_of("7]")),  # as a rollout's: the first stop token is its last one
+    ],
+)
+def test_text_and_the_token_that_ends_it(completion, params, expected):
+    pairs = [("3+4=", "7"), ("9+9=", completion)]
+    assert encoded(build_tokenizer(), *pairs, params=params) == [[*ids_of("7"), EOS_ID], expected]
 
 
-def test_another_stop_token_ends_a_completion_too():
-    """As a rollout's: the first of them is its last token."""
-    params = SamplingParams(8, stop_token_ids=(EOS_ID, *ids_of("]")))
-    assert encoded(build_tokenizer(), ("3+4=", "7]"), params=params) == [ids_of("7]")]
-    with pytest.raises(DataError, match="row 0: the completion goes on after the stop token ']': '8'; a rollout"):
-        encoded(build_tokenizer(), ("3+4=", "7]8"), params=params)
+@pytest.mark.parametrize(("completion", "stop"), [("7<eos>8", "<eos>"), ("7]8", "]")])
+def test_text_that_goes_on_behind_its_end(completion, stop):
+    says = f"row 1: the completion goes on after the stop token '{stop}': '8'; a rollout"
+    with pytest.raises(DataError, match=says):
+        encoded(build_tokenizer(), ("3+4=", "7"), ("3+5=", completion), params=BRACKET)
 
 
-def test_text_that_goes_on_behind_its_end():
-    with pytest.raises(DataError, match="row 1: the completion goes on after the stop token '<eos>': '8'"):
-        encoded(build_tokenizer(), ("3+4=", "7"), ("3+5=", "7<eos>8"))
-
-
-def bpe(*merges, template=None, behind=""):
-    """Letters, and merges of them; the template adds special tokens. behind: what ends every text."""
+def bpe(*merges, template=None):
+    """Letters, and merges of them; the template adds special tokens."""
     letters = list("ab=12 ")
     tokens = ["<eos>", "<bos>", *letters, *("".join(pair) for pair in merges)]
     vocabulary = {token: place for place, token in enumerate(tokens)}
@@ -110,22 +112,19 @@ def test_a_special_token_before_every_text_stands_once():
     assert DemonstrationEncoder(tokenizer).encode([row], STOP_AT_0) == [[ids["1"], ids["<eos>"]]]
 
 
-def test_an_end_behind_every_text_does_not_come_between():
-    tokenizer, ids = bpe(template="<bos> $A <eos>")
-    assert encoded(tokenizer, ("a=", "1"), params=STOP_AT_0) == [[ids["1"], ids["<eos>"]]]
-
-
-def test_tokens_are_those_of_the_whole_text():
-    """ "12" is one token, wherever it stands."""
-    tokenizer, ids = bpe(("1", "2"))
-    assert encoded(tokenizer, ("a=", "12b"), params=STOP_AT_0) == [[ids["12"], ids["b"], 0]]
-
-
-def test_a_token_across_the_border():
-    """The whole text would have "=1" as one token, but the policy is shown "=" and goes on from there."""
-    tokenizer, ids = bpe(("=", "1"))
-    assert tokenizer("a=1")["input_ids"] == [ids["a"], ids["=1"]]
-    assert encoded(tokenizer, ("a=", "12"), params=STOP_AT_0) == [[ids["1"], ids["2"], 0]]
+@pytest.mark.parametrize(
+    ("merges", "template", "completion", "expected"),
+    [
+        ((), "<bos> $A <eos>", "1", ["1"]),  # the end behind every text does not come between
+        ((("1", "2"),), None, "12b", ["12", "b"]),  # tokens are those of the whole text
+        # The whole text would have "=1" as one token, but the policy is shown "=" and goes on from there.
+        ((("=", "1"),), None, "12", ["1", "2"]),
+    ],
+)
+def test_tokens_are_those_that_follow_the_prompts(merges, template, completion, expected):
+    tokenizer, ids = bpe(*merges, template=template)
+    found = encoded(tokenizer, ("a=", completion), params=STOP_AT_0)
+    assert found == [[*(ids[token] for token in expected), ids["<eos>"]]]
 
 
 def metaspace():
@@ -223,18 +222,6 @@ def test_the_template_gets_its_keywords():
         DemonstrationEncoder(tokenizer).encode(rows, PARAMS)
 
 
-def test_a_template_that_begins_otherwise_is_refused():
-    """Of tests.support.tiny: the generation prompt is "/", which no conversation has."""
-    with pytest.raises(DataError, match=r"row 0: the chat template does not begin .*: '/' becomes '\[a7\]'; what is"):
-        encoded(build_tokenizer(chat=True), (user("3+4="), assistant("7")))
-
-
-def test_a_template_that_ends_before_the_prompt_does_is_refused():
-    tokenizer = chat_tokenizer("{{ '[' }}{% if add_generation_prompt %}{{ '[a' }}{% endif %}")
-    with pytest.raises(DataError, match=r"'\[a' becomes ''; what is trained"):
-        encoded(tokenizer, (user("3+4="), assistant("7")))
-
-
 @pytest.mark.parametrize(
     ("prompt", "completion", "words"),
     [
@@ -308,9 +295,26 @@ def test_a_demonstration_is_rendered_with_the_tools_of_its_row():
     assert ["adds." in tokenizer.decode(source[place].prompt_ids) for place in (0, 1)] == [True, False]
 
 
-def test_a_call_that_the_template_leaves_out_is_not_taught():
-    with pytest.raises(DataError, match="row 0: .* the chat template leaves out the call of 'add'"):
-        encoded(chat_tokenizer(), (user("3"), calling("add", {"a": 1})))
+THOUGHT = [{**assistant("7")[0], "reasoning_content": "because"}]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "completion", "words"),
+    [
+        # Of tests.support.tiny: the generation prompt is "/", which no conversation has.
+        (build_tokenizer(chat=True), "7", r"does not begin .*: '/' becomes '\[a7\]'; what is"),
+        (
+            chat_tokenizer("{{ '[' }}{% if add_generation_prompt %}{{ '[a' }}{% endif %}"),
+            "7",
+            r"'\[a' becomes ''; what",
+        ),
+        (chat_tokenizer(), calling("add", {"a": 1}), "leaves out the call of 'add'"),
+        (chat_tokenizer(), THOUGHT, "leaves out the thinking under 'reasoning_content'"),
+    ],
+)
+def test_what_the_template_does_not_show_as_a_rollout_would_have_it_is_not_taught(tokenizer, completion, words):
+    with pytest.raises(DataError, match=f"row 0: .*the chat template .*{words}"):
+        encoded(tokenizer, (user("3+4="), completion))
 
 
 def test_a_completion_may_be_blocks_of_text_as_a_prompt_may():
@@ -318,14 +322,9 @@ def test_a_completion_may_be_blocks_of_text_as_a_prompt_may():
     assert encoded(chat_tokenizer(), (user("8+9="), assistant(blocks))) == [[*ids_of("17"), EOS_ID]]
 
 
-def test_thinking_is_taught_or_refused():
-    completion = [{**assistant("7")[0], "reasoning_content": "because"}]
-    with pytest.raises(
-        DataError, match="row 0: .* the chat template leaves out the thinking under 'reasoning_content'"
-    ):
-        encoded(chat_tokenizer(), (user("3+4="), completion))
+def test_thinking_is_taught():
     tokenizer, params = tools_tokenizer("thinking")
-    taught = encoded(tokenizer, (user("3+4="), completion), params=params)[0]
+    taught = encoded(tokenizer, (user("3+4="), THOUGHT), params=params)[0]
     assert tokenizer.decode(taught) == "<think>\nbecause\n</think>\n\n7<|im_end|>"
 
 
