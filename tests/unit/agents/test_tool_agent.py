@@ -206,17 +206,6 @@ def test_text_prompts_have_no_tools(walk: ToolAgent) -> None:
         run(walk, "a", prompt="go")
 
 
-def test_an_instance_is_free_again_when_its_trajectory_is_scored(walk: ToolAgent) -> None:
-    first, _ = run(walk, "+1", "b")
-    second, _ = run(walk, "+2", "b")
-    assert first.environment is not second.environment
-    assert first.environment.place == 1  # as reward functions find it
-    [scored] = first.on_left
-    scored()
-    third, _ = run(walk, "b")
-    assert third.environment is first.environment
-
-
 def double(n: int) -> int:
     """Double.
 

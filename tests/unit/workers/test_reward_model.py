@@ -186,56 +186,22 @@ def test_micro_batches_keep_to_the_token_cap_and_change_nothing(monkeypatch):
     assert len(sizes) > 1 and max(sizes) <= 20
 
 
-def other_tokenizer(*, chat=False):
-    """Another vocabulary: the same characters, one id more."""
-    tokenizer = build_tokenizer(chat=chat)
-    tokenizer.add_tokens(["1+2"])
-    return tokenizer
-
-
-def test_text_is_tokenised_anew_for_another_vocabulary():
-    module = classifier(vocab_size=len(VOCABULARY) + 1)
-    tokenizer = other_tokenizer()
-    texts = [prompt + completion for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)]
-    sequences = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert sequences[0][0] == len(VOCABULARY) and len(sequences[0]) == 3  # "1+2", "=", "3"
-    expected = padded_scores(copy.deepcopy(module), sequences)
-    found = own(module, tokenizer).scores(sample_batch())
-    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
-
-
 def test_messages_go_through_the_reward_models_own_template():
-    module = classifier(vocab_size=len(VOCABULARY))
-    mine = build_tokenizer(chat=True)
+    """Of an agent all of its messages."""
+    module, mine = classifier(vocab_size=len(VOCABULARY)), build_tokenizer(chat=True)
     mine.chat_template = "{% for m in messages %}{{ m['role'][0] + '=' + m['content'] + '<eos>' }}{% endfor %}"
-    prompts = [
-        [{"role": "user", "content": "1+2="}],
-        [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8"}],
-    ]
-    expected = padded_scores(
-        copy.deepcopy(module),
-        [
-            [*ids_of("u=1+2="), EOS_ID, *ids_of("a=3"), EOS_ID],
-            [*ids_of("u=7"), EOS_ID, *ids_of("a=89"), EOS_ID],  # the completion goes on with the assistant's message
-        ],
-    )
-    batch = sample_batch(prompts, ("3", "9"))
-    found = own(module, mine).scores(batch)
-    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
-
-
-def test_of_an_agent_all_messages_go_through_the_template():
-    module = classifier(vocab_size=len(VOCABULARY))
-    mine = build_tokenizer(chat=True)
-    mine.chat_template = "{% for m in messages %}{{ m['role'][0] + '=' + m['content'] + '<eos>' }}{% endfor %}"
+    asked, begun = [{"role": "user", "content": "7"}], {"role": "assistant", "content": "8"}
     told = [{"role": "assistant", "content": "3"}, {"role": "tool", "content": "4"}]
-    batch = sample_batch([[{"role": "user", "content": "1+2="}]] * 2, ("3[4]", "5"))
-    batch = batch.with_columns(conversation=[{"messages": told}, {"messages": None}])
-    asked = [*ids_of("u=1+2="), EOS_ID]
-    sequences = [[*asked, *ids_of("a=3"), EOS_ID, *ids_of("t=4"), EOS_ID], [*asked, *ids_of("a=5"), EOS_ID]]
+    batch = sample_batch([asked, [*asked, begun], asked], ("3", "9", "3[4]"))
+    batch = batch.with_columns(conversation=[{"messages": None}, {"messages": None}, {"messages": told}])
+    head = [*ids_of("u=7"), EOS_ID]
+    sequences = [
+        [*head, *ids_of("a=3"), EOS_ID],
+        [*head, *ids_of("a=89"), EOS_ID],  # the completion goes on with the assistant's message
+        [*head, *ids_of("a=3"), EOS_ID, *ids_of("t=4"), EOS_ID],
+    ]
     expected = padded_scores(copy.deepcopy(module), sequences)
-    found = own(module, mine).scores(batch)
-    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own(module, mine).scores(batch), expected.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_samples_that_are_too_long_fail_and_the_others_are_scored():
