@@ -1,5 +1,5 @@
-"""Trajectories that are held between steps: what is dropped is counted, and evaluations have room beside them. What
-must hold whatever happens is proved by `stream_machine`."""
+"""Trajectories that are held between steps: what is dropped is counted, other ranks learn of failures, and evaluations
+have room beside them. What must hold whatever happens is proved by `stream_machine`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.process import threads
 from hybrid_rl.rollout import turns as engine_turns
 from tests.unit.rollout.engine_runs import EngineRun, EngineSetting
-from tests.unit.rollout.holding import KnownEngine
+from tests.unit.rollout.holding import KnownEngine, RankFailedError
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,21 @@ def test_what_is_dropped_is_gone_and_all_that_was_generated_is_delivered_or_drop
     assert run.engines[0].counters.num_generated_tokens == made["tokens"] + sum(
         len(versions) for _, versions in delivered
     )
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+def test_what_fails_between_two_engine_steps_is_told_to_ranks_that_share_the_engine(number, tmp_path, monkeypatch):
+    """Whichever of the two steps between two looks it is: nobody waits for a step that does not come."""
+    run = run_of(tmp_path, 2, 2, 0, 3, 2, "fifo", 2, 2, 3, 100, is_shared=True)
+    monkeypatch.setattr(engine_turns.LoopWatch, "look", lambda watch: run.script.watch())
+    run.one_step()
+    run.script.watches = {1: number}
+    with pytest.raises(RankFailedError, match="rank 1, beside its engine"):
+        run.one_step()
+    run.script.forgive()
+    run.one_step()
+    run.check_prompts()
+    run.close()
 
 
 def test_a_rank_steps_its_engine_when_its_agents_are_gone(monkeypatch):
