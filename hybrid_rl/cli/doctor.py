@@ -192,4 +192,4 @@ def _probe_ranks(config: TrainerConfig) -> list[RankProbe]:
         else:
             ranks = LocalBackend("doctor", WorkerBase, local_device(config.model.device))
             closing.callback(ranks.close)
-        return probe_ranks(RankGroup(ranks))
+        return probe_ranks(RankGroup(ranks).probe_rank)

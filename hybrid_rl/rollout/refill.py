@@ -68,7 +68,7 @@ class Refill:
     """Counts the groups of a training step until num_prompts of them have signal; at most 1 + max_refills rollouts.
     With max_refills=0 there is one rollout, all of whose groups are kept.
 
-    names, weights: of the reward functions.
+    weights, shaping: of the reward functions, as `judged_rewards` takes them.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ def _start_on_ray(
     closing.callback(policy.close)
     for group in dict.fromkeys((policy, reference, generating)):
         if group is not None and group.num_ranks > 1:
-            preflight(group)
+            preflight(group.probe_rank)
     return policy, generating
 
 

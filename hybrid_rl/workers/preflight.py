@@ -21,7 +21,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -145,30 +144,24 @@ def _best_seconds(test: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-class ProbedRanks(Protocol):
-    """A group of ranks that can be compared."""
-
-    def probe_rank(self) -> list[RankProbe]:
-        """Probe each rank."""
-
-
-def preflight(group: ProbedRanks) -> None:
-    """Compare the ranks of a group. Raises HybridRLError with all that does not fit; warns of what is doubtful."""
-    problems, doubts = check(probe_ranks(group))
+def preflight(probe: Callable[[], list[RankProbe]]) -> None:
+    """Compare the ranks of a group. Raises HybridRLError with all that does not fit; warns of what is doubtful. probe:
+    `RankGroup.probe_rank` of it."""
+    problems, doubts = check(probe_ranks(probe))
     if problems:
         raise HybridRLError("\n - ".join(["the ranks do not fit together:", *problems]))
     for doubt in doubts:
         logger.warning("%s", doubt)
 
 
-def probe_ranks(group: ProbedRanks) -> list[RankProbe]:
+def probe_ranks(probe: Callable[[], list[RankProbe]]) -> list[RankProbe]:
     """Probe the ranks of a group. If one seems slow, all measure again, and the best time of each counts."""
-    probes = group.probe_rank()
+    probes = probe()
     for pause in PAUSES:
         if not slow_ranks(probes):
             break
         time.sleep(pause)
-        probes = [_best(*both) for both in zip(probes, group.probe_rank(), strict=True)]
+        probes = [_best(*both) for both in zip(probes, probe(), strict=True)]
     return probes
 
 

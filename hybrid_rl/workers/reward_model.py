@@ -125,15 +125,10 @@ class RewardModel:
     ) -> list[int]:
         """Return the tokens of a conversation. told: what followed the prompt, None = the completion only."""
         messages = [*prompt, *(told or ())]
-        if told:
-            return self._templated(messages)
-        if messages[-1]["role"] == "assistant":  # the completion continues it
+        if not told and messages[-1]["role"] == "assistant":  # the completion continues it
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + completion}
-        else:
+        elif not told:
             messages.append({"role": "assistant", "content": completion})
-        return self._templated(messages)
-
-    def _templated(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         text = self._renderer.render(messages, "closed")
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 

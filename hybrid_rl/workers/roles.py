@@ -120,10 +120,10 @@ class Roles:
             actor.optimizer.forget_moments()
 
     @property
-    def _moves_reference(self) -> bool:
-        """Whether the reference is not the model as it was before training."""
+    def _moved_reference(self) -> CausalLM | None:
+        """The reference, if it is not the model as it was before training."""
         kl = self._config.kl
-        return isinstance(kl, (KLInLoss, KLInReward)) and bool(kl.moves_reference)
+        return self.reference_model if isinstance(kl, (KLInLoss, KLInReward)) and kl.moves_reference else None
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
@@ -134,15 +134,13 @@ class Roles:
         if self._critic is not None:
             own = critic_path(self._config)
             self._critic.save_model(folder / CRITIC_FOLDER, base if own is None else {"path": own}, sink)
-        if self._moves_reference and self._reference is not None:
-            model = self._reference.model
+        if (model := self._moved_reference) is not None:
             save_weights(model.module, folder / REFERENCE_FOLDER, model.dtype, is_writer=is_writer, sink=sink)
 
     def saved_bytes(self) -> int:
         """Return the bytes of the files that `save_models` writes."""
         found = 0 if self._critic is None else self._critic.saved_bytes()
-        if self._moves_reference and self._reference is not None:
-            model = self._reference.model
+        if (model := self._moved_reference) is not None:
             found += sum(parameter.numel() for parameter in model.module.parameters()) * model.dtype.itemsize
         return found
 
@@ -154,9 +152,8 @@ class Roles:
         """Continue from a checkpoint's models; of the critic with its optimizer. Collective."""
         if self._critic is not None:
             self._critic.load(folder / CRITIC_FOLDER)
-        if self._moves_reference and self._reference is not None:
-            model, place = self._reference.model, folder / REFERENCE_FOLDER
+        if (model := self._moved_reference) is not None:
             try:
-                load_weights(model.module, FolderSource(str(place)), model.device)
+                load_weights(model.module, FolderSource(str(folder / REFERENCE_FOLDER)), model.device)
             except ModelError as error:
                 raise CheckpointError(f"cannot resume from {folder}: {error}") from error

@@ -64,10 +64,10 @@ class RolloutSide(ABC):
         is not due, or if both are the same memory. Collective. Raises HandoffError."""
         return {}
 
-    @abstractmethod
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """Say how it is known that the engine holds the trainer's weights, as a clause; None if it is not known.
         verified: the result of `verify` in this handoff."""
+        return None
 
     def close(self) -> None:
         """End the engine; idempotent."""
@@ -120,10 +120,6 @@ class NoSide(RolloutSide):
         """Raise EngineStateError: other ranks take the weights (`write_weights`)."""
         raise EngineStateError("this rank only trains; weights are handed to the ranks of rollout_ranks")
 
-    def proof(self, verified: Mapping[str, float]) -> str | None:
-        """Say nothing."""
-        return None
-
 
 class EmbeddedSide(RolloutSide):
     """An engine that decodes from the actor's modules, or from a plain view of its gathered weights."""
@@ -158,6 +154,8 @@ class EmbeddedSide(RolloutSide):
 
 class ColocatedSide(RolloutSide):
     """An engine in the same process whose own weights are written by plan from the shards of all ranks."""
+
+    shares_memory = True  # with what trains: it sleeps meanwhile, if it can
 
     def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext) -> None:
         config = setup.config.rollout
@@ -196,7 +194,7 @@ class ColocatedSide(RolloutSide):
         engine = self._engine
         weights = Resident(ENGINE_WEIGHTS, lambda: engine.weight_bytes)
         cache = Resident(KV_CACHE, lambda: engine.kv_cache_bytes)
-        if not engine.can_sleep:
+        if not (self.shares_memory and engine.can_sleep):
             # Whatever the leases ask for, they stay in memory: nothing may claim that their bytes are free.
             self.client.at_rest().wake(TAGS)
             return weights, cache
@@ -275,10 +273,8 @@ class ColocatedSide(RolloutSide):
 
     @contextmanager
     def _source(self, version: int) -> Iterator[Source]:
-        """Yield the source of the weights, with what the adapters add to them now, whole on every rank. Collective."""
-        with self._model.weights.merged():
-            source = self._plain_source(version)
-        changes = self._model.weights.changes(self._model.dtype)
+        """Yield the source of the weights, with what the adapters add to them now. Collective."""
+        source, changes = self._weights(version)
         if self._sends_adapters:
             source.adapters = changes
         else:
@@ -287,6 +283,12 @@ class ColocatedSide(RolloutSide):
             yield source
         finally:
             source.adapters = source.changes = {}
+
+    def _weights(self, version: int) -> tuple[Source, Mapping[str, LowRank]]:
+        """Return the source of the weights, and what the adapters add to them now, whole on every rank. Collective."""
+        with self._model.weights.merged():
+            source = self._plain_source(version)
+        return source, self._model.weights.changes(self._model.dtype)
 
     def _plain_source(self, version: int) -> Source:
         """Return the source of the weights for handoff.transport; it is made once."""
@@ -342,27 +344,16 @@ class FilesSide(ColocatedSide):
     """An engine of a rank that only generates, which takes weights from files that other ranks have written. The model
     has no weights. Nothing sleeps: nobody else needs the memory."""
 
+    shares_memory = False
     _given: tuple[Source, Mapping[str, LowRank]] | None = None
 
     def give(self, source: Source, changes: Mapping[str, LowRank]) -> None:
         """Set the source of the next version, and what adapters add to it."""
         self._given = source, changes
 
-    def _residents(self) -> Sequence[Resident]:
-        engine = self._engine
-        self.client.at_rest().wake(TAGS)
-        weights = Resident(ENGINE_WEIGHTS, lambda: engine.weight_bytes)
-        return weights, Resident(KV_CACHE, lambda: engine.kv_cache_bytes)
-
-    @contextmanager
-    def _source(self, version: int) -> Iterator[Source]:
+    def _weights(self, version: int) -> tuple[Source, Mapping[str, LowRank]]:
         assert self._given is not None, "it is set before"
-        source, changes = self._given
-        if self._sends_adapters:
-            source.adapters = changes
-        else:
-            source.changes = changes
-        yield source
+        return self._given
 
     def let_go(self) -> None:
         """Forget the source, which is closed by whoever set it."""

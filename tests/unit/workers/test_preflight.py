@@ -47,24 +47,37 @@ def test_healthy_ranks_have_no_problems(count: int) -> None:
     assert check(ranks(count)) == ([], [])
 
 
-def test_another_version_names_rank_host_and_both_values() -> None:
-    probes = with_odd(ranks(4), 3, versions={"python": "3.12.1", "torch": "2.13.0", "ray": "2.60.0"})
-    assert problems(probes) == [
-        "python is 3.12.1 on rank 3 (node1) and 3.11.7 on the others; install the same versions everywhere",
-        "ray is 2.60.0 on rank 3 (node1) and missing on the others; install the same versions everywhere",
-    ]
-
-
-def test_of_two_ranks_the_first_sets_the_measure() -> None:
-    (problem,) = problems(with_odd(ranks(2), 0, versions={**VERSIONS, "torch": "2.12.0"}))
-    assert problem.startswith("torch is 2.13.0 on rank 1 (node0) and 2.12.0 on the others")
-
-
-def test_three_versions_are_two_problems() -> None:
-    probes = with_odd(ranks(5), 1, versions={**VERSIONS, "torch": "2.11.0"})
-    probes = with_odd(probes, 4, versions={**VERSIONS, "torch": "2.12.0"})
-    first, second = problems(probes)
-    assert "torch is 2.11.0 on rank 1 (node0)" in first and "torch is 2.12.0 on rank 4 (node2)" in second
+@pytest.mark.parametrize(
+    ("count", "odd", "told"),
+    [
+        (
+            4,
+            {3: {"python": "3.12.1", "torch": "2.13.0", "ray": "2.60.0"}},
+            [
+                "python is 3.12.1 on rank 3 (node1) and 3.11.7 on the others; install the same versions everywhere",
+                "ray is 2.60.0 on rank 3 (node1) and missing on the others; install the same versions everywhere",
+            ],
+        ),
+        (
+            2,
+            {0: {"torch": "2.12.0"}},
+            ["torch is 2.13.0 on rank 1 (node0) and 2.12.0 on the others"],
+        ),  # the first counts
+        (
+            5,
+            {1: {"torch": "2.11.0"}, 4: {"torch": "2.12.0"}},
+            ["torch is 2.11.0 on rank 1 (node0)", "torch is 2.12.0 on rank 4 (node2)"],
+        ),
+    ],
+)
+def test_another_version_names_rank_host_and_both_values(
+    count: int, odd: dict[int, dict[str, str]], told: list[str]
+) -> None:
+    probes = ranks(count)
+    for rank, versions in odd.items():
+        probes = with_odd(probes, rank, versions={**VERSIONS, **versions})
+    for problem, words in zip(problems(probes), told, strict=True):
+        assert problem.startswith(words)
 
 
 def test_kinds_of_devices_do_not_mix() -> None:
@@ -120,15 +133,11 @@ def test_a_rank_knows_its_versions_and_times() -> None:
 
 def test_a_group_passes_or_tells_everything_at_once() -> None:
     group = RankGroup(LocalBackend("policy", WorkerBase))
-    preflight(group)
+    preflight(group.probe_rank)
     group.close()
-
-    class Odd:
-        def probe_rank(self) -> list[RankProbe]:
-            return with_odd(ranks(2), 1, versions={"python": "3.12.1", "torch": "2.12.0"})
-
+    odd = with_odd(ranks(2), 1, versions={"python": "3.12.1", "torch": "2.12.0"})
     with pytest.raises(HybridRLError, match=r"do not fit together:\n - python is 3.12.1 .*\n - torch is 2.12.0"):
-        preflight(Odd())  # type: ignore[arg-type]
+        preflight(lambda: odd)
 
 
 class Measured:
@@ -152,7 +161,7 @@ def test_what_was_slow_once_is_measured_again(caplog: pytest.LogCaptureFixture) 
     """39 times as long, then 7 times on a GPU, which is let off at 2 times: nothing is reported."""
     for device, slower in (("cpu", (39.0, 1.0, 99.0)), ("cuda H100", (39.0, 7.0, 2.0, 99.0))):
         group = Measured(device, *slower)
-        preflight(group)  # type: ignore[arg-type]
+        preflight(group.probe_rank)
         assert group.left == [99.0]
     assert caplog.text == ""
 
@@ -162,7 +171,7 @@ def test_what_stays_slow_is_an_error_on_gpus_and_a_warning_on_cpus(caplog: pytes
     """The best of four measurements is told of."""
     slower = (39.0, 25.0, 30.0, 99.0)
     with pytest.raises(HybridRLError, match="takes 0.5 s for a copy, 25 times the 0.02 s"):
-        preflight(Measured("cuda H100", *slower))  # type: ignore[arg-type]
+        preflight(Measured("cuda H100", *slower).probe_rank)
     assert caplog.text == ""
-    preflight(Measured("cpu", *slower))  # type: ignore[arg-type]
+    preflight(Measured("cpu", *slower).probe_rank)
     assert "rank 1 (node0) takes 0.5 s for a copy, 25 times the 0.02 s" in caplog.text
