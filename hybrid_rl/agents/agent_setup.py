@@ -80,9 +80,6 @@ class AgentSetup:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "opened": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
 
 @dataclass
 class Opened:

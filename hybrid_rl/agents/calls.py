@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from hybrid_rl.controller import enter_device
@@ -137,6 +138,15 @@ class Caller:
 
     def _late(self, why: str) -> Outcome:
         return Outcome(None, CallTimeoutError(f"no answer within {self.timeout_seconds:g} s ({why})"))
+
+
+def offered(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of some keyword arguments that a function takes: all, if it has **kwargs."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
+    return {name: value for name, value in keywords.items() if takes_all or name in names}
 
 
 def _outcome(function: Callable[[], Any]) -> Outcome:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
+from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome, offered
 from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.agents.tool_calling import content_of
 from hybrid_rl.agents.tools import NOT_IN_A_THREAD, Tool, needs_main_thread
@@ -197,7 +197,7 @@ class EnvironmentPool:
         for attempt in range(RESETS):
             environment = await self._one_of(self._kinds[name], is_new=attempt > 0)
             try:
-                outcome = await environment.call(RESET, accepted(environment.instance.reset, row))
+                outcome = await environment.call(RESET, copy.deepcopy(offered(environment.instance.reset, row)))
             except BaseException:  # a cancellation
                 self._drop(environment)
                 raise
@@ -280,14 +280,6 @@ class EnvironmentPool:
                 free.clear()
         closing += [future for one in every if (future := one.end()) is not None]
         wait(closing, END_SECONDS)
-
-
-def accepted(method: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of those columns of a row that a method takes: all, if it has **kwargs."""
-    parameters = inspect.signature(method).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    names = row.keys() if takes_any else row.keys() & parameters.keys()
-    return {name: copy.deepcopy(row[name]) for name in row if name in names}
 
 
 def with_observation(prompt: Messages, observation: Any) -> Messages:

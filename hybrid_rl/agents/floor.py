@@ -163,12 +163,3 @@ def check_rollout_func(function: Any) -> None:
             "rollout_func is a plain function: it would stop every other trajectory, and the engine, while it works; "
             "write `async def`, await client.generate(...), and run what blocks by `await asyncio.to_thread(...)`"
         )
-
-
-def offered(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
-    """Return those of the keyword arguments that a function takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return keywords
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in keywords.items() if name in names}

@@ -97,7 +97,7 @@ def as_declared(call: ToolCall, types: ArgumentTypes) -> ToolCall:
         key: json.dumps(value, ensure_ascii=False)
         if "string" in (allowed := declared.get(key, frozenset()))
         and value is not None
-        and not allowed & _types_of(value)
+        and not allowed & types_of(value)
         else value
         for key, value in call.arguments.items()
     }
@@ -251,13 +251,18 @@ def _encodable(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return dict(arguments)
 
 
+def types_of(value: Any) -> frozenset[str]:
+    """Return JSON schema's names of the types that a parsed value has."""
+    return _JSON_TYPES[type(value)]
+
+
 def _typed(text: str, declared: frozenset[str] | None) -> Any:
     """An argument that stands without quotes: a JSON value if the declared type allows it, else the text itself."""
     try:
         value = _PYTHON_WORDS[text] if declared and text in _PYTHON_WORDS else read_json(text)
     except MalformedCallError:
         return text
-    if isinstance(value, str) or (declared and not declared & _types_of(value)):
+    if isinstance(value, str) or (declared and not declared & types_of(value)):
         return text
     return value
 
@@ -276,12 +281,8 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _types_of(value: Any) -> frozenset[str]:
-    return _JSON_TYPES[type(value)]
-
-
 def _kind(value: Any) -> str:
-    return f"{'an' if (name := min(_types_of(value)))[0] in 'aio' else 'a'} {name}"
+    return f"{'an' if (name := min(types_of(value)))[0] in 'aio' else 'a'} {name}"
 
 
 def _skip_space(text: str, place: int) -> int:

@@ -1,15 +1,14 @@
-"""Tools as the policy sees them: JSON schemas made from Python functions, and whether the chat template shows them."""
+"""Tools as the policy sees them: JSON schemas made from Python functions."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from transformers.utils import DocstringParsingException, get_json_schema
 
-from hybrid_rl.agents.chat import Chat
 from hybrid_rl.errors import ConfigError
 
 # What transformers says of an argument that it finds no text for.
@@ -48,16 +47,6 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         else:
             return schema
     raise ConfigError(f"the tool {name!r} cannot be described to the policy: it lacks {', '.join(missing)}{_ASKED}")
-
-
-def check_tools_shown(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError unless the chat template shows the policy these tools (JSON schemas), its own calls and their
-    results, and calls are found again in what the template makes of them.
-
-    Otherwise the run would go on while the policy never learns what it could call.
-    """
-    if problem := chat.problem_with_tools(tools):
-        raise ConfigError(problem)
 
 
 def _missing(function: Callable[..., Any]) -> list[str]:

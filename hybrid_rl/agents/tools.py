@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
-from hybrid_rl.agents.parsing import read_json
+from hybrid_rl.agents.parsing import read_json, types_of
 from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.agents.tool_calling import content_of, message_of
 from hybrid_rl.agents.tool_failures import FailureWatch
@@ -29,16 +29,7 @@ NOT_IN_A_THREAD = (
     "to agents.tool_timeout_seconds, or make it a function in tools= that can be sent to a process"
 )
 PROCESSES_FOR_SIGNALS = 2
-# JSON schema's names of types, and the Python types that a parsed value may have.
-JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list, tuple),
-    "object": (dict,),
-    "null": (type(None),),
-}
+JSON_TYPES = {"string", "integer", "number", "boolean", "array", "object", "null"}
 
 Run = Callable[[dict[str, Any]], Awaitable[Outcome]]
 
@@ -88,7 +79,7 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
         if name not in JSON_TYPES:
             return True
         is_whole = name == "integer" and isinstance(value, float) and value.is_integer()  # as JSON schema has it
-        is_type = isinstance(value, JSON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+        is_type = name in types_of(value)
         if is_whole or (is_type and (name != "array" or all(fits(item, schema.get("items", {})) for item in value))):
             return True
     return False

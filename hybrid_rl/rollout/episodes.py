@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hybrid_rl.agents.calls import offered
 from hybrid_rl.agents.client import AgentClient, ChatFormat, Limits, TrajectoryEndedError
 from hybrid_rl.agents.episode import Agent, Episode
-from hybrid_rl.agents.floor import RolloutClient, RolloutFunction, check_rollout_func, checked_trajectories, offered
+from hybrid_rl.agents.floor import RolloutClient, RolloutFunction, checked_trajectories
 from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.config.agent_keys import AgentConfig
-from hybrid_rl.errors import AgentError, ConfigError, DataError
+from hybrid_rl.errors import AgentError, DataError
 from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.process import progress
 from hybrid_rl.process.threads import CANCEL_SECONDS
@@ -38,8 +39,6 @@ class EpisodeSettings:
     an agent. limits: of a trajectory; its length is that of the call. seed: of the run. max_running: sequences that the
     engine runs at once. tokenizer: offered to rollout_func. turn_rewards_problem: why turns may have no rewards of
     their own, a ConfigError if they get one; "" = they may.
-
-    Raises ConfigError for a rollout_func that is not `async def`, and for neither or both of agent and rollout_func.
     """
 
     chat: ChatFormat
@@ -51,12 +50,6 @@ class EpisodeSettings:
     rollout_func: RolloutFunction | None = None
     tokenizer: Any = None
     turn_rewards_problem: str = ""
-
-    def __post_init__(self) -> None:
-        if (self.agent is None) == (self.rollout_func is None):
-            raise ConfigError("a rollout of agents takes either an agent or a rollout_func")
-        if self.rollout_func is not None:
-            check_rollout_func(self.rollout_func)
 
     @property
     def max_open(self) -> int:
@@ -247,14 +240,13 @@ class Episodes:
         whole = Attempt(self.attempts[0].task, 0, 0, Trajectory())
 
         async def ask() -> None:
-            keywords = offered(
-                function,
-                trainer_state=self.call.state,
-                tokenizer=self.settings.tokenizer,
-                num_generations=self.call.num_generations,
-            )
+            keywords = {
+                "trainer_state": self.call.state,
+                "tokenizer": self.settings.tokenizer,
+                "num_generations": self.call.num_generations,
+            }
             try:
-                answer = await function(rows, RolloutClient(rows, make), **keywords)
+                answer = await function(rows, RolloutClient(rows, make), **offered(function, keywords))
             except TrajectoryEndedError as error:
                 key = f" (trajectory_timeout_seconds={seconds:g})" if error.reason == "time" and seconds else ""
                 refused = DataError(

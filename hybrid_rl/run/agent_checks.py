@@ -15,7 +15,6 @@ from hybrid_rl.agents.agent_setup import AgentSetup, setup_tools
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.environments import ENVIRONMENT_COLUMN
 from hybrid_rl.agents.floor import check_rollout_func
-from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.config import AgentConfig, TrainerConfig
 from hybrid_rl.config.algorithm import learns_from_demonstrations, token_rewards_problem
 from hybrid_rl.data.source import SizedSource, StreamSource
@@ -105,8 +104,9 @@ def check_agents(
     closing.callback(setup.close)
     kwargs = config.data.chat_template_kwargs
     chat = Chat(tokenizer, chat_template_kwargs=kwargs, tool_call_format=config.agents.tool_call_format)
-    for schemas in setup.schemas:
-        check_tools_shown(chat, schemas)
+    for schemas in setup.schemas:  # otherwise the run would go on while the policy never learns what it could call
+        if problem := chat.problem_with_tools(schemas):
+            raise ConfigError(problem)
     return setup
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hybrid_rl.agents.calls import offered
 from hybrid_rl.agents.client import TrajectoryEndedError
 from hybrid_rl.agents.episode import Episode
 from hybrid_rl.agents.trajectory import Trajectory
@@ -24,6 +25,7 @@ from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.extras.endpoint.routes import AgentServer
 from hybrid_rl.extras.endpoint.sessions import Session
 from hybrid_rl.process.threads import WATCH_SECONDS, LoopThread, LoopWatch, start_thread
+from hybrid_rl.rewards.marks import is_async_callable
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -139,11 +141,7 @@ def _optional_arguments(function: Any) -> tuple[str, ...]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a builtin
         return ()
-    parameters = signature.parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    named = {parameter.name for parameter in parameters if parameter.kind in by_name}
-    taken = OPTIONAL if takes_all else tuple(name for name in OPTIONAL if name in named)
+    taken = tuple(offered(function, dict.fromkeys(OPTIONAL)))
     try:
         signature.bind(None, "", "", **dict.fromkeys(taken))
     except TypeError as error:
@@ -168,7 +166,8 @@ async def _call(function: partial[Any]) -> Any:
     """Call a function, coroutine function or not. Returns what it raises: sys.exit() in one would end the thread of
     all."""
     try:
-        if _is_async(function):
+        # Of a decorated function, what the decorator made counts: it may run it.
+        if is_async_callable(function):
             return await function()
         result = await asyncio.wrap_future(_in_thread(function))
         return await result if inspect.isawaitable(result) else result
@@ -177,14 +176,6 @@ async def _call(function: partial[Any]) -> Any:
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         return _Raised(error)
-
-
-def _is_async(function: partial[Any]) -> bool:
-    """Whether a call gives a coroutine. Of a decorated function, what the decorator made counts: it may run it."""
-    inner = function.func
-    while isinstance(inner, partial):
-        inner = inner.func
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:

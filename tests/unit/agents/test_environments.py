@@ -16,7 +16,6 @@ from hybrid_rl.agents.environments import (
     EnvironmentFailedError,
     EnvironmentKind,
     EnvironmentPool,
-    accepted,
     with_observation,
 )
 from hybrid_rl.config import AgentConfig
@@ -251,16 +250,20 @@ def test_an_environment_that_cannot_be_made_or_is_not_known_says_so(caller: Call
         asyncio.run(pool.take("2", {}))
 
 
-def test_reset_gets_copies_of_the_columns_that_it_takes() -> None:
-    def some(target: Any, prompt: Any = None) -> None: ...
+class Picky:
+    """Takes some columns only."""
 
-    def every(**row: Any) -> None: ...
+    def reset(self, target: Any, prompt: Any = None) -> None:
+        self.given = {"target": target, "prompt": prompt}
 
+
+def test_reset_gets_copies_of_the_columns_that_it_takes(caller: Caller) -> None:
     row = {"target": [1], "prompt": "p", "other": 2}
-    given = accepted(some, row)
-    assert given == {"target": [1], "prompt": "p"}
-    assert given["target"] is not row["target"]
-    assert accepted(every, row) == row
+    picky, _ = asyncio.run(pool_of(caller, Picky).take(None, row))
+    assert picky.instance.given == {"target": [1], "prompt": "p"}
+    assert picky.instance.given["target"] is not row["target"]
+    every, _ = asyncio.run(pool_of(caller, Counting).take(None, row))
+    assert every.instance.row == row
 
 
 USER = {"role": "user", "content": "Play."}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hybrid_rl.agents.chat import Chat
-from hybrid_rl.agents.schemas import check_tools_shown
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.extras.quickstart.warm_start import IGNORED
 from recipes.agents import calculator, guessing, run
@@ -65,7 +64,7 @@ def test_only_answers_are_imitated_and_tokens_are_whole_words(name: str) -> None
     tokenizer = task.tokenizer()
     chat = Chat(tokenizer)
     assert chat.call_format == "hermes"
-    check_tools_shown(chat, task.tools)
+    assert chat.problem_with_tools(task.tools) == ""
     said = task.conversations[:50]
     input_ids, labels = encode_conversations(tokenizer, said, task.tools)
     assert input_ids.shape == labels.shape and input_ids.shape[1] < task.max_length
