@@ -171,14 +171,13 @@ def flatten_gradient(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def split_gradient(flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inverse of `flatten_gradient`: name -> gradient in the parameter's shape. The tied head appears once."""
-    result = {}
-    start = 0
-    for name, parameter in sorted(build_model().named_parameters()):
-        result[name] = flat[start : start + parameter.numel()].reshape(parameter.shape)
-        start += parameter.numel()
-    return result
+def as_json(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of a recorded file: each entry of a table is a line, however many numbers it has."""
+    texts = []
+    for name, table in tables.items():
+        rows = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()]
+        texts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n}")
+    return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ class RecordedCase:
     advantages: list[float]  # [N]
     loss: float
     metrics: Mapping[str, float]  # under TRL's names
-    gradient: torch.Tensor  # float32 [num_parameters], see `split_gradient`
+    gradient: torch.Tensor  # float32 [num_parameters], as of `flatten_gradient`
 
 
 def load_recorded() -> dict[str, RecordedCase]:

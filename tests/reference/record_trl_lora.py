@@ -117,7 +117,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     contents, gradients = record()
     if not arguments.check:
-        reference.RECORDED_LORA.write_text(json.dumps(contents, indent=1) + "\n")
+        reference.RECORDED_LORA.write_text(reference.as_json(contents))
         reference.RECORDED_LORA_GRADIENTS.write_bytes(save(gradients))
         return
     before, old = json.loads(reference.RECORDED_LORA.read_text()), load_file(reference.RECORDED_LORA_GRADIENTS)
