@@ -73,9 +73,14 @@ def operator(name: str, device_type: str = "cpu") -> Callable[..., Any] | None:
     return packet.default
 
 
-def keyed_uniform(
-    seeds: Tensor, positions: Tensor, num_columns: int, device: torch.device | str | None = None
-) -> Tensor:
+def built_operator(name: str) -> Callable[..., Any]:
+    """Return the compiled operator for the CPU of this name, where `operator` has said that it is there."""
+    found = operator(name)
+    assert found is not None
+    return found
+
+
+def keyed_uniform(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:
     """Return noise in (0, 1) in which every element is a pure function of (seed, position, column).
 
     A token that is sampled with it does not depend on the composition of its batch. The generator is
@@ -87,19 +92,16 @@ def keyed_uniform(
         seeds: int64 [N]; all 64 bits count, and negative seeds are allowed.
         positions: int64 [N], of any value.
         num_columns: C, at least 1; usually the size of the vocabulary.
-        device: on which the noise is made; the device of `seeds` if None.
 
     Returns:
-        float32 [N, C] on `device`.
+        float32 [N, C] on the device of the seeds.
 
     Raises:
         DataError: a wrong dtype, rank or length, or `num_columns` below 1.
     """
     _check(seeds, positions, num_columns)
-    target = seeds.device if device is None else torch.device(device)
-    seeds, positions = seeds.to(target).contiguous(), positions.to(target).contiguous()
-    compiled = operator("keyed_uniform") if target.type == "cpu" else None
-    return (compiled or keyed_uniform_torch)(seeds, positions, num_columns)
+    compiled = operator("keyed_uniform") if seeds.device.type == "cpu" else None
+    return (compiled or keyed_uniform_torch)(seeds.contiguous(), positions.contiguous(), num_columns)
 
 
 def keyed_uniform_torch(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:

@@ -20,9 +20,9 @@ SMALLEST_BYTES = 1024  # what is smaller costs more calls than it frees memory
 NUM_AHEAD = 4  # tensors that the backward pass fetches before it needs them
 
 
-def activations_on_host(smallest_bytes: int = SMALLEST_BYTES) -> AbstractContextManager[None]:
-    """Keep activations of at least `smallest_bytes` that are saved inside the block in host memory."""
-    offload = _Offload(smallest_bytes)
+def activations_on_host() -> AbstractContextManager[None]:
+    """Keep activations of at least `SMALLEST_BYTES` that are saved inside the block in host memory."""
+    offload = _Offload()
     return torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack)
 
 
@@ -60,8 +60,7 @@ class _Copy:
 
 
 class _Offload:
-    def __init__(self, smallest_bytes: int) -> None:
-        self._smallest_bytes = smallest_bytes
+    def __init__(self) -> None:
         self._copies: list[_Copy] = []
         # A tensor that several operations save is copied once. The weak reference keeps its key from being given to
         # another one.
@@ -69,7 +68,7 @@ class _Offload:
         self._stream: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        if _is_weight(tensor) or tensor.numel() * tensor.element_size() < self._smallest_bytes:
+        if _is_weight(tensor) or tensor.numel() * tensor.element_size() < SMALLEST_BYTES:
             return tensor
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (storage_id(tensor), version_of(tensor), *layout)

@@ -174,16 +174,10 @@ class _Gate:
         return out
 
 
-def _compiled(name: str) -> Callable[..., Any]:
-    operator = native.operator(name)
-    assert operator is not None
-    return operator
-
-
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, settings: tuple[float, float]) -> Tensor:
-        out, scales = _compiled("rms_norm")(rows, weight, *settings)
+        out, scales = native.built_operator("rms_norm")(rows, weight, *settings)
         ctx.save_for_backward(rows, weight, scales)
         ctx.offset = settings[1]
         result: Tensor = out
@@ -193,7 +187,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wants_weight = ctx.needs_input_grad[1]
-        backward = _compiled("rms_norm_backward")
+        backward = native.built_operator("rms_norm_backward")
         grad_rows, grad_weight = backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.offset, wants_weight)
         return grad_rows, grad_weight if wants_weight else None, None
 
@@ -202,10 +196,10 @@ class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        result: Tensor = _compiled("silu_gate")(gate, up)
+        result: Tensor = native.built_operator("silu_gate")(gate, up)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _compiled("silu_gate_backward")(grads[0].contiguous(), *ctx.saved_tensors)
+        return native.built_operator("silu_gate_backward")(grads[0].contiguous(), *ctx.saved_tensors)

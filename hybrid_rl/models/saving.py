@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from hybrid_rl.compat.transformers import keys_not_saved, save_own_code
+from hybrid_rl.compat.transformers import save_own_code
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.recipe import fp32_tensors
 from hybrid_rl.models.tokenizer import check_read_back, save_tokenizer
 from hybrid_rl.process.files import Sink, save_tensors
-from hybrid_rl.weights.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import full_tensor, local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
-from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
+from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes, saved_names
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -65,7 +64,8 @@ def save_weights(
             try:
                 if writes:
                     for name in gathered.keys() & changes.keys():
-                        gathered[name] = _changed(gathered[name], changes[name])
+                        base = gathered[name]
+                        gathered[name] = changes[name].merged(base, local_box(base)).to(base.dtype)
                     _write_complete(folder, split, pending, conversion.run(module, gathered.__getitem__), sink)
             except Exception as error:  # a full disk, no permission, a conversion
                 failure = error
@@ -75,7 +75,10 @@ def save_weights(
             raise failure
         if is_writer:
             _write_index(module, folder, split)
-            write_configs(module, folder, dtype)
+            # The values are written as they are, as they were loaded: transformers' `save_pretrained` validates
+            # strictly, and refuses generation configs that many published models have (temperature without do_sample).
+            _write_config(module, folder, dtype)
+            _write_generation_config(module, folder)
 
 
 def _write_complete(
@@ -99,12 +102,7 @@ def _to_save(
 ) -> tuple[dict[str, tuple[Tensor, torch.dtype]], list[Conversion]]:
     """Return the tensors to save with the dtype of each, a tied one once under the name that loading expects, and the
     conversions to those of a checkpoint."""
-    tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
-    ignored = keys_not_saved(module)
-    state = {n: t for n, t in module.state_dict(keep_vars=True).items() if n not in ignored}
-    chosen: dict[int, str] = {}
-    for name in sorted(state, key=lambda name: name in tied):
-        chosen.setdefault(id(state[name]), name)
+    state = module.state_dict(keep_vars=True)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     in_fp32 = fp32_tensors(module, dtype)
 
@@ -113,20 +111,14 @@ def _to_save(
             return state[name].dtype
         return torch.float32 if name in in_fp32 else dtype
 
-    tensors = {name: (state[name], dtype_of(name)) for name in state if chosen[id(state[name])] == name}
+    tensors = {name: (state[name], dtype_of(name)) for name, *_ in saved_names(module)}
     return tensors, checkpoint_conversions(module, list(tensors))
-
-
-def _changed(base: Tensor, change: LowRank) -> Tensor:
-    return change.merged(base, local_box(base)).to(base.dtype)
 
 
 def whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool, own: bool = False) -> Tensor:
     """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send. own: if
     it is kept, it is never the memory of the tensor itself, which training goes on to change."""
-    found = tensor.detach().to(dtype)
-    if isinstance(found, DTensor):
-        found = found.full_tensor()
+    found = full_tensor(tensor.detach().to(dtype))
     found = found.cpu() if keep else found
     is_same = own and keep and found.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr()
     return found.clone() if is_same else found
@@ -139,18 +131,8 @@ def _write_index(module: PreTrainedModel, folder: Path, split: StateDictSplit) -
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def write_configs(module: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write what a model's folder has besides weights: config, generation config, and the code of a model that brings
-    its own.
-
-    The values are written as they are, as they were loaded: transformers' `save_pretrained` validates strictly, and
-    refuses generation configs that many published models have (temperature without do_sample).
-    """
-    _write_config(module, folder, dtype)
-    _write_generation_config(module, folder)
-
-
 def _write_config(module: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write the config, and the code of a model that brings its own."""
     config: Any = stored_config(module)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__]

@@ -17,6 +17,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the global tensor; collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def local_box(tensor: Tensor) -> Box:
     """Return the box of this rank's part in the global tensor (torch.chunk semantics; it may be empty)."""
     if not isinstance(tensor, DTensor):

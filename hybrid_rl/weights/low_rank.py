@@ -43,11 +43,6 @@ class LowRank:
         """The rank of the change."""
         return self.b.shape[-1]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the factors."""
-        return sum(factor.nbytes for factor in (self.a, self.b, self.row_factor) if factor is not None)
-
     def ready(self, device: torch.device) -> LowRank:
         """Return the same change on a device, contiguous, with its scale in B: rounded as `merged` rounds it."""
         b = (self.b * self.scale).to(device).contiguous()

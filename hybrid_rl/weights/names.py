@@ -25,12 +25,13 @@ from hybrid_rl.compat.transformers import (
     WeightTransform,
     dot_natural_key,
     get_model_conversion_mapping,
+    keys_not_saved,
     loaded_conversions,
     rename_source_key,
 )
 from hybrid_rl.weights.boxes import Box
 from hybrid_rl.weights.lazy import LazyTensor, NotLazyError
-from hybrid_rl.weights.sources import WeightSource
+from hybrid_rl.weights.sources import WeightSource, names_of_each
 
 Transform = WeightRenaming | WeightConverter
 
@@ -91,6 +92,14 @@ def match(module: PreTrainedModel, source: WeightSource) -> Match:
     for conversion in conversions:
         tensors.update(_lazy_results(module, conversion, source))
     return Match(tensors, unexpected, [transform for transform in transforms if transform.was_used()])
+
+
+def saved_names(module: PreTrainedModel) -> list[list[str]]:
+    """Return the names in a module of each tensor that a checkpoint holds, that which loading expects first."""
+    tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
+    state, ignored = module.state_dict(keep_vars=True), keys_not_saved(module)
+    wanted = sorted((name for name in state if name not in ignored), key=lambda name: name in tied)
+    return names_of_each({name: state[name] for name in wanted})
 
 
 def checkpoint_conversions(module: PreTrainedModel, names: Sequence[str]) -> list[Conversion]:

@@ -62,7 +62,7 @@ class FolderSource(WeightSource):
         self._files: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FolderSource, (self.path,)
+        return type(self), (self.path,)
 
     def names(self) -> list[str]:
         return list(self._opened())

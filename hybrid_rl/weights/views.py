@@ -15,9 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.compat.torch import TorchDispatchMode, storage_id
-from hybrid_rl.compat.transformers import keys_not_saved
-from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes
-from hybrid_rl.weights.sources import names_of_each
+from hybrid_rl.weights.names import Conversion, checkpoint_conversions, own_classes, saved_names
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,10 @@ def _run(
 
 def _global_tensors(module: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return meta tensors of the global shapes, by their name in a checkpoint; and tied ones by their other names."""
-    tied = set(module.get_expanded_tied_weights_keys(all_submodels=True))
-    ignored = keys_not_saved(module)
-    state = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in ignored}
+    state = module.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
     aliases: dict[str, Tensor] = {}
-    for name, *others in names_of_each({name: state[name] for name in sorted(state, key=lambda name: name in tied)}):
+    for name, *others in saved_names(module):
         found[name] = torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
         aliases |= dict.fromkeys(others, found[name])
     return found, aliases

@@ -132,16 +132,12 @@ def expected_backend(name: str, needs: AttentionNeeds) -> str:
     if name != "auto":
         return name
     is_here = needs.device.type == "cpu"
-    for other in ("varlen", "compiled"):
-        machine = _machine_obstacles(other, needs.device, needs.dtype, is_here=is_here)
-        if not machine and not _model_obstacles(other, needs):
-            return other
-    return "sdpa"
+    return next(other for other in ("varlen", "compiled", "sdpa") if not obstacles(other, needs, is_here=is_here))
 
 
-def obstacles(name: str, needs: AttentionNeeds) -> list[str]:
-    """Say why a backend cannot run; empty if it can."""
-    return _machine_obstacles(name, needs.device, needs.dtype) + _model_obstacles(name, needs)
+def obstacles(name: str, needs: AttentionNeeds, *, is_here: bool = True) -> list[str]:
+    """Say why a backend cannot run; empty if it can. is_here: as in `check_machine`."""
+    return _machine_obstacles(name, needs.device, needs.dtype, is_here=is_here) + _model_obstacles(name, needs)
 
 
 def _refuse(name: str, obstacles_of: Callable[[str], list[str]]) -> None:
@@ -152,7 +148,7 @@ def _refuse(name: str, obstacles_of: Callable[[str], list[str]]) -> None:
         raise ConfigError(f"model.attention={name} cannot run here: {'; '.join(found)}; use auto or one of: {runs}")
 
 
-def _machine_obstacles(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool = True) -> list[str]:
+def _machine_obstacles(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool) -> list[str]:
     """Say why device, dtype or installed packages keep a backend from running; empty if they do not."""
     if name == "sdpa":
         return []

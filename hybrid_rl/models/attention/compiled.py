@@ -56,9 +56,7 @@ class CompiledAttention:
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]) -> Tensor:
-        forward = native.operator("packed_attention")
-        assert forward is not None
-        out, lse = forward(query, key, value, *settings)
+        out, lse = native.built_operator("packed_attention")(query, key, value, *settings)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.settings = settings
         result: Tensor = out
@@ -67,6 +65,5 @@ class _CompiledAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        backward = native.operator("packed_attention_backward")
-        assert backward is not None
+        backward = native.built_operator("packed_attention_backward")
         return (*backward(grads[0].contiguous(), *ctx.saved_tensors, *ctx.settings), None)

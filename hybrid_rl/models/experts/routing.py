@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 from operator import mul
@@ -58,7 +58,7 @@ class HeldRouting:
     def recording(self) -> Iterator[None]:
         """Record what routers give inside the block, one pass after the other."""
 
-        def keep(number: int, index: int, _: nn.Module, output: Any) -> None:
+        def keep(number: int, index: int, _: nn.Module, __: Any, output: Any) -> None:
             scores = output[index] if isinstance(output, tuple) else output
             leads = [(tensor, _lead(tensor, scores.numel() // scores.shape[-1])) for tensor in tensors_of(output)]
             flat = [tensor.flatten(0, lead) for tensor, lead in leads if lead is not None]
@@ -74,7 +74,7 @@ class HeldRouting:
         """Let routers give the recorded outputs inside the block. own: int64 [T], for each token of the pass its place
         among all tokens of the passes that were recorded."""
 
-        def replace(number: int, index: int, _: nn.Module, output: Any) -> Any:
+        def replace(number: int, index: int, _: nn.Module, __: Any, output: Any) -> Any:
             if number not in self._given or number in self._free:
                 return None
             then = [torch.cat(parts)[own] for parts in zip(*self._given[number], strict=True)]
@@ -102,26 +102,17 @@ class HeldRouting:
         return {"router scores": max(gaps)} if gaps else {}
 
 
-RouterHook = Callable[[int, int, nn.Module, Any], Any]
+RouterHook = Callable[[int, int, nn.Module, Any, Any], Any]
 
 
 @contextmanager
 def hooked(routers: list[tuple[nn.Module, int]], hook: RouterHook) -> Iterator[None]:
     """Call the hook inside the block with what each router gives: its number, the index of the scores in its output,
-    the router and the output. What it returns, unless None, replaces the output."""
-    handles = [
-        router.register_forward_hook(partial(_call, hook, number, index))
-        for number, (router, index) in enumerate(routers)
-    ]
-    try:
+    the router, its arguments and the output. What it returns, unless None, replaces the output."""
+    with ExitStack() as stack:
+        for number, (router, index) in enumerate(routers):
+            stack.callback(router.register_forward_hook(partial(hook, number, index)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _call(hook: RouterHook, number: int, index: int, router: nn.Module, _: Any, output: Any) -> Any:
-    return hook(number, index, router, output)
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_rl.compat.peft import is_swapped
-from hybrid_rl.weights.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import full_tensor, local_box, local_tensor
 from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.weights.plain import ADAPTER, wrappers
 
@@ -24,35 +24,35 @@ def low_rank_changes(module: nn.Module, dtype: torch.dtype) -> dict[str, LowRank
     dtype: in which the module computes. Factors are rounded to it first: the engine gets what the trainer computes
     with.
     """
+    return {f"{path}.{name}": _change(wrapper, dtype) for path, name, wrapper in _adapted(module)}
+
+
+def _adapted(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield each adapted tensor: the path of its layer inside `plain`, its name there, and the wrapper that adapts it
+    (of experts, each parameter has one of its own around the others)."""
     paths = {id(child): path for path, child in module.named_modules()}
-    return {
-        f"{paths[id(wrapper)]}.{name}": change
-        for _, _, wrapper in wrappers(module)
-        if not hasattr(wrapper, "modules_to_save")
-        for name, change in _changes(wrapper, dtype)
-    }
+    for _, _, outermost in wrappers(module):
+        wrapper: Any = outermost
+        while hasattr(wrapper, "lora_A"):
+            yield paths[id(outermost)], getattr(wrapper, "parameter_name", "weight"), wrapper
+            wrapper = wrapper.base_layer
 
 
-def _changes(wrapper: Any, dtype: torch.dtype) -> Iterator[tuple[str, LowRank]]:
-    """Yield the changes of a wrapped layer: of its weight, or of each parameter that has a wrapper of its own."""
-    while hasattr(wrapper, "lora_A"):
-        a, b = (_whole(side[ADAPTER].weight, dtype) for side in (wrapper.lora_A, wrapper.lora_B))
-        scale = float(wrapper.scaling[ADAPTER])
-        name = getattr(wrapper, "parameter_name", None)
-        if name is None:
-            change = LowRank(a, b, scale, is_transposed=bool(wrapper.fan_in_fan_out), dtype=dtype)
-            if ADAPTER in wrapper.lora_magnitude_vector:
-                magnitude = wrapper.lora_magnitude_vector[ADAPTER].weight
-                change = replace(change, row_factor=_row_factor(wrapper.get_base_layer().weight, change, magnitude))
-            yield "weight", change
-            return
-        if wrapper.num_experts > 1:
-            a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
-            b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
-        # peft calls the middle dim of experts their input unless it has found them to be stored the other way round.
-        is_transposed = wrapper.num_experts > 1 and not is_swapped(wrapper)
-        yield name, LowRank(a, b, scale, is_transposed=is_transposed, dtype=dtype)
-        wrapper = wrapper.base_layer
+def _change(wrapper: Any, dtype: torch.dtype) -> LowRank:
+    a, b = (_whole(side[ADAPTER].weight, dtype) for side in (wrapper.lora_A, wrapper.lora_B))
+    scale = float(wrapper.scaling[ADAPTER])
+    if not hasattr(wrapper, "parameter_name"):
+        change = LowRank(a, b, scale, is_transposed=bool(wrapper.fan_in_fan_out), dtype=dtype)
+        if ADAPTER not in wrapper.lora_magnitude_vector:
+            return change
+        magnitude = wrapper.lora_magnitude_vector[ADAPTER].weight
+        return replace(change, row_factor=_row_factor(wrapper.get_base_layer().weight, change, magnitude))
+    if wrapper.num_experts > 1:
+        a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+    # peft calls the middle dim of experts their input unless it has found them to be stored the other way round.
+    is_transposed = wrapper.num_experts > 1 and not is_swapped(wrapper)
+    return LowRank(a, b, scale, is_transposed=is_transposed, dtype=dtype)
 
 
 def _row_factor(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
@@ -76,8 +76,7 @@ def _row_factor(weight: Tensor, change: LowRank, magnitude: Tensor) -> Tensor:
 
 
 def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    found = parameter.detach().to(dtype)
-    return (found.full_tensor() if isinstance(found, DTensor) else found).float()
+    return full_tensor(parameter.detach().to(dtype)).float()
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,9 @@ class AdapterShape:
 
 def adapter_shapes(module: nn.Module) -> dict[str, AdapterShape]:
     """Return the shape of the adapter of each adapted tensor, by its name inside `plain`; nothing is communicated."""
-    paths = {id(child): path for path, child in module.named_modules()}
     shapes: dict[str, AdapterShape] = {}
-    for _, _, outermost in wrappers(module):
-        wrapper, path = cast(Any, outermost), paths[id(outermost)]
-        while hasattr(wrapper, "lora_A"):
-            a, b = (side[ADAPTER].weight.shape for side in (wrapper.lora_A, wrapper.lora_B))
-            shape = AdapterShape(path.rpartition(".")[2], a[1], b[0], int(wrapper.r[ADAPTER]), a[0])
-            shapes[f"{path}.{getattr(wrapper, 'parameter_name', 'weight')}"] = shape
-            wrapper = wrapper.base_layer
+    for path, name, wrapper in _adapted(module):
+        a, b = (side[ADAPTER].weight.shape for side in (wrapper.lora_A, wrapper.lora_B))
+        layer = path.rpartition(".")[2]
+        shapes[f"{path}.{name}"] = AdapterShape(layer, a[1], b[0], int(wrapper.r[ADAPTER]), a[0])
     return shapes

@@ -137,9 +137,6 @@ class AdapterSource(FolderSource):
         super().__init__(path)
         self.label = f"the adapter {path!r}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return AdapterSource, (self.path,)
-
     def _open(self) -> dict[str, Any]:
         path = Path(self.path) / WEIGHTS_FILE
         if not path.is_file():

@@ -10,15 +10,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rl.compat.transformers import mark_adapted
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.models.lora.target_layers import not_excluded, why_refused
-from hybrid_rl.weights.boxes import local_box, local_tensor
+from hybrid_rl.weights.boxes import full_tensor, local_box, local_tensor
 from hybrid_rl.weights.plain import ADAPTER, is_adapted, take_out, wrappers
 
 # Warnings of what peft does by itself: nobody else can act on them.
@@ -246,10 +245,6 @@ def init_adapters(module: nn.Module, seed: int) -> None:
                 local_tensor(copies[name]).copy_(local_tensor(original))
         elif ADAPTER in getattr(wrapper, "lora_magnitude_vector", {}):
             magnitude = wrapper.lora_magnitude_vector[ADAPTER].weight
-            base = _whole(wrapper.get_base_layer().weight).float()
+            base = full_tensor(wrapper.get_base_layer().weight).float()
             norms = torch.linalg.vector_norm(base.T if wrapper.fan_in_fan_out else base, dim=1)
             local_tensor(magnitude).copy_(norms[local_box(magnitude)])
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -10,7 +10,7 @@ SmolLM2 differ by 0.01 of what they add, and a wrong mask or position shows in t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ class HeldBlocks:
         Raises ModelError if they did not run once per pass each.
         """
 
-        def keep(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._calls[number].append((args, kwargs))
 
         with self._hooked(keep):
@@ -58,7 +58,7 @@ class HeldBlocks:
         """Let every block start from what was recorded inside the block. own: int64 [T], for each token of the pass
         its place among all tokens of the passes that were recorded."""
 
-        def replace(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def replace(number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             now = entering(args, kwargs)
             self._again[number] = by_token(now)
             held = as_hidden(self._entered[number][own], now)
@@ -103,26 +103,12 @@ class HeldBlocks:
         return torch.cat(outputs)
 
     @contextmanager
-    def _hooked(self, hook: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        handles = [
-            block.register_forward_pre_hook(partial(_call, hook, number), with_kwargs=True)
-            for number, block in enumerate(self._blocks)
-        ]
-        try:
+    def _hooked(self, hook: Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, block in enumerate(self._blocks):
+                handle = block.register_forward_pre_hook(partial(hook, number), with_kwargs=True)
+                stack.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _call(
-    hook: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
-    number: int,
-    _: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    return hook(number, args, kwargs)
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -93,7 +93,7 @@ class BalanceReading:
         self._name, self._top_k, self._weights, self._beside = name, top_k, weights.float(), beside
         self._scores: list[Tensor | None] = [None] * num_layers
 
-    def take(self, layer: int, index: int, _: nn.Module, output: Any) -> None:
+    def take(self, layer: int, index: int, _: nn.Module, __: Any, output: Any) -> None:
         """Keep the output of a router, as a forward hook. It computes nothing: under checkpointing that would be missed
         when its block is recomputed, without the hook."""
         if self._scores[layer] is None:

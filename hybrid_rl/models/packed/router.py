@@ -99,7 +99,7 @@ class RouterReading:
             )
 
     @torch.no_grad()
-    def take(self, layer: int, index: int, router: nn.Module, output: Any) -> None:
+    def take(self, layer: int, index: int, router: nn.Module, _: Any, output: Any) -> None:
         """Note the experts and their logprobs, as a forward hook of a router. index: of the logits in its output."""
         if self._problem or self._logprobs[layer] is not None:
             return  # what comes first counts: a recomputation follows its forward pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from typing import Any
 
@@ -148,19 +148,16 @@ def _output_gaps(
     context = model.attention.context(row.layout, model.device)
     beside = context if isinstance(context, UnpackedRow) else None
     places, own = same_places(row, sequences)
-    with ExitStack() as stack:
-        for held in (own_attention(model.module), routing.recording(), *([blocks.recording()] if blocks else [])):
-            stack.enter_context(held)
-        stack.enter_context(named_failure(name, "in its own forward pass of token ids"))
+    recording = blocks.recording() if blocks else nullcontext()
+    named = named_failure(name, "in its own forward pass of token ids")
+    with own_attention(model.module), routing.recording(), recording, named:
         passes = [_plain_outputs(model, torch.tensor([sequence], device=model.device)) for sequence in sequences]
     expected = {what: torch.cat([outputs[what] for outputs in passes]) for what in passes[0]}
     # Beside each other sequences have more places than in a row.
     spread = own if beside is None else beside.spread(own).flatten()
     compared = places if beside is None else beside.places[places]
-    with ExitStack() as stack:
-        for held in (routing.repeating(spread), *([blocks.repeating(spread)] if blocks else [])):
-            stack.enter_context(held)
-        stack.enter_context(named_failure(name, f"with {model.attention.words}"))
+    repeating = blocks.repeating(spread) if blocks else nullcontext()
+    with routing.repeating(spread), repeating, named_failure(name, f"with {model.attention.words}"):
         hidden = model.hidden_states(row.token_ids, row.positions, context)
     found = {"logits": model.logits(hidden), "hidden states": hidden}
     gaps = {what: relative_gap(found[what][places], numbers[own[places]]) for what, numbers in expected.items()}
@@ -179,9 +176,7 @@ def _plain_outputs(model: PackedModel, batch: Tensor) -> dict[str, Tensor]:
     def keep(_: nn.Module, __: Any, output: Any) -> None:
         outputs["hidden states"] = output[0]
 
-    with ExitStack() as stack:
-        if not model.is_language_model:
-            stack.callback(model.backbone.register_forward_hook(keep).remove)
+    with nullcontext() if model.is_language_model else model.backbone.register_forward_hook(keep):
         outputs["logits"] = model.module(input_ids=batch, use_cache=False).logits
     return {what: numbers.flatten(0, 1) for what, numbers in outputs.items()}
 

@@ -71,7 +71,7 @@ def test_frozen_weights_are_not_copied_either(packed):
 
 def test_a_tensor_that_two_operations_save_is_copied_once_and_not_taken_for_a_later_one():
     first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-    offload = _Offload(1024)
+    offload = _Offload()
     x = torch.randn(8, 64, requires_grad=True)
     y = x * 1.0
     assert offload.pack(y) == offload.pack(y)
@@ -89,22 +89,18 @@ def test_a_tensor_that_two_operations_save_is_copied_once_and_not_taken_for_a_la
 
 
 def test_small_tensors_stay():
-    offload = _Offload(1024)
+    offload = _Offload()
     small = torch.zeros(255)
     assert offload.pack(small) is small
     assert offload.pack(torch.zeros(256)) == 0
 
 
 def test_nothing_is_fetched_ahead_that_was_taken_already():
-    offload = _Offload(1024)
+    offload = _Offload()
     saved = [torch.randn(8, 64) for _ in range(4)]
     numbers = [offload.pack(tensor) for tensor in saved]
     fetch_ahead(offload)  # as on a GPU, where the next few come back ahead of their use
-    for number in (
-        2,
-        3,
-        0,
-        1,
-    ):  # an operation takes what it saved in order, the backward pass runs over them in reverse
+    # An operation takes what it saved in order, the backward pass runs over them in reverse.
+    for number in (2, 3, 0, 1):
         assert torch.equal(offload.unpack(numbers[number]), saved[number])
     assert not num_fetched(offload)
