@@ -141,33 +141,24 @@ def test_the_head_is_handed_over_where_the_kernels_run(monkeypatch: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "capability", "expected"),
+    ("device", "dtype", "capability", "triton", "expected"),
     [
-        ("cpu", torch.bfloat16, (9, 0), "in chunks of rows (on cpu)"),
-        ("cuda", torch.float32, (9, 0), "in chunks of rows (in torch.float32)"),
-        ("cuda", torch.bfloat16, (7, 5), "in chunks of rows (before Ampere)"),
-        ("cuda", torch.bfloat16, (8, 0), "by fused Triton kernels"),
-        ("cuda", torch.float16, (9, 0), "by fused Triton kernels"),
+        ("cpu", torch.bfloat16, (9, 0), True, "in chunks of rows (on cpu)"),
+        ("cuda", torch.float32, (9, 0), True, "in chunks of rows (in torch.float32)"),
+        ("cuda", torch.bfloat16, (7, 5), True, "in chunks of rows (before Ampere)"),
+        ("cuda", torch.bfloat16, (9, 0), None, "in chunks of rows (without Triton)"),
+        ("cuda", torch.bfloat16, (8, 0), True, "by fused Triton kernels"),
+        ("cuda", torch.float16, (9, 0), True, "by fused Triton kernels"),
     ],
 )
 def test_which_form_runs_is_chosen_and_logged_once(
-    device: str, dtype: torch.dtype, capability: tuple[int, int], expected: str, monkeypatch: Any, caplog: Any
+    device: str, dtype: torch.dtype, capability: Any, triton: Any, expected: str, monkeypatch: Any, caplog: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: triton)
     logprobs.runs_in_triton.cache_clear()
     with caplog.at_level(logging.DEBUG, "hybrid_rl"):
         chosen = {logprobs.runs_in_triton(torch.device(device), dtype) for _ in range(3)}
     logprobs.runs_in_triton.cache_clear()
     assert chosen == {expected.startswith("by fused")}
     assert [record.message.partition("computed ")[2] for record in caplog.records] == [expected]
-
-
-def test_without_triton_the_head_stays_in_chunks(monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: None)
-    logprobs.runs_in_triton.cache_clear()
-    with caplog.at_level(logging.DEBUG, "hybrid_rl"):
-        assert not logprobs.runs_in_triton(torch.device("cuda"), torch.bfloat16)
-    logprobs.runs_in_triton.cache_clear()
-    assert "without Triton" in caplog.text

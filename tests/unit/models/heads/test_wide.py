@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.heads import wide
-from hybrid_rl.models.heads.distribution import chosen_and_entropy, token_distribution
 from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import chunked_logprobs
 from hybrid_rl.models.heads.wide import halves, wide_product, wide_weight_gradient
 from tests.support.inside.models import product_in_parts
 from tests.unit.models.families import build
+from tests.unit.models.heads.test_logprobs import of_distribution, reference
 
 TARGETS = torch.arange(5, 16)
 
@@ -163,15 +163,15 @@ def test_gradients_are_those_of_trls_head() -> None:
 
 def of_autograd(hidden: Tensor, weight: Tensor, labels: Tensor, uses: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Gradients of hidden and weight by autograd through casts to float64."""
-    log_p = (hidden.double() @ weight.double().t() / 0.7).log_softmax(1)
+    log_p = reference(hidden.double(), weight.double(), None, 0.7, HeadOptions())
     chosen, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
     gradients = torch.autograd.grad((uses[0] * chosen + uses[1] * entropy).sum(), (hidden, weight))
     return gradients[0], gradients[1]
 
 
-@pytest.mark.parametrize("form", ["chunks", "distribution"])
+@pytest.mark.parametrize("form", [chunked_logprobs, of_distribution])
 @pytest.mark.parametrize("uses", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.5)], ids=str)
-def test_gradients_are_rounded_once(form: str, uses: tuple[float, float]) -> None:
+def test_gradients_are_rounded_once(form: Any, uses: tuple[float, float]) -> None:
     generator = torch.Generator().manual_seed(11)
     hidden = (3 * torch.randn(40, 24, generator=generator)).bfloat16().requires_grad_()
     weight = torch.randn(300, 24, generator=generator).bfloat16().requires_grad_()
@@ -179,11 +179,7 @@ def test_gradients_are_rounded_once(form: str, uses: tuple[float, float]) -> Non
     expected = of_autograd(hidden, weight, labels, uses)
     gaps = {}
     for in_float32 in (True, False):
-        options = HeadOptions(in_float32=in_float32)
-        if form == "chunks":
-            logprobs, entropy = chunked_logprobs(hidden, weight, None, labels, 0.7, options)
-        else:
-            logprobs, entropy = chosen_and_entropy(token_distribution(hidden, weight, None, 0.7, options), labels)
+        logprobs, entropy = form(hidden, weight, None, labels, 0.7, HeadOptions(in_float32=in_float32))
         loss = (uses[0] * logprobs + uses[1] * entropy).sum()
         gradients = torch.autograd.grad(loss, (hidden, weight))
         assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
