@@ -166,10 +166,10 @@ def test_gradients_of_one_completion_stay_in_its_group():
     assert touched.nonzero()[:, 0].tolist() == [*range(40), *range(second, second + 9)]
 
 
-@pytest.mark.parametrize("name", ["sdpa", "varlen"])
+@pytest.mark.parametrize("name", ["sdpa", "compiled", "varlen"])
 def test_a_row_of_another_length_is_refused(name):
     layout = LAYOUTS["one group"]
-    context = Backend(name, None if name == "sdpa" else TorchKernel()).context(layout, "cpu")
+    context = Backend(name, TorchKernel() if name == "varlen" else None).context(layout, "cpu")
     with pytest.raises(ModelError, match="planned for 51 tokens but got 3"):
         context.attend(0, *(torch.zeros(3, 4, 16) for _ in range(3)), AttentionOptions())
 

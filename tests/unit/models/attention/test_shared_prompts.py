@@ -57,10 +57,10 @@ def gradients(module, outputs):
     ).double()
 
 
-def check(mine, expected, dtype, what):
+def check(mine, expected, dtype, what, tolerances=TOLERANCE):
     scale = float(expected.detach().abs().max())
     gap = float((mine.detach().double() - expected.detach().double()).abs().max())
-    assert gap <= TOLERANCE[dtype] * scale, f"{what} differ by {gap:.2e}, the largest is {scale:.2e}"
+    assert gap <= tolerances[dtype] * scale, f"{what} differ by {gap:.2e}, the largest is {scale:.2e}"
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -98,18 +98,6 @@ def test_bf16_gradients_are_as_near_to_the_truth_as_without_sharing(name):
         for run in (shared, one_by_one)
     ]
     assert errors[0] < 1.5 * errors[1] + 0.01
-
-
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "gpt2"])
-def test_gradient_checkpointing_changes_nothing(name):
-    module = build(name)
-    model = CausalLM(module)
-    before = shared(model, *samples())
-    expected = gradients(module, before)
-    model.enable_gradient_checkpointing()
-    after = shared(model, *samples())
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    torch.testing.assert_close(gradients(module, after), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])

@@ -3,30 +3,23 @@
 import pytest
 import torch
 
-from hybrid_rl.batch import Jagged
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, Layout, PackedRow
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.packed.startup_check import check_causal
 from tests.support.float64 import KeepFloat64
 from tests.unit.models.attention.test_shared_prompts import check, gradients, own, samples
-from tests.unit.models.families import build
+from tests.unit.models.families import REFUSED, build
 from tests.unit.models.hybrids import HYBRIDS, MORE, build_hybrid
 
 FAMILIES = [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE)]
 DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.sweep)]
 # Some families take the logarithm of a decay, or their experts' products, in float32 of their own accord.
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 
 def unpacked(name, **changes):
     return CausalLM(build_hybrid(name, **changes), "unpacked")
-
-
-def close(mine, expected, dtype, what):
-    scale = float(expected.detach().abs().max())
-    gap = float((mine.detach().double() - expected.detach().double()).abs().max())
-    assert gap <= TOLERANCE[dtype] * max(scale, 1e-30), f"{what}: {gap / scale:.1e}"
 
 
 def test_a_row_becomes_whole_sequences_and_back():
@@ -56,8 +49,8 @@ def test_logprobs_entropies_and_gradients_are_those_of_every_sample_alone(name, 
         expected = own(model.module, *samples())
         found = model.row_logprobs(PackedRow.of(*samples(), model.device), 1.0)
     for mine, theirs, what in zip(found, expected, ("logprobs", "entropies"), strict=True):
-        close(mine, theirs, dtype, what)
-    close(gradients(model.module, found), gradients(model.module, expected), dtype, "gradients")
+        check(mine, theirs, dtype, what, TOLERANCES)
+    check(gradients(model.module, found), gradients(model.module, expected), dtype, "gradients", TOLERANCES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -66,7 +59,7 @@ def test_recomputed_activations_change_nothing(name):
     row = PackedRow.of(*samples(), model.device)
     expected = gradients(model.module, model.row_logprobs(row, 1.0))
     model.enable_gradient_checkpointing()
-    close(gradients(model.module, model.row_logprobs(row, 1.0)), expected, torch.float32, "gradients")
+    check(gradients(model.module, model.row_logprobs(row, 1.0)), expected, torch.float32, "gradients", TOLERANCES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,34 +73,12 @@ def test_an_architecture_that_can_be_packed_gives_the_same_unpacked(dtype):
     check(gradients(beside.module, found), gradients(packed.module, expected), dtype, "gradients")
 
 
-def test_samples_of_a_row_do_not_see_each_other():
-    """Linear attention in a packed row would carry the first sample into the second."""
-    model = unpacked("qwen3_next")
-    prompts, completions = samples()
-    row = PackedRow.of(prompts, completions, model.device)
-    with torch.no_grad():
-        together = model.row_logprobs(row, 1.0)[0]
-        alone = [
-            model.row_logprobs(PackedRow.of(*(Jagged.from_rows([p]) for p in pair), model.device), 1.0)[0]
-            for pair in zip(prompts, completions, strict=True)
-            if len(pair[1])
-        ]
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("attention", ["auto", "unpacked"])
-def test_an_encoder_is_called_so_and_sent_nowhere(attention, dtype):
-    with pytest.raises(
-        ModelError, match=r"^BertForMaskedLM is an encoder: .* only causal language models are supported$"
-    ):
-        CausalLM(build("an encoder", dtype=dtype), attention).verify()
-
-
-@pytest.mark.parametrize("attention", ["auto", "unpacked"])
-def test_an_encoder_decoder_is_called_so(attention):
-    with pytest.raises(ModelError, match="^T5ForConditionalGeneration is an encoder-decoder; only causal"):
-        CausalLM(build("encoder and decoder"), attention).verify()
+@pytest.mark.parametrize("name", ["an encoder", "encoder and decoder"])
+def test_what_is_not_causal_is_called_so_and_sent_nowhere(name, dtype):
+    """As it is with packed attention: see test_verify.py."""
+    with pytest.raises(ModelError, match=f"^{REFUSED[name].message}"):
+        CausalLM(build(name, dtype=dtype), "unpacked").verify()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
