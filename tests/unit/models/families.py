@@ -322,23 +322,33 @@ def build(
     """A model with weights large enough that every part of it shows in the logits. The same weights per name."""
     row = {**FAMILIES, **REFUSED}[name]
     settings = {**(row.settings if "n_embd" in row.settings else {**BASE, **row.settings}), **changes}
-    config = getattr(transformers, row.config)(**settings)
-    name_attention(config, attention)
+    return made(row.config, settings, row.model, attention=attention, dtype=dtype)
+
+
+def made(
+    config_class: str,
+    settings: dict[str, Any],
+    model_class: str | None = None,
+    *,
+    attention: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """What `build` gives, of any config class of transformers; model_class: None = the one that goes with it."""
+    config = getattr(transformers, config_class)(**settings)
+    if attention is not None:
+        name_attention(config, attention)
     if dtype == torch.float64:  # which the grouped products of experts do not know
         name_experts(config, "eager")
+    model_class = model_class or config_class.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = getattr(transformers, model_class(row))(config)
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_class)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(5)
     return model.to(dtype).eval()
-
-
-def model_class(row: Family | Refused) -> str:
-    """The model class of a row."""
-    return row.model or row.config.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
 
 
 def build_vision(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

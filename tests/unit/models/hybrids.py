@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from tests.support.libraries.transformers_names import name_experts
-from tests.unit.models.families import BASE
+from tests.unit.models.families import BASE, LATENT, made
 
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -23,126 +21,69 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_gr
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
 
-# name: (config class, model class, its own settings), as in families.py. Chunks are shorter than the sequences of the
-# tests where the length of a chunk is an option.
-HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**LINEAR, **SHARED_EXPERT, "head_dim": 16}),
-    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**LINEAR, "head_dim": 16}),
-    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", CONVOLUTION),
+# name: (config class, its own settings), as in families.py. Chunks are shorter than the sequences of the tests where
+# the length of a chunk is an option.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT, "head_dim": 16}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**LINEAR, "head_dim": 16}),
+    "lfm2": ("Lfm2Config", CONVOLUTION),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
-        "GraniteMoeHybridForCausalLM",
-        {
-            **MAMBA,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 16,
-            "logits_scaling": 4.0,
-        },
+        MAMBA
+        | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"shared_intermediate_size": 16, "logits_scaling": 4.0},
     ),
-    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", {**MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
+    "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
 }
 # More of the same kinds, one layer or one detail apart.
-MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**LINEAR, **SHARED_EXPERT, "head_dim": 16}),
-    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}),
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT, "head_dim": 16}),
+    "lfm2_moe": ("Lfm2MoeConfig", {**CONVOLUTION, **EXPERTS, "num_dense_layers": 1}),
     "kimi_linear": (
         "KimiLinearConfig",
-        "KimiLinearForCausalLM",
-        {
-            "layer_types": LINEAR["layer_types"],
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "num_key_value_heads": 4,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-        },
+        LATENT
+        | {"layer_types": LINEAR["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4, "q_lora_rank": None}
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
-    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", LINEAR),
+    "olmo_hybrid": ("OlmoHybridConfig", LINEAR),
     "jamba": (
         "JambaConfig",
-        "JambaForCausalLM",
-        {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 2,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 4,
-        },
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4},
     ),
     "zamba2": (
         "Zamba2Config",
-        "Zamba2ForCausalLM",
-        {
-            "mamba_d_state": 8,
-            "mamba_ngroups": 1,
-            "n_mamba_heads": 4,
-            "layers_block_type": ["mamba", "hybrid"],
-            "num_mem_blocks": 1,
-            "use_mem_rope": True,
-            "adapter_rank": 4,
-        },
+        {"mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 4, "layers_block_type": ["mamba", "hybrid"]}
+        | {"num_mem_blocks": 1, "use_mem_rope": True, "adapter_rank": 4},
     ),
     "nemotron_h": (
         "NemotronHConfig",
-        "NemotronHForCausalLM",
-        {
-            "layers_block_type": ["mamba", "attention"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 8,
-            "n_groups": 1,
-            "head_dim": 8,
-        },
+        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16}
+        | {"ssm_state_size": 8, "n_groups": 1, "head_dim": 8},
     ),
-    "mamba": ("MambaConfig", "MambaForCausalLM", {"state_size": 4}),
+    "mamba": ("MambaConfig", {"state_size": 4}),
     "mamba2": (
         "Mamba2Config",
-        "Mamba2ForCausalLM",
         {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2, "chunk_size": 4},
     ),
-    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"state_size": 4}),
+    "falcon_mamba": ("FalconMambaConfig", {"state_size": 4}),
     # Attention that packing does not have: sinks, a position in the mask, a mask of its own, code of its own.
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"num_local_experts": 4, "head_dim": 8}),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 4}),
-    "doge": ("DogeConfig", "DogeForCausalLM", {}),
-    "falcon": ("FalconConfig", "FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 8}),
+    "bloom": ("BloomConfig", {"n_head": 4}),
+    "doge": ("DogeConfig", {}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
 }
 # Refused by the engine: no cache of transformers, or rows of it that cannot be chosen.
-NOT_CACHED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 64}),
+NOT_CACHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rwkv": ("RwkvConfig", {"attention_hidden_size": 32, "context_length": 64}),
     "minimax": (
         "MiniMaxConfig",
-        "MiniMaxForCausalLM",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_local_experts": 2,
-            "head_dim": 8,
-            "block_size": 4,
-        },
+        {"layer_types": LINEAR["layer_types"], "num_local_experts": 2, "head_dim": 8, "block_size": 4},
     ),
 }
 
 
 def build_hybrid(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A model with weights large enough that every part of it shows in the logits. The same weights per name."""
-    config_class, model_class, own = {**HYBRIDS, **MORE, **NOT_CACHED}[name]
-    config = getattr(transformers, config_class)(**{**BASE, **own, **changes})
-    if dtype == torch.float64:  # which the grouped products of experts do not know
-        name_experts(config, "eager")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = getattr(transformers, model_class)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(5)
-    return model.to(dtype).eval()
+    config_class, own = {**HYBRIDS, **MORE, **NOT_CACHED}[name]
+    return made(config_class, {**BASE, **own, **changes}, dtype=dtype)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from hybrid_rl.compat import native
@@ -18,6 +17,7 @@ from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.logprobs import chunked_logprobs
 from hybrid_rl.models.linear import product
 from hybrid_rl.models.packed.packed_model import PackedModel
+from tests.unit.models.families import build
 
 pytestmark = pytest.mark.skipif(native.operator("rms_norm") is None, reason="the extension is not built")
 # Sizes around the widths of registers, a block of columns (1024) and a part of rows (256).
@@ -116,14 +116,6 @@ def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
         operator(torch.zeros(1, 3), torch.tensor([3]), 1.0)
 
 
-def model_of(name: str, kind: str = "ForCausalLM", **more: Any) -> Any:
-    config = getattr(transformers, f"{name}Config" if name != "Gemma3" else "Gemma3TextConfig")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50, "pad_token_id": 0}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    torch.manual_seed(0)
-    return getattr(transformers, f"{name}{kind}")(config(**sizes, **heads, **more)).eval()
-
-
 def fused_kinds(model: nn.Module) -> Counter[str]:
     layers = FusedLayers(model)
     with layers.active():
@@ -132,13 +124,13 @@ def fused_kinds(model: nn.Module) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("name", "norms", "gates"),
-    [("Llama", 5, 2), ("Qwen3", 9, 2), ("Gemma2", 9, 0), ("Gemma3", 13, 0), ("Olmo2", 9, 2), ("Cohere2", 0, 2)],
+    [("llama", 5, 2), ("qwen3", 9, 2), ("gemma2", 9, 0), ("gemma3", 13, 0), ("olmo2", 9, 2), ("cohere2", 0, 2)],
 )
 def test_layers_are_known_by_what_they_compute(name: str, norms: int, gates: int) -> None:
     """Gemma adds 1 to its weights and gates by GELU; Cohere's norm subtracts a mean."""
-    model = model_of(name)
+    model, kind = build(name), name.capitalize()
     kinds = fused_kinds(model)
-    assert kinds == Counter({f"{name}RMSNorm": norms, f"{name}MLP": gates}) - Counter()
+    assert kinds == Counter({f"{kind}RMSNorm": norms, f"{kind}MLP": gates}) - Counter()
     ids = torch.arange(1, 10)[None]
     with torch.no_grad():
         plain = model(ids, use_cache=False).logits
@@ -146,36 +138,31 @@ def test_layers_are_known_by_what_they_compute(name: str, norms: int, gates: int
             assert torch.allclose(model(ids, use_cache=False).logits, plain, atol=2e-6)
 
 
-def test_a_norm_of_another_formula_stays_as_it_is() -> None:
-    class OddNorm(nn.Module):
-        """Divides by the mean of the sizes: named and made like an RMSNorm."""
+class OddNorm(nn.Module):
+    """Divides by the mean of the sizes: named and made like an RMSNorm."""
 
-        def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-            super().__init__()
-            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(hidden_size)), eps
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(hidden_size)), eps
 
-        def forward(self, rows: Tensor) -> Tensor:
-            return self.weight * rows / (rows.abs().mean(-1, keepdim=True) + self.variance_epsilon)
-
-    assert not fused_kinds(nn.Sequential(OddNorm(8)))
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.weight * rows / (rows.abs().mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-def test_a_norm_that_may_be_given_a_gate_stays_as_it_is() -> None:
-    """Without one it is an RMSNorm: those of GraniteMoeHybrid's Mamba layers."""
+class GatedNorm(OddNorm):
+    """May be given a gate, and without one is an RMSNorm: those of GraniteMoeHybrid's Mamba layers."""
 
-    class GatedNorm(nn.Module):
-        def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-            super().__init__()
-            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(hidden_size)), eps
+    def forward(self, rows: Tensor, gate: Tensor | None = None) -> Tensor:
+        return rms_norm(rows if gate is None else rows * gate, self.weight, self.variance_epsilon, 0.0)
 
-        def forward(self, rows: Tensor, gate: Tensor | None = None) -> Tensor:
-            return rms_norm(rows if gate is None else rows * gate, self.weight, self.variance_epsilon, 0.0)
 
-    assert not fused_kinds(nn.Sequential(GatedNorm(8)))
+@pytest.mark.parametrize("kind", [OddNorm, GatedNorm])
+def test_a_norm_of_another_formula_stays_as_it_is(kind: type[OddNorm]) -> None:
+    assert not fused_kinds(nn.Sequential(kind(8)))
 
 
 def test_blocks_end_and_do_not_nest() -> None:
-    model = model_of("Llama")
+    model = build("llama")
     layers = FusedLayers(model)
     with pytest.raises(KeyError), layers.active():
         with layers.active():
@@ -188,7 +175,7 @@ def test_blocks_end_and_do_not_nest() -> None:
 
 def test_float64_models_keep_their_layers() -> None:
     with torch.no_grad():
-        model = model_of("Llama").double()
+        model = build("llama", dtype=torch.float64)
         packed = PackedModel(model)
         ids = torch.arange(1, 10)
         assert torch.equal(packed.own_forward(ids[None]).last_hidden_state, model.model(ids[None]).last_hidden_state)

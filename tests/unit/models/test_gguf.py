@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid_rl import Trainer
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import load_model, load_tokenizer
 from hybrid_rl.models.model_loading import model_folder
-from tests.support.tiny import spread
+from hybrid_rl.models.saving import check_saved, save_weights
+from hybrid_rl.models.tokenizer import save_tokenizer
 from tests.support.tiny_gguf import write_llama
 
 pytest.importorskip("gguf")
@@ -57,22 +57,18 @@ def test_what_lies_beside_a_file_is_not_of_it(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "tiny.gguf")).encode("12+3=") == ids
 
 
-def test_a_run_saves_what_any_other_can_load(tmp_path: Path) -> None:
-    write_llama(tmp_path / "tiny.gguf")
-    rows = [{"prompt": f"{number}+1="} for number in range(4)]
-    keys = {
-        "prompts_per_step": 2,
-        "num_generations": 2,
-        "max_completion_length": 4,
-        "output_dir": str(tmp_path / "runs"),
-    }
-    with Trainer(str(tmp_path / "tiny.gguf"), spread, rows, max_steps=1, **keys) as trainer:
-        trainer.fit()
-        checkpoint = trainer.save()
-    assert "quantization_config" not in (checkpoint / "config.json").read_text()
+def test_what_is_saved_of_it_any_other_can_load(tmp_path: Path) -> None:
+    file = str(tmp_path / "tiny.gguf")
+    write_llama(Path(file))
+    module, tokenizer = load_model(file, dtype="float32"), load_tokenizer(file)
+    check_saved(module, tokenizer, torch.float32)
+    save_weights(module, tmp_path / "saved", torch.float32)
+    save_tokenizer(tokenizer, tmp_path / "saved")
     shutil.rmtree(tmp_path / "cache")
-    with Trainer(str(checkpoint), spread, rows, max_steps=2, resume=str(checkpoint), **keys) as trainer:
-        trainer.fit()
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+    assert load_tokenizer(str(tmp_path / "saved")).encode("1+2=") == tokenizer.encode("1+2=")
+    again = load_model(str(tmp_path / "saved"), dtype="float32").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in module.state_dict().items())
 
 
 @pytest.mark.parametrize(

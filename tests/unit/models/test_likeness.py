@@ -19,20 +19,12 @@ def copy_of(module):
     return CausalLM(built)
 
 
-def scale(module):
-    module.model.layers[0].self_attn.scaling = 3.0
-
-
-def activation(module):
-    module.model.layers[1].mlp.act_fn = nn.Tanh()
-
-
-def rotary(module):
-    module.model.rotary_emb.inv_freq.mul_(5)
-
-
-def hook(module):
-    module.model.layers[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+CHANGES = {
+    "scale": lambda model: vars(model.layers[0].self_attn).update(scaling=3.0),
+    "activation": lambda model: setattr(model.layers[1].mlp, "act_fn", nn.Tanh()),
+    "rotary": lambda model: model.rotary_emb.inv_freq.mul_(5),
+    "hook": lambda model: model.layers[0].register_forward_hook(lambda layer, args, output: output * 1.5),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,12 +36,12 @@ def test_a_faithful_copy_passes_and_the_module_stays_as_it_was(dtype):
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.parametrize("change", [scale, activation, rotary, hook])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_class_and_config_do_not_say_is_noticed(change):
     module = build_model()
     for parameter in module.parameters():  # of the size of a trained model's
         parameter.data.mul_(3)
-    change(module)
+    change(module.model)
     with pytest.raises(ModelError, match="gives other logprobs than the module"):
         check_fingerprint(copy_of(module), fingerprint(module))
 

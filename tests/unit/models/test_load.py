@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM, load_model, load_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.weights.loading import load_weights
+from tests.unit.models.checkpoints import rewrite
 from tests.unit.models.families import VISION, build, build_vision
 
 
@@ -20,13 +20,6 @@ def module():
 def folder(tmp_path, module):
     module.save_pretrained(tmp_path)
     return tmp_path
-
-
-def rewrite(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
@@ -51,37 +44,38 @@ def test_a_hub_name_that_cannot_be_reached_is_a_model_error():
         load_tokenizer("nobody/nothing")
 
 
-def test_a_missing_tensor_is_named_and_not_left_random(folder):
-    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelError, match=r"1 missing keys, e\.g\. model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(str(folder), dtype="float32")
-
-
-def test_a_tensor_of_another_shape_is_refused(folder):
-    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(33)}))
-    with pytest.raises(ModelError, match="its weights have other shapes than config.json says; put config.json back"):
-        load_model(str(folder), dtype="float32")
-
-
-def test_a_model_that_continues_no_text_is_named_by_its_type(folder):
-    (folder / "config.json").write_text('{"model_type": "t5"}')
-    told = r"cannot load model '.*': config.json says 't5', of which transformers has no causal language model; .{,90}$"
-    with pytest.raises(ModelError, match=told):
-        load_model(str(folder), dtype="float32")
-
-
-@pytest.mark.parametrize("kept_bytes", [0, 4, 1000, -100])
-def test_a_damaged_weights_file_is_a_model_error(folder, kept_bytes):
-    path = folder / "model.safetensors"
+def cut(path, kept_bytes):
     path.write_bytes(path.read_bytes()[:kept_bytes])
-    with pytest.raises(ModelError, match="cannot load model"):
-        load_model(str(folder), dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_folder_without_weights_or_config_is_a_model_error(folder, name):
-    (folder / name).unlink()
-    with pytest.raises(ModelError, match="cannot load model"):
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+CHANGES = {
+    "a tensor less": (
+        lambda folder: rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),
+        r"1 missing keys, e\.g\. model\.layers\.1\.mlp\.up_proj\.weight",
+    ),
+    "another shape": (
+        lambda folder: rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(33)})),
+        "its weights have other shapes than config.json says; put config.json back",
+    ),
+    "a model that continues no text": (
+        lambda folder: (folder / CONFIG).write_text('{"model_type": "t5"}'),
+        r"cannot load model '.*': config.json says 't5', of which transformers has no causal language model; .{,90}$",
+    ),
+    "no bytes": (lambda folder: cut(folder / WEIGHTS, 0), "cannot load model"),
+    "half a size": (lambda folder: cut(folder / WEIGHTS, 4), "cannot load model"),
+    "half a header": (lambda folder: cut(folder / WEIGHTS, 1000), "cannot load model"),
+    "an end less": (lambda folder: cut(folder / WEIGHTS, -100), "cannot load model"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot load model"),
+    "no config": (lambda folder: (folder / CONFIG).unlink(), "cannot load model"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_folder_that_is_not_complete_is_refused(folder, what):
+    change, message = CHANGES[what]
+    change(folder)
+    with pytest.raises(ModelError, match=message):
         load_model(str(folder), dtype="float32")
 
 

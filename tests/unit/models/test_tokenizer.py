@@ -24,12 +24,6 @@ def module():
     return build("qwen2")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    build("qwen2").save_pretrained(tmp_path)
-    return tmp_path
-
-
 def byte_level(*, splits_digits=False, eos="</s>", template=None):
     """A tokenizer of bytes with two merges: its ids are places in LETTERS, then the merges, then SPECIALS."""
     vocabulary = {piece: place for place, piece in enumerate([*LETTERS, *(a + b for a, b in MERGES)])}
@@ -65,23 +59,23 @@ def ids_by_hand(text):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name"),
+    ("model_type", "name", "has_other_rules"),  # transformers would build the class with rules of its own
     [
-        ("llama", "LlamaTokenizerFast"),
-        ("llama", "LlamaTokenizer"),
-        ("qwen3", "LlamaTokenizer"),
-        ("gemma3_text", "GemmaTokenizerFast"),
-        ("llama", "GPT2TokenizerFast"),
-        ("qwen2", "Qwen2TokenizerFast"),
-        ("mistral", "LlamaTokenizer"),
-        ("mixtral", "LlamaTokenizerFast"),
-        ("llama", "PreTrainedTokenizerFast"),
-        ("llama", "ATokenizerOfNobody"),
-        ("mistral", None),
-        ("llama", None),
+        ("llama", "LlamaTokenizerFast", True),
+        ("llama", "LlamaTokenizer", True),
+        ("qwen3", "LlamaTokenizer", True),
+        ("gemma3_text", "GemmaTokenizerFast", True),
+        ("llama", "GPT2TokenizerFast", False),
+        ("qwen2", "Qwen2TokenizerFast", True),
+        ("mistral", "LlamaTokenizer", False),
+        ("mixtral", "LlamaTokenizerFast", False),
+        ("llama", "PreTrainedTokenizerFast", False),
+        ("llama", "ATokenizerOfNobody", False),
+        ("mistral", None, False),
+        ("llama", None, False),
     ],
 )
-def test_a_tokenizer_json_is_read_as_it_stands(tmp_path, caplog, model_type, name):
+def test_a_tokenizer_json_is_read_as_it_stands(tmp_path, caplog, model_type, name, has_other_rules):
     """Whatever class tokenizer_config.json names, and whatever that of the model's type would do: ids and text are
     those of the file."""
     caplog.set_level(logging.INFO, "hybrid_rl")
@@ -91,14 +85,7 @@ def test_a_tokenizer_json_is_read_as_it_stands(tmp_path, caplog, model_type, nam
     assert loaded.decode(loaded(text)["input_ids"]) == text
     assert [loaded.convert_tokens_to_ids(token) for token in SPECIALS] == [258, 259, 260, 261, 262]
     assert loaded.eos_token == "</s>" and loaded.bos_token == "<s>"
-    assert ("it is read as it stands" in caplog.text) == (name is not None and model_type + name in OTHER_RULES)
-
-
-# Classes that transformers would build with rules of their own; the others read the file, or rules that are the same.
-OTHER_RULES = (
-    *("llamaLlamaTokenizerFast", "llamaLlamaTokenizer", "qwen3LlamaTokenizer", "gemma3_textGemmaTokenizerFast"),
-    "qwen2Qwen2TokenizerFast",
-)
+    assert ("it is read as it stands" in caplog.text) == has_other_rules
 
 
 def test_a_token_before_each_text_is_that_of_the_file(tmp_path):
@@ -136,12 +123,6 @@ def test_a_library_that_the_file_does_not_need_may_be_missing(tmp_path, monkeypa
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match="No module named 'tiktoken'"):
         load_tokenizer(path)
-
-
-def test_tekken_alone_is_refused(folder):
-    (folder / "tekken.json").write_text("{}")
-    with pytest.raises(ModelError, match="tekken.json is Mistral's own form, which has no chat template"):
-        load_tokenizer(str(folder))
 
 
 def test_a_tokenizer_of_the_users_own_that_loses_spaces_is_refused(tmp_path):
@@ -211,15 +192,19 @@ def test_the_token_that_ends_a_turn(template, token):
     assert end_of_turn(tokenizer, {}) == expected
 
 
-def test_a_folder_without_tokenizer_is_named(folder):
-    with pytest.raises(ModelError, match=r"no tokenizer \(no tokenizer\*\.json\)"):
-        load_tokenizer(str(folder))
-
-
-def test_a_damaged_tokenizer_is_a_model_error(folder):
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot load the tokenizer"):
-        load_tokenizer(str(folder))
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("notes.txt", r"no tokenizer \(no tokenizer\*\.json\)"),
+        ("tekken.json", "tekken.json is Mistral's own form, which has no chat template"),
+        ("tokenizer.json", "cannot load the tokenizer"),
+    ],
+)
+def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path, file, message):
+    build("qwen2").save_pretrained(tmp_path)
+    (tmp_path / file).write_text("{")
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(str(tmp_path))
 
 
 class FakeTokenizer:
@@ -265,18 +250,17 @@ def test_stop_tokens_are_those_of_all_sources_once(module, tokenizer_eos, model_
 
 
 @pytest.mark.parametrize(
-    ("tokenizer_eos", "extra", "message"),
-    [(None, [], "set stop_token_ids"), (5, [97], r"\[97\] are outside"), (5, [-1], r"\[-1\] are outside")],
+    ("tokenizer_eos", "model_eos", "extra", "message"),
+    [
+        (None, None, [], "set stop_token_ids"),
+        (5, None, [97], r"\[97\] are outside"),
+        (5, None, [-1], r"\[-1\] are outside"),
+        # A generation_config.json that was edited by hand has it as text.
+        (EOS, "96", [], "eos_token_id must be a token's number, not '96'; correct generation_"),
+        (EOS, [5, "96"], [], "eos_token_id must be a token's number, not '96'; correct generation_"),
+    ],
 )
-def test_unusable_stop_tokens_are_refused(module, tokenizer_eos, extra, message):
-    module.generation_config = None
+def test_unusable_stop_tokens_are_refused(module, tokenizer_eos, model_eos, extra, message):
+    module.generation_config = None if model_eos is None else SimpleNamespace(eos_token_id=model_eos)
     with pytest.raises(ModelError, match=message):
         stop_token_ids(module, FakeTokenizer(eos_token_id=tokenizer_eos), extra)
-
-
-@pytest.mark.parametrize("eos", ["96", [5, "96"]])
-def test_a_stop_token_that_is_no_number_is_refused(module, eos):
-    """A generation_config.json that was edited by hand has it as text."""
-    module.generation_config = SimpleNamespace(eos_token_id=eos)
-    with pytest.raises(ModelError, match="eos_token_id must be a token's number, not '96'; correct generation_"):
-        stop_token_ids(module, FakeTokenizer(), [])

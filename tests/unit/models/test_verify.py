@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hybrid_rl.compat.torch import forward_pre_hooks
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.attention_function import AttentionOptions, options_of
@@ -20,22 +21,13 @@ from hybrid_rl.models.packed.startup_check import VERIFY_LAYOUT, VERIFY_TOLERANC
 from hybrid_rl.models.row import Layout
 from tests.support.libraries.torch_names import forward_hooks
 from tests.unit.models.checkpoints import build_stored
-from tests.unit.models.families import BASE, REFUSED, VOCABULARY, build
-
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_experts": 4, "num_local_experts": 4}
+from tests.unit.models.families import BASE, EXPERTS, GROUPED, LATENT, REFUSED, SHARED, VOCABULARY, build, made
 
 
-def made(kind: str, **settings: Any) -> PreTrainedModel:
-    """A model of a family by its class's name, with weights large enough that everything shows."""
-    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config(**{**BASE, **settings}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(5)
-    return model.eval()
+def of_kind(kind: str, **settings: Any) -> PreTrainedModel:
+    """A model of a family by the name of its classes."""
+    config = f"{kind}TextConfig" if hasattr(transformers, f"{kind}TextConfig") else f"{kind}Config"
+    return made(config, BASE | settings)
 
 
 def gap_at(model: CausalLM, length: int) -> float:
@@ -50,24 +42,26 @@ def gap_at(model: CausalLM, length: int) -> float:
 
 
 # Windows and chunks that stand in the mask alone: attention is not told of them.
-MASK_ONLY = {
-    "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "use_sliding_window": True, "shared_expert_intermediate_size": 16}, 16),
-    "phimoe": ("Phimoe", {**EXPERTS, "sliding_window": 16}, 16),
+MASK_ONLY: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2-moe": (
+        "Qwen2Moe",
+        "sliding_window",
+        SHARED | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2, "max_window_layers": 0},
+    ),
+    "phimoe": ("Phimoe", "sliding_window", EXPERTS),
     "llama-4": (
         "Llama4",
-        {**EXPERTS, "attention_chunk_size": 16, "attn_temperature_tuning": False, "head_dim": 8}
-        | {"intermediate_size_mlp": 48, "layer_types": ["chunked_attention", "full_attention"]},
-        16,
+        "attention_chunk_size",
+        EXPERTS
+        | {"attn_temperature_tuning": False, "head_dim": 8, "intermediate_size_mlp": 48}
+        | {"layer_types": ["chunked_attention", "full_attention"]},
     ),
 }
 
 
 def mask_only(name: str, reach: int) -> PreTrainedModel:
-    kind, settings, _ = MASK_ONLY[name]
-    reaching = {key: reach for key in ("sliding_window", "attention_chunk_size") if key in settings}
-    if name == "qwen2-moe":
-        reaching = {"sliding_window": reach, "layer_types": ["sliding_attention"] * 2, "max_window_layers": 0}
-    return made(kind, **settings, **reaching) if name == "qwen2-moe" else made(kind, **{**settings, **reaching})
+    kind, key, settings = MASK_ONLY[name]
+    return of_kind(kind, **settings, **{key: reach})
 
 
 @pytest.mark.parametrize("name", MASK_ONLY)
@@ -98,7 +92,7 @@ def test_a_reach_of_a_few_tokens_is_refused_at_once(name: str) -> None:
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma3", "Cohere2"])
 def test_windows_that_layers_ask_for_are_no_limit(kind: str) -> None:
     """As long as released ones, and a hundred thousand positions: the check costs as much as for short ones."""
-    model = CausalLM(made(kind, sliding_window=4096, max_position_embeddings=131072, head_dim=8))
+    model = CausalLM(of_kind(kind, sliding_window=4096, max_position_embeddings=131072, head_dim=8))
     lengths: list[int] = []
     embeddings = model.module.get_input_embeddings()
     handle = embeddings.register_forward_hook(lambda _, args, __: lengths.append(args[0].numel()))
@@ -140,10 +134,11 @@ def test_a_mask_that_shows_what_comes_after_differs_from_the_first_token_on() ->
     assert call.first_difference(64) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_tells_its_reason(name: str) -> None:
+def test_a_refusal_tells_its_reason(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(ModelError, match=REFUSED[name].message):
-        CausalLM(build(name)).verify()
+        CausalLM(build(name, dtype=dtype)).verify()
 
 
 def test_a_keyword_that_nobody_knows_is_refused_unless_it_says_nothing() -> None:
@@ -156,29 +151,9 @@ def test_a_keyword_that_nobody_knows_is_refused_unless_it_says_nothing() -> None
 
 
 def many_experts(seed: int) -> PreTrainedModel:
-    config = transformers.DeepseekV3Config(
-        **(BASE | {"num_hidden_layers": 6, "num_key_value_heads": 4}),
-        n_routed_experts=64,
-        num_experts_per_tok=8,
-        moe_intermediate_size=16,
-        n_group=4,
-        topk_group=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.DeepseekV3ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(5)
-    return model.to(torch.bfloat16).eval()
+    experts = {"n_routed_experts": 64, "num_local_experts": 64, "num_experts_per_tok": 8, "n_group": 4, "topk_group": 2}
+    settings = BASE | GROUPED | LATENT | experts | {"num_hidden_layers": 6}
+    return made("DeepseekV3Config", settings, dtype=torch.bfloat16, seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -216,18 +191,18 @@ def test_experts_that_compute_otherwise_when_packed_are_found() -> None:
         CausalLM(module).verify()
 
 
-def test_the_check_leaves_no_hook_and_changes_no_weight() -> None:
-    module = build_stored("mixtral")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # in which blocks start from equal numbers
+def test_the_check_leaves_no_hook_and_changes_no_weight(dtype: torch.dtype) -> None:
+    module = build_stored("mixtral").to(dtype)
     before = copy.deepcopy(module.state_dict())
     CausalLM(module).verify()
-    assert not any(forward_hooks(child) for child in module.modules())
+    assert not any(forward_hooks(child) or forward_pre_hooks(child) for child in module.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
 def test_reward_models_are_checked_in_the_same_way() -> None:
     config = transformers.Qwen2MoeConfig(
-        **BASE,
-        **(EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 16}),
+        **(BASE | EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8}),
         use_sliding_window=True,
         sliding_window=16,
         layer_types=["sliding_attention"] * 2,
@@ -243,7 +218,7 @@ def test_reward_models_are_checked_in_the_same_way() -> None:
 
 
 def test_routers_that_sort_the_tokens_of_a_pass_are_left_to_themselves() -> None:
-    model = CausalLM(made("JetMoe", **EXPERTS, kv_channels=8))
+    model = CausalLM(of_kind("JetMoe", **EXPERTS, kv_channels=8))
     assert model.verify() < 1e-3
     routing = HeldRouting(model.module)
     with torch.no_grad(), routing.recording():
@@ -254,7 +229,7 @@ def test_routers_that_sort_the_tokens_of_a_pass_are_left_to_themselves() -> None
 def test_a_gap_tells_of_routers_that_cannot_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_rl.models.packed.startup_check.VERIFY_TOLERANCE", {torch.bfloat16: 0.0})
     with pytest.raises(ModelError, match="routers decide again in every pass.*dtype=float32"):
-        CausalLM(made("JetMoe", **EXPERTS, kv_channels=8).bfloat16()).verify()
+        CausalLM(of_kind("JetMoe", **EXPERTS, kv_channels=8).bfloat16()).verify()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])

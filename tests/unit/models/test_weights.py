@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import Interleave, WeightConverter
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
@@ -24,7 +24,7 @@ from hybrid_rl.weights.lazy import LazyTensor, NotLazyError
 from hybrid_rl.weights.loading import load_weights
 from hybrid_rl.weights.names import Conversion, _lazy_results
 from hybrid_rl.weights.sources import FolderSource, ObjectSource, StateSource, WeightSource, named_state
-from tests.unit.models.checkpoints import NAMES, build_stored, everything
+from tests.unit.models.checkpoints import NAMES, build_stored, everything, rewrite
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -129,13 +129,6 @@ def test_experts_that_are_stored_fused_stay_fused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ what is wrong
 
 
-def rewrite(folder: Path, change: Any) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 UP = "model.layers.1.mlp.up_proj.weight"
 CHANGES = {
     "missing": (lambda t: t.pop(UP), rf"1 missing keys, e\.g\. {UP}; these weights would start random"),
@@ -176,21 +169,20 @@ def test_parts_of_different_shapes_are_refused(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def test_what_the_class_ignores_is_ignored(folder: Path) -> None:
-    rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
-    loaded(folder)
+INV_FREQ, EMBEDDING = "model.layers.0.self_attn.rotary_emb.inv_freq", "model.embed_tokens.weight"
+SAME = {
+    "with what the class ignores": lambda t: t.update({INV_FREQ: torch.ones(4)}),
+    "tied weights twice alike": lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}),
+    "the head of tied weights alone": lambda t: t.update({"lm_head.weight": t.pop(EMBEDDING)}),
+}
 
 
-def test_tied_weights_that_are_stored_twice_alike(folder: Path) -> None:
-    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+@pytest.mark.parametrize("form", SAME)
+def test_other_forms_of_the_same_checkpoint(folder: Path, form: str) -> None:
+    rewrite(folder, SAME[form])
     module, _ = loaded(folder)
     assert module.get_input_embeddings().weight is module.get_output_embeddings().weight
     equal(everything(module), everything(build_stored("qwen2 tied")))
-
-
-def test_only_the_head_of_tied_weights_is_stored(folder: Path) -> None:
-    rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
-    equal(everything(loaded(folder)[0]), everything(build_stored("qwen2 tied")))
 
 
 def test_pickled_weights_are_refused_with_the_way_out(folder: Path) -> None:

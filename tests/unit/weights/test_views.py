@@ -6,44 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
+from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter
 
 from hybrid_rl.compat.torch import storage_id
 from hybrid_rl.weights import views as views_module
 from hybrid_rl.weights.names import Conversion
 from hybrid_rl.weights.views import CheckpointViews, checkpoint_views
-
-
-def qwen2(*, tied: bool) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(
-        Qwen2Config(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=24,
-            vocab_size=20,
-            tie_word_embeddings=tied,
-        )
-    )
-
-
-def qwen3_moe() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(
-        Qwen3MoeConfig(
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=24,
-            moe_intermediate_size=12,
-            vocab_size=20,
-            num_experts=3,
-            num_experts_per_tok=2,
-        )
-    )
+from tests.unit.models.checkpoints import build_stored
 
 
 def values(module: PreTrainedModel, views: CheckpointViews) -> dict[str, Tensor]:
@@ -57,8 +27,9 @@ def values(module: PreTrainedModel, views: CheckpointViews) -> dict[str, Tensor]
     return found
 
 
-@pytest.mark.parametrize("module", [qwen2(tied=False), qwen2(tied=True), qwen3_moe()], ids=["qwen2", "tied", "moe"])
-def test_views_are_what_transformers_saves(module: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen2", "qwen2 tied", "qwen3 moe"])
+def test_views_are_what_transformers_saves(name: str, tmp_path: Path) -> None:
+    module = build_stored(name)
     views = checkpoint_views(module)
     module.save_pretrained(tmp_path)
 
@@ -70,28 +41,27 @@ def test_views_are_what_transformers_saves(module: PreTrainedModel, tmp_path: Pa
 
 
 def test_fused_experts_by_hand() -> None:
-    views = dict(checkpoint_views(qwen3_moe()).views)
-    # gate_up_proj is [3 experts, 2 x 12, 16]: `up` of expert 1 begins at row 24 + 12.
+    views = dict(checkpoint_views(build_stored("qwen3 moe")).views)
+    # gate_up_proj is [5 experts, 2 x 20, 32]: `up` of expert 1 begins at row 40 + 20.
     up = views["model.layers.0.mlp.experts.1.up_proj.weight"]
-    assert (up.shape, up.stride(), up.storage_offset()) == ((12, 16), (16, 1), 36 * 16)
+    assert (up.shape, up.stride(), up.storage_offset()) == ((20, 32), (32, 1), 60 * 32)
     down = views["model.layers.0.mlp.experts.2.down_proj.weight"]
-    assert (down.shape, down.stride(), down.storage_offset()) == ((16, 12), (12, 1), 2 * 16 * 12)
+    assert (down.shape, down.stride(), down.storage_offset()) == ((32, 20), (20, 1), 2 * 32 * 20)
 
 
 def test_a_tied_tensor_is_there_once_and_its_other_name_apart() -> None:
-    views = checkpoint_views(qwen2(tied=True))
+    views = checkpoint_views(build_stored("qwen2 tied"))
     assert "lm_head.weight" not in views.tensors
     assert [name for name, _ in views.tied] == ["lm_head.weight"]
     assert views.tied[0][1] is views.tensors["model.embed_tokens.weight"]
-    assert checkpoint_views(qwen2(tied=False)).tied == []
+    assert checkpoint_views(build_stored("qwen2")).tied == []
 
 
 def test_nothing_is_read() -> None:
-    with torch.device("meta"):
-        module = qwen3_moe()
-    views = checkpoint_views(module)
+    views = checkpoint_views(build_stored("qwen3 moe").to("meta"))
     assert all(tensor.is_meta for tensor in views.tensors.values())
-    assert len(views.views) == 21
+    # 4 projections, 4 norms, the router and 5 experts of 3 in each of 2 layers; embedding, norm and head.
+    assert len(views.views) == 2 * (4 + 4 + 1 + 5 * 3) + 3
 
 
 def test_what_is_computed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +85,7 @@ def test_what_is_computed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(views_module, "checkpoint_conversions", conversions)
-    views = checkpoint_views(qwen2(tied=False))
+    views = checkpoint_views(build_stored("qwen2"))
     assert views.views == []
     assert "computes new values" in views.without_view["norm.weight"]
     assert "no view of it" in views.without_view["lm_head.weight"]
