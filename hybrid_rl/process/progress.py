@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,13 @@ _num_watchers = 0
 
 
 @contextmanager
-def doing(name: str, total: int = 0, unit: str = "", *, is_common: bool = False) -> Iterator[None]:
+def doing(name: str, total: int = 0, unit: str = "") -> Iterator[None]:
     """Note that this process does something inside the block, as a part of what it did before.
 
-    total: how much there is of it, in `unit`, which `advance` counts; or `count` says it later. is_common: see
-    `Progress`.
+    total: how much there is of it, in `unit`, which `advance` counts; or `count` says it later.
     """
     global _stack
-    work = _Work(name, total=total, unit=unit, is_common=is_common)
+    work = _Work(name, total=total, unit=unit)
     _stack = (*_stack, work)
     try:
         yield
@@ -63,7 +62,7 @@ def doing(name: str, total: int = 0, unit: str = "", *, is_common: bool = False)
 
 
 def count(total: int, unit: str, *, is_common: bool = False) -> None:
-    """Say how much there is of what is done now, and begin to count it."""
+    """Say how much there is of what is done now, and begin to count it. is_common: see `Progress`."""
     if _stack:
         work = _stack[-1]
         work.begun, work.done, work.tokens = time.monotonic(), 0, 0.0
@@ -131,11 +130,8 @@ def everywhere() -> Progress:
     own, ranks = here(), joined([*_heard.values()])
     if not ranks.names and not ranks.unit:
         return own
-    counted = ranks if ranks.unit else own
     names = (*own.names, *(name for name in ranks.names if name not in own.names))
-    return Progress(
-        names, counted.done, counted.total, counted.unit, counted.is_common, counted.tokens, counted.seconds
-    )
+    return replace(ranks if ranks.unit else own, names=names)
 
 
 def joined(reports: Sequence[Progress]) -> Progress:
@@ -145,10 +141,8 @@ def joined(reports: Sequence[Progress]) -> Progress:
         return Progress()
     (names, unit), _ = Counter((report.names, report.unit) for report in reports).most_common(1)[0]
     same = [report for report in reports if (report.names, report.unit) == (names, unit)]
-    first, seconds = same[0], max(report.seconds for report in same)
-    tokens = sum(report.tokens for report in same)
-    if first.is_common:
-        done = min(report.done for report in same)
-        return Progress(names, done, first.total, unit, True, tokens, seconds)
     done, total = sum(report.done for report in same), sum(report.total for report in same)
-    return Progress(names, done, total, unit, False, tokens, seconds)
+    if same[0].is_common:
+        done, total = min(report.done for report in same), same[0].total
+    tokens, seconds = sum(report.tokens for report in same), max(report.seconds for report in same)
+    return replace(same[0], done=done, total=total, tokens=tokens, seconds=seconds)
