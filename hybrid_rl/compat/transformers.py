@@ -95,8 +95,9 @@ NAMES = {
     "transformers.integrations.moe.batched_mm_experts_forward": "experts of few tokens that no host reads anything of",
     "transformers.utils.output_capturing.OutputRecorder": "tells a router's logits from its other outputs",
 }
-# Attributes that transformers gives to instances, so that no class shows them.
-INSTANCE_NAMES = {
+# Attributes that transformers gives to instances, so that no class shows them, and a keyword that is handed on.
+UNDECLARED_NAMES = {
+    "_raise_exceptions_for_missing_entries": "whether the hub lacks a file, or cannot be reached",
     "_weight_conversions": "the conversions that a model was loaded with, which saving reverts",
     "_apply_gate": "what experts do between their two products",
     "_is_expert_parallel": "whether experts are spread over ranks; with `_apply_gate`, what marks experts",

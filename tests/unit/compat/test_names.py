@@ -14,19 +14,20 @@ import torch
 from hybrid_rl.compat import ray as ray_names
 from hybrid_rl.compat import torch as torch_names
 from hybrid_rl.compat import torch_fsdp as fsdp
+from hybrid_rl.compat import transformers as transformers_names
 from hybrid_rl.compat import vllm
 from tests.architecture.source import defined_names, private_uses, read_module
 from tests.pins import names
 
 ROOT = Path(__file__).parents[3]
 
-TABLES = (torch_names, fsdp, ray_names, vllm)
+TABLES = (torch_names, fsdp, ray_names, transformers_names, vllm)
 # Set on an optimizer by the schedule that wraps it: no source says `self._opt_called`. See test_torch.py.
 SET_FROM_OUTSIDE = {"torch.optim.Optimizer._opt_called"}
 IN_2_13_ONLY = {name for name in fsdp.NAMES if name.rpartition(".")[2] in fsdp.DIFFERENCES["has_several_groups"].names}
 
 
-@pytest.mark.parametrize("name", [*torch_names.NAMES, *fsdp.NAMES, *ray_names.NAMES])
+@pytest.mark.parametrize("name", [*torch_names.NAMES, *fsdp.NAMES, *ray_names.NAMES, *transformers_names.NAMES])
 def test_a_name_is_there(name: str) -> None:
     if name in SET_FROM_OUTSIDE or (name in IN_2_13_ONLY and torch.__version__.startswith("2.11.")):
         return
@@ -59,6 +60,7 @@ def test_a_file_says_why_it_uses_a_name(module: types.ModuleType) -> None:
     read = read_module(ROOT, Path(str(module.__file__)))
     used = {name for _, name in private_uses(read)} - set(defined_names(read))
     told = {part for name in module.NAMES for part in re.split(r"[.()]", name)}
+    told |= set(getattr(module, "UNDECLARED_NAMES", ()))
     assert used - told == set()
     before, _, rest = read.text.partition("NAMES = {")
     words = set(re.findall(r"\w+", before + rest.partition("\n}")[2]))
