@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hybrid_rl
 from hybrid_rl import Callback, Trainer
 from hybrid_rl.config import load_config
 from hybrid_rl.errors import ConfigError, DataError, HybridRLError
 from tests.support.inside.workers import module_of
-from tests.support.tiny import EOS_ID, build_model, build_tokenizer, exact, ids_of, spread, sums
+from tests.support.tiny import EOS_ID, build_model, exact, ids_of, spread, sums
 
 # What users of TRL look for, and what this library adds (FIELD: TRL's names where the meaning is the same).
 STEP_METRICS = {
@@ -48,13 +47,6 @@ def test_fit_trains_and_writes_one_record_per_step(make_trainer, records) -> Non
     assert not torch.equal(model.lm_head.weight, before)  # a module is trained in place
 
 
-def test_num_tokens_counts_prompts_and_completions(make_trainer) -> None:
-    total = 0
-    for batch, metrics in make_trainer().steps():
-        total += sum(len(row) for name in ("prompt_ids", "completion_ids") for row in batch[name])
-        assert metrics["num_tokens"] == total
-
-
 def test_batch_of_a_step(make_trainer) -> None:
     trainer = make_trainer(max_completion_length=8)
     result = trainer.step()
@@ -63,6 +55,7 @@ def test_batch_of_a_step(make_trainer) -> None:
     with pytest.raises(TypeError, match=r"'reward' is in .metrics\[...\] or in .batch\[...\]"):
         result["reward"]
     assert trainer.global_step == 1
+    assert metrics["num_tokens"] == sum(len(row) for name in ("prompt_ids", "completion_ids") for row in batch[name])
     assert batch.num_samples == 8
     assert [len(rows) for rows in batch.group_rows()] == [2, 2, 2, 2]
     answers = {row["prompt"]: row["answer"] for row in sums(12)}
@@ -89,18 +82,12 @@ def test_steps_and_fit_continue_each_other(make_trainer, records) -> None:
         trainer.step()
 
 
-def test_evaluation_before_the_first_and_after_the_last_step(make_trainer, records) -> None:
-    trainer = make_trainer(reward_funcs=exact, eval_dataset=sums(5), max_steps=3)
-    trainer.fit()
-    assert [line["step"] for line in records(trainer) if "eval/reward" in line] == [0, 3]
-
-
 @pytest.mark.parametrize(
     ("keys", "expected"),
-    [({"eval_steps": 2}, [0, 2, 4, 5]), ({"eval_on_start": False}, [5]), ({"eval_steps": 5}, [0, 5])],
+    [({}, [0, 3]), ({"eval_steps": 2}, [0, 2, 3]), ({"eval_on_start": False}, [3]), ({"eval_steps": 3}, [0, 3])],
 )
 def test_evaluation_cadence(make_trainer, records, keys: dict, expected: list[int]) -> None:
-    trainer = make_trainer(eval_dataset=sums(3), max_steps=5, **keys)
+    trainer = make_trainer(eval_dataset=sums(3), max_steps=3, **keys)
     trainer.fit()
     assert [line["step"] for line in records(trainer) if "eval/reward" in line] == expected
 
@@ -145,37 +132,32 @@ def test_generate(make_trainer) -> None:
     assert trainer.generate([]) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"prompts": [""]}, DataError, "empty"),
-        ({"prompts": None}, DataError, r"generate\(None\): give a prompt or a list of them"),
-        ({"prompts": ["1" * 90]}, ValueError, "90"),
-        ({"prompts": "1", "num_generations": 0}, ConfigError, "num_generations=0"),
-        ({"prompts": "1", "num_generations": None}, ConfigError, "num_generations=None: give the number"),
-        ({"prompts": "1", "stop_strings": 5}, ConfigError, "stop_strings=5 must be a string or a list"),
-        ({"prompts": "1", "num_generations": 1.5}, ConfigError, "num_generations=1.5 must be a whole number"),
-        ({"prompts": "1", "max_completion_length": 0}, ConfigError, "^max_completion_length=0 must be at least 1$"),
-        ({"prompts": "1", "max_completion_length": "5"}, ConfigError, "^max_completion_length='5' must be a whole"),
-        ({"prompts": "1", "max_completion_length": 5000}, DataError, "a completion of up to 5000 exceed"),
-        ({"prompts": "1", "seed": "a"}, ConfigError, "seed='a' must be a whole number"),
-        (
-            {"prompts": "1", "max_completion_length": 2.5},
-            ConfigError,
-            "max_completion_length=2.5 must be a whole",
-        ),
-        ({"prompts": "1", "max_completion_length": True}, ConfigError, "max_completion_length=True must be"),
-        ({"prompts": "1", "top_p": "all"}, ConfigError, "top_p='all' must be a number"),
-        ({"prompts": "1", "temperature": -1.0}, ValueError, "temperature"),
-        ({"prompts": "1", "max_completion_length": 0}, ValueError, "max_"),
-        ({"prompts": "1", "max_completion_length": 99}, ValueError, "99"),
-        ({"prompts": [{"role": "user", "content": "1"}]}, DataError, "list"),
-    ],
+REFUSED = (
+    ({"prompts": [""]}, DataError, "empty"),
+    ({"prompts": None}, DataError, r"generate\(None\): give a prompt or a list of them"),
+    ({"prompts": ["1" * 90]}, DataError, "90"),
+    ({"prompts": [{"role": "user", "content": "1"}]}, DataError, "list"),
+    ({"num_generations": 0}, ConfigError, "num_generations=0"),
+    ({"num_generations": None}, ConfigError, "num_generations=None: give the number"),
+    ({"num_generations": 1.5}, ConfigError, "num_generations=1.5 must be a whole number"),
+    ({"stop_strings": 5}, ConfigError, "stop_strings=5 must be a string or a list"),
+    ({"stop_strings": ["<eos>"]}, ConfigError, r"contains the special token '<eos>'.*stop_token_ids=\[1\]"),
+    ({"stop_strings": [1]}, ConfigError, "must be texts, none of them empty"),
+    ({"max_completion_length": 0}, ConfigError, "^max_completion_length=0 must be at least 1$"),
+    ({"max_completion_length": "5"}, ConfigError, "^max_completion_length='5' must be a whole"),
+    ({"max_completion_length": True}, ConfigError, "max_completion_length=True must be"),
+    ({"max_completion_length": 99}, DataError, "a completion of up to 99 exceed"),
+    ({"seed": "a"}, ConfigError, "seed='a' must be a whole number"),
+    ({"top_p": "all"}, ConfigError, "top_p='all' must be a number"),
+    ({"temperature": -1.0}, ValueError, "temperature"),
 )
-def test_generate_refuses(make_trainer, arguments: dict, error: type, message: str) -> None:
+
+
+def test_generate_refuses(make_trainer) -> None:
     trainer = make_trainer()
-    with pytest.raises(error, match=message):
-        trainer.generate(**arguments)
+    for arguments, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            trainer.generate(**{"prompts": "1", **arguments})
     assert trainer.generate("1+2=", num_generations=np.int64(1))  # and the engine is none the worse
 
 
@@ -203,13 +185,6 @@ def test_close_is_idempotent_and_later_calls_say_so(make_trainer) -> None:
             call()
 
 
-def test_second_trainer_of_a_name_gets_a_folder_of_its_own(make_trainer) -> None:
-    first, second = make_trainer(run_name="mine"), make_trainer(run_name="mine")
-    first.fit()
-    assert (first.run_folder.name, second.run_folder.name) == ("mine", "mine-2")
-    assert not (second.run_folder / "metrics.jsonl").exists()
-
-
 def test_run_folder(make_trainer, records) -> None:
     trainer = make_trainer(reward_funcs=[exact, spread], reward_weights=[2.0, 0.5])
     trainer.fit()
@@ -228,13 +203,6 @@ def test_run_folder(make_trainer, records) -> None:
         assert isinstance(line["completion"], str)
     step_2 = [line["reward"] for line in samples if line["step"] == 2]
     assert records(trainer)[-1]["reward"] == pytest.approx(sum(step_2) / 8)
-
-
-def test_config_of_a_run_can_be_used_again(make_trainer, tmp_path) -> None:
-    first = make_trainer()
-    again = make_trainer(config=first.run_folder / "config.yaml", max_steps=3)
-    assert again.config.max_steps == 3
-    assert again.config.optimizer == first.config.optimizer
 
 
 def test_callbacks_see_the_run(make_trainer) -> None:
@@ -268,37 +236,24 @@ def test_callbacks_see_the_run(make_trainer) -> None:
     ]
 
 
-def test_public_names() -> None:
-    assert {"Trainer", "Callback"} <= set(hybrid_rl.__all__)
-
-
 @pytest.mark.parametrize(
     "keys",
     [
-        {"num_iterations": 2, "prompts_per_mini_batch": 2},
-        {"beta": 0.05, "kl_estimator": "k2", "use_bias_correction_kl": False},
-        {"dtype": "bfloat16", "model": "bf16"},
-        {"gradient_checkpointing": True},
-        {"old_logprobs": "rollout", "loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"beta": 0.05, "kl_estimator": "k2", "use_bias_correction_kl": False, "gradient_checkpointing": True},
         {"importance_sampling_level": "sequence", "loss_type": "grpo", "delta": 2.0, "epsilon_high": 0.28},
-        {"tokens_per_micro_batch": 20, "max_num_seqs": 3, "engine_args.block_size": 2},
+        {"old_logprobs": "rollout", "loss_type": "dr_grpo", "scale_rewards": "none", "tokens_per_micro_batch": 20}
+        | {"max_num_seqs": 3, "engine_args.block_size": 2},
     ],
     ids=lambda keys: "-".join(keys),
 )
-def test_variants_train(make_trainer, records, keys: dict) -> None:
-    keys = dict(keys)
-    dtype = torch.bfloat16 if keys.pop("model", None) else torch.float32
-    model = build_model(dtype=dtype)
+def test_variants_train(make_trainer, keys: dict) -> None:
+    model = build_model()
     before = model.lm_head.weight.clone()
-    trainer = make_trainer(model, max_steps=3, **keys)
-    trainer.fit()
-    lines = records(trainer)[1:]
-    assert len(lines) == 3
+    lines = [result.metrics for result in make_trainer(model, max_steps=3, **keys).steps()]
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 and line["skipped_updates"] == 0 for line in lines)
     assert not torch.equal(model.lm_head.weight, before)
-    if trainer.config.kl.beta:
-        assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)
-        assert lines[2]["kl"] > 1e-5
+    if "beta" in keys:
+        assert lines[0]["kl"] == pytest.approx(0, abs=1e-9) and lines[2]["kl"] > 1e-5
 
 
 def test_truncated_completions_can_be_left_out(make_trainer) -> None:
@@ -322,24 +277,14 @@ def test_two_runs_of_one_seed_are_bit_for_bit_the_same(make_trainer, records) ->
         trainer = make_trainer(
             build_model(), seed=seed, max_steps=3, eval_dataset=sums(3), num_iterations=2, prompts_per_mini_batch=2
         )
+        state = torch.get_rng_state()
         trainer.fit()
+        assert torch.equal(torch.get_rng_state(), state)
         runs.append((records(trainer, comparable=True), records(trainer, name="samples.jsonl"), snapshot(trainer)))
         torch.randn(3)  # the global random state is nobody's business
     assert runs[0][:2] == runs[1][:2]
     assert all(torch.equal(value, runs[1][2][name]) for name, value in runs[0][2].items())
     assert runs[0][1] != runs[2][1]
-
-
-def test_global_random_state_is_left_alone(make_trainer) -> None:
-    trainer = make_trainer()
-    state = torch.get_rng_state()
-    trainer.fit()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_callback_that_is_none_is_refused_before_anything_is_loaded(make_trainer) -> None:
-    with pytest.raises(ConfigError, match="callbacks has .* of type int: write a subclass of hybrid_rl.Callback"):
-        make_trainer("no such folder", callbacks=[7])
 
 
 def test_a_giant_reward_ends_the_run_with_its_value(make_trainer) -> None:
@@ -372,7 +317,3 @@ def test_tokenizer_stop_tokens_beside_the_models(make_trainer) -> None:
     for ids, reason in zip(batch["completion_ids"], batch["finish_reason"], strict=True):
         assert (reason == "stop") == (int(ids[-1]) in stops)
         assert not stops & set(ids[:-1].tolist())
-
-
-def test_chat_and_text_tokenizers_differ_only_in_the_template() -> None:
-    assert build_tokenizer(chat=True)("1+2=")["input_ids"] == ids_of("1+2=")

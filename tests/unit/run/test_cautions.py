@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from hybrid_rl.config import load_config
 from hybrid_rl.data.mixture import load_sources
 from hybrid_rl.data.prompts import PromptEncoder
-from hybrid_rl.run import cautions
-from hybrid_rl.run.cautions import shared_prompts
+from hybrid_rl.models import stop_token_ids
+from hybrid_rl.run.cautions import PADDED_ROWS, caution, shared_prompts
+from hybrid_rl.run.inputs import load_data
 from tests.support.tiny import EOS_ID, VOCABULARY, build_model, build_tokenizer, sums
 
 END, TURN = 4, "which is not a stop token"  # "]" closes messages
@@ -22,27 +24,31 @@ def closing_tokenizer() -> Any:
     return tokenizer
 
 
+def look_at(rows: Any, held_out: Any = None, tokenizer: Any = None, model: Any = None, stops: Any = ()) -> None:
+    """Have warned of what a run with these would be warned of."""
+    tokenizer, model = tokenizer or build_tokenizer(), model or build_model()
+    data = load_data(rows, held_out, load_config()[0], tokenizer, None)
+    caution(data, tokenizer, model, stop_token_ids(model, tokenizer, list(stops)), list(stops))
+
+
 @pytest.mark.parametrize(
-    ("rows", "keys", "warned"),
+    ("rows", "stops", "in_config", "warned"),
     [
-        (CHATS, {}, "stop_token_ids=[4]"),
-        (CHATS, {"stop_token_ids": [7]}, "stop_token_ids=[7, 4]"),
-        (CHATS, {"stop_token_ids": [4]}, None),
-        (sums(12), {}, None),  # texts: nothing is rendered
+        (CHATS, [], False, "stop_token_ids=[4]"),
+        (CHATS, [7], False, "stop_token_ids=[7, 4]"),
+        (CHATS, [4], False, None),
+        (CHATS, [], True, None),  # generation_config names it
+        (sums(12), [], False, None),  # texts: nothing is rendered
     ],
 )
-def test_the_token_that_ends_a_turn_must_stop(make_trainer, caplog, rows, keys, warned) -> None:
-    make_trainer(train_dataset=rows, tokenizer=closing_tokenizer(), **keys)
+def test_the_token_that_ends_a_turn_must_stop(caplog, rows, stops, in_config, warned) -> None:
+    model = build_model()
+    if in_config:
+        model.generation_config.eos_token_id = [EOS_ID, END]
+    look_at(rows, tokenizer=closing_tokenizer(), model=model, stops=stops)
     assert (TURN in caplog.text) == (warned is not None)
     assert warned is None or f"the chat template ends an answer with ']', {TURN}" in caplog.text
     assert warned is None or warned in caplog.text
-
-
-def test_generation_config_may_name_the_token(make_trainer, caplog) -> None:
-    model = build_model()
-    model.generation_config.eos_token_id = [EOS_ID, END]
-    make_trainer(model=model, train_dataset=CHATS, tokenizer=closing_tokenizer())
-    assert TURN not in caplog.text
 
 
 def test_prompts_that_are_in_both_are_found_token_by_token() -> None:
@@ -61,31 +67,28 @@ def test_prompts_that_are_in_both_are_found_token_by_token() -> None:
     assert list(shared_prompts(empty, empty)) == []
 
 
-def test_evaluation_prompts_that_are_trained_on_are_a_warning(make_trainer, caplog) -> None:
+def test_evaluation_prompts_that_are_trained_on_are_a_warning(caplog) -> None:
     held_out = {"easy": [{"prompt": "5+5=", "answer": "10"}, sums(3)[2]], "new": [{"prompt": "9+9=", "answer": "18"}]}
-    make_trainer(eval_dataset=held_out)
+    look_at(sums(12), held_out)
     assert "1 of the 2 prompts of the evaluation data 'easy' are trained on too (row 1 is the first)" in caplog.text
     assert "'new'" not in caplog.text and "reasoning-gym" not in caplog.text
 
 
 @pytest.mark.parametrize(("seed", "num_shared"), [(43, 20), (60, 12), (1000, 0)])
-def test_neighbouring_seeds_of_reasoning_gym_are_one_dataset(make_trainer, caplog, seed, num_shared) -> None:
+def test_neighbouring_seeds_of_reasoning_gym_are_one_dataset(caplog, seed, num_shared) -> None:
     """Problem i is made from seed + i: of 30 problems from seed 42 on, 20 from seed 60 on share those of 60 to 71."""
     pytest.importorskip("reasoning_gym")
     task = "reasoning_gym:leg_counting?size={}&seed={}"
-    tokenizer = build_tokenizer()
-    keys = {"max_completion_length": 4, "tokenizer": tokenizer}
-    model = build_model(max_position_embeddings=1024)
-    make_trainer(model, train_dataset=task.format(30, 42), eval_dataset=task.format(20, seed), **keys)
+    look_at(task.format(30, 42), task.format(20, seed))
     told = f"{num_shared} of the 20 prompts of the evaluation data are trained on too"
     assert (told in caplog.text) == (num_shared > 0) == ("problem i of reasoning-gym" in caplog.text)
 
 
-def test_a_vocabulary_far_larger_than_the_tokenizer_is_a_warning(make_trainer, caplog) -> None:
+def test_a_vocabulary_far_larger_than_the_tokenizer_is_a_warning(caplog) -> None:
     size = len(VOCABULARY)
-    make_trainer(build_model(vocab_size=size + cautions.PADDED_ROWS))
+    look_at(sums(2), model=build_model(vocab_size=size + PADDED_ROWS))
     assert "the model embeds" not in caplog.text
-    make_trainer(build_model(vocab_size=size + cautions.PADDED_ROWS + 1))
+    look_at(sums(2), model=build_model(vocab_size=size + PADDED_ROWS + 1))
     assert (
         f"the model embeds {size + 1025} tokens, the tokenizer has {size}: the other 1025 have no text" in caplog.text
     )
