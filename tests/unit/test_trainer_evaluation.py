@@ -6,9 +6,12 @@ import math
 import pytest
 
 from hybrid_rl import Callback
+from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import exact_match
-from tests.support.tiny import sums
+from hybrid_rl.run import evaluation
+from hybrid_rl.run.evaluation import load_sets
+from tests.support.tiny import build_tokenizer, sums
 
 SAMPLED = {"eval_temperature": 1.0, "num_generations_eval": 4}
 
@@ -82,15 +85,16 @@ def test_rows_given_for_once(make_trainer):
 
 
 def test_sets_that_cannot_be_used_are_refused(make_trainer):
-    for name in ("a/b", "", "two words", 3, "..", "a" * 101):
-        with pytest.raises(ConfigError, match="eval_dataset has a set named .*letters, digits"):
-            make_trainer(eval_dataset={name: sums(2)})
-    with pytest.raises(ConfigError, match="set named 'rewards', which other metrics begin with"):
-        make_trainer(eval_dataset={"rewards": sums(2)})
-    with pytest.raises(DataError, match=r"eval_dataset\['b'\]: the dataset is empty"):
-        make_trainer(eval_dataset={"a": sums(2), "b": []})
-    with pytest.raises(DataError, match="empty mapping"):
-        make_trainer(eval_dataset={})
+    encoder = PromptEncoder(build_tokenizer(), max_prompt_length=None)
+    letters = "eval_dataset has a set named .*letters, digits"
+    for given, error, message in [
+        *(({name: sums(2)}, ConfigError, letters) for name in ("a/b", "", "two words", 3, "..", "a" * 101)),
+        ({"rewards": sums(2)}, ConfigError, "set named 'rewards', which other metrics begin with"),
+        ({"a": sums(2), "b": []}, DataError, r"eval_dataset\['b'\]: the dataset is empty"),
+        ({}, DataError, "empty mapping"),
+    ]:
+        with pytest.raises(error, match=message):
+            load_sets(given, encoder)
     with pytest.raises(ConfigError, match="success_functions names 'odd', but the reward functions are 'spread'"):
         make_trainer(eval_dataset=sums(2), success_functions=["odd"])
 
@@ -128,8 +132,6 @@ def test_each_set_may_have_its_own_function(make_trainer):
 
 
 def test_kept_samples_are_bounded_and_of_whole_groups(make_trainer, monkeypatch):
-    from hybrid_rl.run import evaluation
-
     monkeypatch.setattr(evaluation.Evaluator.evaluate, "__defaults__", (9,))
     trainer = make_trainer(reward_funcs=odd, eval_dataset=sums(5), **SAMPLED)
     trainer.fit()

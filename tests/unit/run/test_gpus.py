@@ -12,10 +12,11 @@ import torch
 
 from hybrid_rl.compat import native
 from hybrid_rl.config import load_config, resolve
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.run import gpus
-from hybrid_rl.run.prepare import find_hardware, warn_of_devices
+from hybrid_rl.run.prepare import device_of, find_hardware, warn_of_devices
 from tests.support.inside.commands import machine_facts, no_gpu_line
+from tests.support.tiny import build_model
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Feb 27 16:22:05 UTC 2024\nGCC version:  gcc 12.3.0"
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version:  gcc 12.3.0"
@@ -88,10 +89,23 @@ def test_device_cpu_is_what_was_asked_for(node: Any, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-def test_device_cuda_says_why_there_is_none(node: Any) -> None:
-    node("nvidia0", driver=DRIVER.format("550.54.15"))
-    with pytest.raises(ConfigError, match="device=cuda, but there is no GPU: .* driver 550.54.15 is too old"):
+@pytest.mark.parametrize(
+    ("names", "machine", "message"),
+    [
+        (("nvidia0",), {"driver": DRIVER.format("550.54.15")}, ".* driver 550.54.15 is too old"),
+        ((), {"cuda": None}, r"torch \S+ is built without CUDA; install a build"),
+        ((), {"visible": "7"}, r"torch \S+ finds none with CUDA_VISIBLE_DEVICES='7'"),
+    ],
+)
+def test_device_cuda_says_why_there_is_none(node: Any, names: Any, machine: dict[str, Any], message: str) -> None:
+    node(*names, **machine)
+    with pytest.raises(ConfigError, match=f"device=cuda, but there is no GPU: {message}"):
         settled(device="cuda")
+
+
+def test_a_module_on_another_kind_of_device() -> None:
+    with pytest.raises(ModelError, match="the module is on meta; move it to the CPU or to a CUDA device"):
+        device_of(build_model().to("meta"))
 
 
 def test_a_gpu_that_no_longer_has_the_number_asked_for_is_an_error(node: Any) -> None:
