@@ -2,8 +2,6 @@
 
 import json
 import math
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,54 +11,9 @@ from hybrid_rl.algos import row_mean
 from hybrid_rl.algos.advantages.grpo import reward_decoupled_advantages
 from hybrid_rl.errors import ConfigError, DataError, NoSignalError
 from tests.support.inside.workers import reference_of
-from tests.support.optimizer_state import same_optimizer
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
-
-
-def bits(folder: Path) -> dict[str, bytes]:
-    """All weights below a checkpoint, by file."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("model*.safetensors")}
-
-
-RESUMED: dict[str, dict[str, Any]] = {
-    "critic": {"algorithm": "ppo", "critic_warmup_steps": 2, "critic_learning_rate": 1e-2},
-    "vtrace": {"advantage": "vtrace", "prompts_per_mini_batch": 2},
-    "learned numbers": {
-        "policy_loss": "lambda_grpo",
-        "prompts_per_mini_batch": 2,
-        "loss_options": {"lambda_learning_rate": 0.1},
-    },
-    "adaptive kl": {"beta": 0.5, "kl_target": 0.01, "kl_horizon": 20, "learning_rate": 3e-2},
-    "moving reference": {"beta": 0.5, "reference_reset_steps": 2, "learning_rate": 3e-2},
-    "reference that follows": {"beta": 0.5, "ref_model_sync_steps": 2, "learning_rate": 3e-2},
-    "adaptive entropy": {"entropy_target": 1.0, "entropy_coef_delta": 0.1, "learning_rate": 3e-2},
-    "refills": {"max_refills": 4},
-    "greedy baseline": {"advantage": "remax"},
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.sweep] * (name == "vtrace")) for name in RESUMED],  # as the critic
-)
-def test_resume_is_bit_exact(make_trainer, tmp_path, records, name: str) -> None:
-    keys = {"max_steps": 5, "save_steps": 3, "run_name": "run", **RESUMED[name]}
-    straight = make_trainer(build_model(), **keys, output_dir=str(tmp_path / "straight"))
-    for _ in range(3):
-        straight.step()
-    shutil.copytree(straight.run_folder, tmp_path / "broken" / "run", ignore=shutil.ignore_patterns(".lock"))
-    straight.fit()
-    resumed = make_trainer(build_model(), **keys, output_dir=str(tmp_path / "broken"), resume="auto")
-    assert resumed.global_step == 3
-    resumed.fit()
-    mine, expected = (records(one, comparable=True)[-2:] for one in (resumed, straight))
-    assert mine == expected
-    ends = [one.run_folder / "checkpoint-5" for one in (resumed, straight)]
-    assert bits(ends[0]) == bits(ends[1])
-    assert ("critic/model.safetensors" in bits(ends[0])) == (name in ("critic", "vtrace"))
-    assert same_optimizer(*ends)
 
 
 def test_only_the_critic_learns_in_its_warmup(make_trainer) -> None:
