@@ -25,6 +25,16 @@ def plain_gradient_norm(model: torch.nn.Module, batch) -> float:
     return float(torch.cat(gradients).norm())
 
 
+def step(make_trainer, model, *, rel: float, plain=None, **keys) -> dict[str, float]:
+    """The metrics of a step, whose gradient must be that of the model's own forward, or of another plain model. A
+    load-balancing loss, if there is one, has separate tests."""
+    before = copy.deepcopy(model) if plain is None else plain
+    batch, metrics = make_trainer(model, temperature=TEMPERATURE, router_aux_loss_coef=0.0, **keys).step()
+    assert metrics["grad_norm"] > 1e-3 and metrics["skipped_updates"] == 0
+    assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(before, batch), rel=rel)
+    return metrics
+
+
 def often(names, *always):
     """The names as cases of a matrix: those of `always` in every run of the tests, the others in the long one."""
     return [name if name in always else pytest.param(name, marks=pytest.mark.sweep) for name in names]
@@ -36,25 +46,15 @@ KINDS = ("qwen2", "mistral", "gemma2", "gpt2", "cohere", "phi")
 
 @pytest.mark.parametrize("name", often(FAMILIES, *KINDS, *MIXTURES))
 def test_a_step_has_the_gradient_of_the_plain_model(name: str, make_trainer) -> None:
-    model = build(name)
-    before = copy.deepcopy(model)
-    # A load-balancing loss, if there is one, has separate tests.
-    keys = {"tokens_per_micro_batch": 40, "max_completion_length": 9, "router_aux_loss_coef": 0.0}
-    trainer = make_trainer(model, temperature=TEMPERATURE, **keys)
-    batch, metrics = trainer.step()
+    metrics = step(make_trainer, build(name), rel=1e-4, tokens_per_micro_batch=40, max_completion_length=9)
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-4  # engine and trainer, both fp32
-    assert metrics["grad_norm"] > 1e-3
-    assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(before, batch), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", often(FAMILIES, *MIXTURES))
 def test_a_step_in_bfloat16_is_near_the_one_in_float32(name: str, make_trainer) -> None:
     """As near as 8 bits are; of experts, which are chosen otherwise by rounding, the engine and the trainer agree."""
-    trainer = make_trainer(build(name, dtype=torch.bfloat16), temperature=TEMPERATURE, router_aux_loss_coef=0.0)
-    batch, metrics = trainer.step()
+    metrics = step(make_trainer, build(name, dtype=torch.bfloat16), rel=0.3, plain=build(name))
     assert metrics["sampling/sampling_logp_difference/mean"] < 0.05
-    assert metrics["skipped_updates"] == 0
-    assert metrics["grad_norm"] == pytest.approx(plain_gradient_norm(build(name), batch), rel=0.3)
 
 
 @pytest.mark.parametrize("name", often(VISION, "qwen2.5-vl"))

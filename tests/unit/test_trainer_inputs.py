@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hybrid_rl.errors import RewardError
-from tests.support.tiny import build_model, build_tokenizer, exact, ids_of, spread, sums
+from tests.support.tiny import build_tokenizer, exact, ids_of, spread, sums
 
 pytestmark = pytest.mark.slow  # the file as a whole
 
@@ -27,7 +27,7 @@ def test_model_by_folder_is_the_model_as_a_module(make_trainer, model_folder, re
     assert all(other == expected for other in others)
 
 
-def test_config_as_yaml_mapping_or_keywords(make_trainer, tmp_path, records) -> None:
+def test_config_as_yaml_mapping_or_keywords(make_trainer, tmp_path) -> None:
     nested = {
         "max_steps": 1,
         "output_dir": str(tmp_path / "runs"),
@@ -45,9 +45,6 @@ def test_config_as_yaml_mapping_or_keywords(make_trainer, tmp_path, records) -> 
     ]
     configs = [trainer.config for trainer in trainers]
     assert all(config == configs[0] for config in configs)
-    for trainer in trainers:
-        trainer.fit()
-    assert len({json.dumps(records(trainer, comparable=True)) for trainer in trainers}) == 1
 
 
 def as_jsonl(folder: Path):
@@ -60,17 +57,14 @@ def as_parquet(folder: Path):
     return str(folder / "data.parquet")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [as_jsonl, as_parquet, lambda _: datasets.Dataset.from_list(sums(12)), lambda _: tuple(sums(12))],
-    ids=["jsonl", "parquet", "Dataset", "tuple"],
-)
-def test_datasets(make_trainer, tmp_path, records, make) -> None:
-    expected = make_trainer(reward_funcs=exact)
-    trainer = make_trainer(reward_funcs=exact, train_dataset=make(tmp_path))
-    for one in (expected, trainer):
-        one.fit()
-    assert records(trainer, comparable=True) == records(expected, comparable=True)
+def test_datasets(make_trainer, tmp_path, records) -> None:
+    rows = sums(12)
+    forms = [rows, as_jsonl(tmp_path), as_parquet(tmp_path), datasets.Dataset.from_list(rows), tuple(rows)]
+    trainers = [make_trainer(reward_funcs=exact, train_dataset=form, max_steps=1) for form in forms]
+    for trainer in trainers:
+        trainer.fit()
+    expected, *others = (records(trainer, comparable=True) for trainer in trainers)
+    assert all(other == expected for other in others)
 
 
 def test_dataset_by_config_key(make_trainer, tmp_path) -> None:
@@ -148,27 +142,16 @@ def test_log_extra_and_log_metric(make_trainer, records) -> None:
     def reward(completions, log_extra, log_metric, trainer_state, **_):
         log_extra("length", [len(text) for text in completions])
         log_metric("custom/step", trainer_state.global_step)
+        log_metric("custom/length", trainer_state.max_steps)
         return [float(len(text)) for text in completions]
 
     trainer = make_trainer(reward_funcs=reward)
     trainer.fit()
     for line in records(trainer, name="samples.jsonl"):
         assert line["extra"] == {"length": len(line["completion"])}
-    assert [line["custom/step"] for line in records(trainer)[1:]] == [1, 2]
+    assert [(line["custom/step"], line["custom/length"]) for line in records(trainer)[1:]] == [(1, 2), (2, 2)]
 
 
-def test_trainer_state_says_where_the_run_is(make_trainer) -> None:
-    states = []
-
-    def reward(completions, trainer_state, **_):
-        states.append((trainer_state.global_step, trainer_state.max_steps))
-        return [0.0 + len(text) for text in completions]
-
-    make_trainer(reward_funcs=reward, max_steps=2).fit()
-    assert set(states) == {(1, 2), (2, 2)}
-
-
-@pytest.mark.slow
 def test_reward_processes_give_what_the_thread_gives(make_trainer, records) -> None:
     trainers = [make_trainer(reward_funcs=[spread, exact], reward_processes=n, max_steps=1) for n in (0, 2)]
     for trainer in trainers:
@@ -182,15 +165,11 @@ def fails(reason: str):
 
     def reward(prompts, completions, **_):
         spoilt = [prompt == "3+9=" for prompt in prompts]
-        if any(spoilt):
-            if reason == "raises":
-                raise ValueError("the user's own words")
-            if reason == "count":
-                return [1.0] * (len(prompts) + 1)
-            if reason == "hangs":
-                time.sleep(60)
-        bad = {"nan": math.nan, "none": None, "text": "1"}.get(reason)
-        return [bad if is_bad else float(len(text)) for is_bad, text in zip(spoilt, completions, strict=True)]
+        if any(spoilt) and reason == "raises":
+            raise ValueError("the user's own words")
+        if any(spoilt) and reason == "hangs":
+            time.sleep(60)
+        return [math.nan if is_bad else float(len(text)) for is_bad, text in zip(spoilt, completions, strict=True)]
 
     return reward
 
@@ -198,25 +177,15 @@ def fails(reason: str):
 ONE_STEP = {"train_dataset": sums(4), "max_steps": 1, "shuffle": False, "max_reward_failure_share": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        ("raises", "the user's own words"),
-        ("nan", "returned nan"),
-        ("none", "None"),
-        ("text", "is not a number"),
-    ],
-)
-def test_failed_rewards_are_masked_counted_and_shown(make_trainer, records, caplog, reason: str, words: str) -> None:
+@pytest.mark.parametrize("reason", ["raises", "nan"])
+def test_failed_rewards_are_masked_counted_and_shown(make_trainer, records, caplog, reason: str) -> None:
     with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
         trainer = make_trainer(reward_funcs=fails(reason), **ONE_STEP)
         trainer.fit()
     assert records(trainer)[-1]["rewards/num_failed"] == 2
     assert [line["reward"] is None for line in records(trainer, name="samples.jsonl")] == [False] * 6 + [True] * 2
-    assert words in caplog.text
-    if reason == "raises":
-        assert 'raise ValueError("the user\'s own words")' in caplog.text
-        assert "test_trainer_inputs.py" in caplog.text
+    told = ('raise ValueError("the user\'s own words")', __name__.rpartition(".")[2]) if reason == "raises" else ()
+    assert all(words in caplog.text for words in told or ("returned nan",))
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -231,21 +200,8 @@ def test_hanging_rewards_are_cut_off(make_trainer, records, caplog, processes: i
     assert "reward_timeout_seconds" in caplog.text
 
 
-@pytest.mark.parametrize("reason", ["raises", "count", "nan", "none"])
-def test_too_many_failures_stop_the_run_with_the_reason(make_trainer, reason: str) -> None:
-    model = build_model()
-    before = model.lm_head.weight.clone()
-    trainer = make_trainer(model, fails(reason), **ONE_STEP | {"max_reward_failure_share": 0.1})
-    with pytest.raises(RewardError, match=r"step 1: \d of 8 samples .* max_reward_failure_share=0.1") as caught:
-        trainer.fit()
-    if reason == "raises":
-        assert "the user's own words" in str(caught.value)
-    assert trainer.global_step == 0
-    assert (model.lm_head.weight == before).all()
-
-
 def test_a_run_goes_on_after_its_rewards_are_repaired(make_trainer, records) -> None:
-    """The step that failed is taken back whole: the data position too."""
+    """The step that failed is taken back whole: weights and the data position."""
     broken = {"now": True}
 
     def reward(completion_ids, **_):
@@ -253,9 +209,10 @@ def test_a_run_goes_on_after_its_rewards_are_repaired(make_trainer, records) -> 
             raise RuntimeError("no connection")
         return spread(completion_ids)
 
-    trainer, straight = make_trainer(reward_funcs=reward), make_trainer()
-    with pytest.raises(RewardError, match="no connection"):
+    trainer, straight = make_trainer(reward_funcs=reward, max_reward_failure_share=0.1), make_trainer()
+    with pytest.raises(RewardError, match=r"step 1: 8 of 8 samples .* max_reward_failure_share=0.1") as caught:
         trainer.fit()
+    assert trainer.global_step == 0 and "no connection" in str(caught.value)
     broken["now"] = False
     for one in (trainer, straight):
         one.fit()

@@ -182,23 +182,19 @@ def test_doctor_names_problems_and_fails(capsys: pytest.CaptureFixture[str], mon
     assert err.startswith("problem: numpy is 1.0 on rank 1 ") and "no problems" not in out
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [("num_rank=2", "unknown key 'num_rank'; did you mean 'num_ranks'"), ("num_ranks=0", "num_ranks=0")],
-)
-def test_doctor_refuses_what_a_run_refuses(capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
-    assert main(["doctor", argument]) == 1
-    assert capsys.readouterr().err.startswith(f"ConfigError: {message}")
-
-
-def test_doctor_shows_the_machine_before_what_is_wrong(
+def test_doctor_refuses_what_a_run_refuses_after_it_has_shown_the_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for argument in ("device=cuda", "attention=varlen"):
+    for argument, message, has_looked in (
+        ("num_rank=2", "unknown key 'num_rank'; did you mean 'num_ranks'", False),
+        ("num_ranks=0", "num_ranks=0", False),
+        ("device=cuda", "device=cuda", True),
+        ("attention=varlen", ".*attention=varlen", True),
+    ):
         assert main(["doctor", argument]) == 1
         out, err = capsys.readouterr()
-        assert "\naccelerators " in out and err.startswith("ConfigError: ") and argument in err
+        assert re.match(f"ConfigError: {message}", err) and ("\naccelerators " in out) == has_looked
 
 
 def test_doctor_says_what_ranks_need(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,9 @@ def test_the_lines_after_train_of_trls_own_script(make_trainer, tmp_path: Path, 
     """trl/scripts/grpo.py, with the lines that transformers' examples have between."""
     trainer = make_trainer(max_steps=1, eval_dataset=sums(4), eval_on_start=False)
     result = trainer.train(resume_from_checkpoint=None)
+    for name, where in (("global_step", "trainer.global_step"), ("training_loss", r"metrics\.jsonl")):
+        with pytest.raises(AttributeError, match=where):
+            getattr(result, name)
     trainer.accelerator.print("completed")
     metrics = result.metrics
     metrics["train_samples"] = 12.0
@@ -55,15 +58,6 @@ def test_a_module_with_adapters_saves_them_by_itself(make_trainer, tmp_path: Pat
     saved = trainer.save_model(tmp_path / "saved", _internal_call=True)
     theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "module", saved))
     assert theirs and theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-
-
-def test_what_train_returns_names_loss_and_step_as_transformers_does(make_trainer) -> None:
-    trainer = make_trainer(max_steps=1)
-    result = trainer.train()
-    with pytest.raises(AttributeError, match="trainer.global_step"):
-        _ = result.global_step
-    with pytest.raises(AttributeError, match=r"metrics\.jsonl"):
-        _ = result.training_loss
 
 
 def test_a_folder_with_other_files_gets_the_checkpoint_inside(make_trainer, tmp_path: Path) -> None:

@@ -171,21 +171,16 @@ def test_a_step_in_which_no_answer_called_a_tool_is_told_of(caplog) -> None:
 # --------------------------------------------------------------------------------------------------------- in a Trainer
 
 
-def test_a_threshold_above_every_reward_is_told(make_trainer, caplog) -> None:
-    make_trainer(advantage="rejection", reward_threshold=9.0, max_steps=4).fit()
-    assert caplog.text.count("taught nothing") == 1 and "reward_threshold=9 upwards" in caplog.text
-
-
-def poisoned(trainer, name: str = FIRST, when=lambda: True):
+def poison(trainer) -> None:
     """From now on the gradient of a parameter is not finite."""
-    parameter = dict(module_of(trainer).named_parameters())[name]
-    return parameter.register_hook(lambda gradient: gradient * (float("nan") if when() else 1.0))
+    parameter = dict(module_of(trainer).named_parameters())[FIRST]
+    parameter.register_hook(lambda gradient: gradient * float("nan"))
 
 
 def test_a_run_that_does_not_learn_any_more_ends(make_trainer, records, caplog) -> None:
     trainer = make_trainer(max_steps=9, save_steps=9, prompts_per_mini_batch=2)
     trainer.step()
-    poisoned(trainer)
+    poison(trainer)
     before = {n: p.detach().clone() for n, p in trainer.module.named_parameters()}
     with pytest.raises(DivergedError) as caught:
         trainer.fit()
@@ -202,14 +197,6 @@ def test_a_run_that_does_not_learn_any_more_ends(make_trainer, records, caplog) 
     assert (trainer.run_folder / "checkpoint-4").is_dir()  # what was learned so far
     trainer.close()
     assert make_trainer(max_steps=9, resume=str(trainer.run_folder / "checkpoint-4"), save_steps=9).step()
-
-
-def test_a_skipped_update_among_others_ends_nothing(make_trainer) -> None:
-    trainer = make_trainer(max_steps=5, prompts_per_mini_batch=2)
-    calls = []
-    poisoned(trainer, when=lambda: calls.append(1) or len(calls) % 2 == 0)
-    trainer.fit()
-    assert trainer.global_step == 5
 
 
 def test_huge_advantages_are_named(make_trainer, monkeypatch) -> None:
@@ -262,11 +249,6 @@ def constant(completions, **_):
     return [0.5] * len(completions)
 
 
-def by_group(completions, prompts, **_):
-    """The same for all completions of a prompt, and another for each prompt."""
-    return [float(len(str(prompt)) % 2 + hash(str(prompt)) % 7) for prompt in prompts]
-
-
 @pytest.mark.parametrize(
     ("reward", "keys", "cause"),
     [
@@ -276,15 +258,11 @@ def by_group(completions, prompts, **_):
             {"is_chat": True},
             r"All rewards were 0\. .* Check the completions .*your own gets chat completions as lists.*content",
         ),
-        (by_group, {}, "The completions of each prompt had equal rewards.*use prompts that the policy solves some"),
-        (constant, {"advantage": "rloo"}, r"All rewards were 0.5\. .* Check"),
-        (constant, {"advantage": "remax"}, r"All rewards were 0.5\. .* Check"),
         (constant, {"algorithm": "ppo"}, "constant gave every completion the same reward .0.5., from which nothing"),
-        ([constant, spread], {}, "up to step 3, constant gave every completion the same reward .0.5., from which"),
         (
             [texts, spread],
             {"is_chat": True},
-            'texts gave every completion the same reward .0.*use completion.-1.."content".',
+            'up to step 3, texts gave every completion the same reward .0.*use completion.-1.."content".',
         ),
     ],
 )
