@@ -31,7 +31,7 @@ HOOKS = {
     "trackers": "trackers.trackers:Trackers",
     "check_trackers": "trackers.trackers:check_trackers",
     "check_color": "views.batch_view:check_color",
-    "view_samples": "views.batch_view:view_samples",
+    "view_samples": "views.batch_view:BatchView",
     "config_html": "views.config_view:config_html",
     "metrics_html": "views.results_view:metrics_html",
     "step_html": "views.results_view:step_html",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -77,29 +77,11 @@ def check_color(color: str, columns: Collection[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ShownSample:
-    """A sample as plain values. messages, prompt_messages: (role, text), if there are any. tokens: objects with the
-    attributes of `Token`."""
-
-    prompt: str
-    completion: str
-    group: int | None = None
-    reward: float | None = None
-    rewards: Mapping[str, float | None] = field(default_factory=dict)
-    advantage: float | None = None
-    finish_reason: str = ""
-    tokens: Sequence[Any] = ()
-    prompt_messages: Sequence[tuple[str, str]] | None = None
-    messages: Sequence[tuple[str, str]] | None = None
-    error: str | None = None
-
-
 @dataclass(frozen=True, repr=False)
 class BatchView:
     """Some samples of a batch of num_samples in num_groups, with tokens coloured by `color`."""
 
-    samples: Sequence[ShownSample]
+    samples: Sequence[Sample]
     num_samples: int
     color: str = DEFAULT_COLOR
     num_groups: int = 0
@@ -118,9 +100,9 @@ class BatchView:
             grid.add_column(title, justify="right", no_wrap=True)
         last: int | None = None
         for sample in self.samples:
-            prompt = "" if sample.group is not None and sample.group == last else _cut(sample.prompt)
-            numbers = (number(sample.reward), number(sample.advantage), sample.finish_reason)
-            grid.add_row(Text(prompt), Text(_cut(sample.completion)), *map(Text, numbers))
+            prompt = "" if sample.group is not None and sample.group == last else _cut(sample.prompt_text)
+            numbers = (number(sample.reward), number(sample.advantage), sample.finish_reason or "")
+            grid.add_row(Text(prompt), Text(_cut(sample.shown_text)), *map(Text, numbers))
             last = sample.group
         file = io.StringIO()
         width = min(shutil.get_terminal_size((100, 24)).columns, 160)
@@ -143,7 +125,7 @@ class BatchView:
                 numbers = [sample.reward, *(sample.rewards.get(name) for name in functions), sample.advantage]
                 cells = [cell(_completion_html(sample, choice, scale))]
                 cells += [cell(escaped(number(value)), is_number=True) for value in numbers]
-                cells.append(cell(escaped(sample.finish_reason), is_number=True))
+                cells.append(cell(escaped(sample.finish_reason or ""), is_number=True))
                 rows.append(prompt + "".join(cells))
         titles = ("prompt", "completion", "reward", *functions, "advantage", "end")
         has_numbers = any(choice.of(token) is not None for sample in self.samples for token in sample.tokens)
@@ -158,38 +140,13 @@ class BatchView:
         return f"{self.num_samples} samples{groups}{more}"
 
 
-def view_samples(
-    samples: Sequence[Sample], num_samples: int, color: str = DEFAULT_COLOR, num_groups: int = 0
-) -> BatchView:
-    """Return a view of some samples, of num_samples in num_groups."""
-    return BatchView([shown(sample) for sample in samples], num_samples, color, num_groups)
-
-
-def shown(sample: Sample) -> ShownSample:
-    """Return a sample as plain values."""
-    prompt = sample.prompt if is_chat(sample.prompt) else None
-    return ShownSample(
-        prompt=sample.prompt_text,
-        prompt_messages=None if prompt is None else _messages(prompt),
-        completion=sample.shown_text,
-        messages=None if sample.messages is None else _messages(sample.messages),
-        group=sample.group,
-        reward=sample.reward,
-        rewards=sample.rewards,
-        advantage=sample.advantage,
-        finish_reason=sample.finish_reason or "",
-        tokens=sample.tokens,
-        error=sample.error,
-    )
-
-
 def _messages(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [(str(message["role"]), message_content(message)) for message in messages]
 
 
-def _group_of(sample: ShownSample) -> Any:
+def _group_of(sample: Sample) -> Any:
     """Return what samples of one group have in common, and others do not."""
-    return id(sample) if sample.group is None else (sample.group, sample.prompt)
+    return id(sample) if sample.group is None else (sample.group, sample.prompt_text)
 
 
 def _cut(text: str) -> str:
@@ -197,19 +154,20 @@ def _cut(text: str) -> str:
     return visible(text[:MAX_CELL]) + (f"... ({more:,} more characters)" if more > 0 else "")
 
 
-def _prompt_html(sample: ShownSample) -> str:
-    return escaped(sample.prompt) if sample.prompt_messages is None else messages_html(sample.prompt_messages)
+def _prompt_html(sample: Sample) -> str:
+    return messages_html(_messages(sample.prompt)) if is_chat(sample.prompt) else escaped(sample.prompt_text)
 
 
-def _completion_html(sample: ShownSample, choice: Color, scale: Scale) -> str:
+def _completion_html(sample: Sample, choice: Color, scale: Scale) -> str:
     """Return the completion with its tokens coloured; a conversation as messages, its tokens folded below."""
-    tokens = list(sample.tokens)
+    tokens = sample.tokens
     error = f"<div><b>error</b> {escaped(sample.error)}</div>" if sample.error else ""
+    told = "" if sample.messages is None else messages_html(_messages(sample.messages))
     if not tokens or any(token.text is None for token in tokens):
-        return (escaped(sample.completion) if sample.messages is None else messages_html(sample.messages)) + error
+        return (told if sample.messages is not None else escaped(sample.shown_text)) + error
     of_policy = [token.is_policy for token in tokens]
     shown = tokens_html(
-        [token.text for token in tokens],
+        [token.text or "" for token in tokens],
         [choice.of(token) if token.is_policy else None for token in tokens],
         scale,
         is_policy=of_policy,
@@ -217,7 +175,6 @@ def _completion_html(sample: ShownSample, choice: Color, scale: Scale) -> str:
     )
     if sample.messages is None and all(of_policy):
         return shown + error
-    told = messages_html(sample.messages) if sample.messages is not None else ""
     spans = [(is_policy, len(list(run))) for is_policy, run in groupby(of_policy)]
     counts = ", ".join(f"{size} of the {'policy' if is_policy else 'environment'}" for is_policy, size in spans[:8])
     counts += ", ..." * (len(spans) > 8)

@@ -59,10 +59,10 @@ class Scale:
         return f'<small style="{FAINT}">colour of a token: {escaped(self.title)}</small> <small>{shown}</small>'
 
 
-def scale_of(title: str, values: Iterable[float | None], *, is_signed: bool = True) -> Scale:
+def scale_of(title: str, values: Iterable[float | None]) -> Scale:
     """Return a linear scale up to the largest magnitude among values; NaN and infinities do not count."""
     found = [abs(value) for value in values if value is not None and math.isfinite(value)]
-    return Scale(title, max(found, default=0.0) or 1.0, is_signed=is_signed)
+    return Scale(title, max(found, default=0.0) or 1.0)
 
 
 def escaped(text: object, limit: int = MAX_TEXT) -> str:

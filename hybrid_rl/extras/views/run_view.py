@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.extras.views.config_view import changed_html
 from hybrid_rl.extras.views.html import escaped, folded, page_part, pairs_html, sparkline
+from hybrid_rl.logging.lines import binned
+from hybrid_rl.logging.lines import sparkline as bars
 from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.tenancy import Tenancy
 
-BARS = "▁▂▃▄▅▆▇█"
 MAX_BARS = 40
 
 
@@ -26,9 +26,10 @@ class View:
         """Return a title, which begins with this name, and a few lines."""
         facts = self._facts()
         width = max(map(len, facts))
-        curve = bars(rewards := self._rewards())
+        rewards = self._rewards()
         lines = [f"  {fact:{width}}  {value}" for fact, value in facts.items()]
-        if curve:
+        if len(rewards) > 1:
+            curve = bars(binned(rewards, MAX_BARS))
             lines.append(f"  {'reward':{width}}  {curve}  {rewards[0]:.3g} to {rewards[-1]:.3g}")
         return "\n".join([f"{name}: {self._title()}", *lines])
 
@@ -85,14 +86,3 @@ class View:
         except (OSError, ValueError):
             return []
         return [record["reward"] for record in records if "reward" in record]
-
-
-def bars(values: Sequence[float]) -> str:
-    """Draw finite numbers as a line of bars of text; "" for fewer than two. Many are averaged."""
-    shown = [value for value in values if math.isfinite(value)]
-    if len(shown) < 2:
-        return ""
-    size = -(-len(shown) // MAX_BARS)
-    means = [sum(part) / len(part) for part in (shown[at : at + size] for at in range(0, len(shown), size))]
-    low, spread = min(means), (max(means) - min(means)) or 1.0
-    return "".join(BARS[min(int((value - low) / spread * len(BARS)), len(BARS) - 1)] for value in means)
