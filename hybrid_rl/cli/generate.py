@@ -183,6 +183,7 @@ def opened(
     raw: what will be completed, as `rows_of` takes it."""
     from hybrid_rl import Trainer
     from hybrid_rl.config import load_config
+    from hybrid_rl.run.checks import no_reward
 
     _, arguments = take("model.path", settings)
     logger = logging.getLogger("hybrid_rl")
@@ -195,7 +196,7 @@ def opened(
         config, _ = load_config(None, {**own, "max_steps": 1}, arguments)
         with Console(stderr=True).status(f"loading {model}"):
             rows = rows_of(config, given, system, raw=raw)
-            trainer = Trainer(reward_funcs=_unused_reward, train_dataset=rows, config=config)
+            trainer = Trainer(reward_funcs=no_reward, train_dataset=rows, config=config)
         yield closing.enter_context(trainer)
 
 
@@ -209,18 +210,10 @@ def rows_of(config: TrainerConfig, given: Sequence[Any] | None, system: str | No
     if given is None:
         return lambda: iter(unused)
     if not raw:
-        from hybrid_rl.models import load_tokenizer
-        from hybrid_rl.run.adapters import tokenizer_place
-        from hybrid_rl.run.inputs import with_template
+        from hybrid_rl.run.inputs import tokenizer_of
 
-        place = tokenizer_place(str(config.model.path))
-        tokenizer = load_tokenizer(place, trust_remote_code=config.model.trust_remote_code)
-        raw = with_template(tokenizer, config).chat_template is None
+        raw = tokenizer_of(str(config.model.path), config).chat_template is None
     return [{"prompt": as_prompt(one, system, raw=raw)} for one in given]
-
-
-def _unused_reward(completions: list[Any], **_: Any) -> list[float]:
-    return [0.0] * len(completions)
 
 
 def print_generations(found: Sequence[Generation], *, as_json: bool) -> None:

@@ -13,14 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hybrid_rl.checkpoint.manifest import check_model, check_model_texts
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.errors import ConfigError, ModelError
-from hybrid_rl.models import check_tokenizer, load_model, load_tokenizer
+from hybrid_rl.models import check_tokenizer, load_model
 from hybrid_rl.models.lora.folder import AdapterSource
 from hybrid_rl.models.model_loading import DTYPES, model_folder
 from hybrid_rl.models.recipe import ModelRecipe, build_on_meta
 from hybrid_rl.models.tokenizer import usable_tokenizer
-from hybrid_rl.run.adapters import adapter_of, tokenizer_place, with_adapter
+from hybrid_rl.run.adapters import adapter_of, with_adapter
 from hybrid_rl.run.checks import load_settings
-from hybrid_rl.run.inputs import with_template
+from hybrid_rl.run.inputs import tokenizer_of, with_template
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def choose_model(model: Any, tokenizer: Any, config: TrainerConfig) -> ModelChoi
         raise ConfigError("there is no model: pass model= (a name, a folder or a module) or set model.path")
     path = model_folder(path)
     check_model_texts(Path(path))  # with a clearer error than that of a damaged tokenizer
-    tokenizer = tokenizer or load_tokenizer(tokenizer_place(path), trust_remote_code=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(path, config) if tokenizer is None else with_template(tokenizer, config)
     path, adapter = adapter_of(path)
     if adapter is not None:
         check_model(adapter)  # the base is checked with its settings
-    return ModelChoice(None, path, with_template(tokenizer, config), load_settings(path, config), adapter)
+    return ModelChoice(None, path, tokenizer, load_settings(path, config), adapter)

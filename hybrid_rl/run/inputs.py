@@ -20,7 +20,9 @@ from hybrid_rl.data.prompts import PromptEncoder, PromptRoom, PromptRow
 from hybrid_rl.data.rendering import KWARGS_COLUMN, TOOLS_COLUMN
 from hybrid_rl.data.source import SizedSource, StreamSource
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models import load_tokenizer
 from hybrid_rl.rewards import reasoning_gym_reward
+from hybrid_rl.run.adapters import tokenizer_place
 from hybrid_rl.run.agent_checks import check_rows, widest
 from hybrid_rl.run.evaluation import load_sets
 
@@ -180,6 +182,13 @@ def with_template(tokenizer: Any, config: TrainerConfig) -> Any:
     except Exception:  # what it demands of messages is checked with those of the data
         pass
     return changed
+
+
+def tokenizer_of(path: str, config: TrainerConfig) -> Any:
+    """Return the tokenizer of a model by name or folder, with its template as `with_template`. Raises ModelError if
+    there is none."""
+    tokenizer = load_tokenizer(tokenizer_place(path), trust_remote_code=config.model.trust_remote_code)
+    return with_template(tokenizer, config)
 
 
 def _unused_columns(agents: AgentSetup | None) -> dict[str, str]:

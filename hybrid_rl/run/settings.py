@@ -194,9 +194,7 @@ class Settings:
         """Return the step after which `fit(steps)` ends; None for max_steps, which is raised if it is below that."""
         if steps is None:
             return None
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"fit(steps={steps!r}): steps must be a whole number, at least 1")
-        last = self._position.step + steps
+        last = self._position.step + checked_length(steps, "steps")
         self.set({LENGTH: max(self._position.max_steps, last)})
         return last
 
@@ -247,10 +245,10 @@ class Settings:
         )
 
 
-def checked_length(steps: Any) -> int:
-    """Return max_steps as an int. Raises ConfigError for what is no length."""
+def checked_length(steps: Any, name: str = LENGTH) -> int:
+    """Return a number of steps as an int. Raises ConfigError for what is no length."""
     if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
-        raise ConfigError(f"max_steps={steps!r} must be a whole number, at least 1")
+        raise ConfigError(f"{name}={steps!r} must be a whole number, at least 1")
     return int(steps)
 
 

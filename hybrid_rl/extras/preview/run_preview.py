@@ -52,18 +52,13 @@ def preview(
     if any(isinstance(path, str) and not path.strip() for path in (train, held_out)):
         raise ConfigError("the path of the data is empty, which would be the current folder; name a file, or . itself")
     path = settings.model.path if model is None else str(model)
-    if tokenizer is None and path is not None:
-        # Imported here, so that a preview of text does not wait for it.
-        from hybrid_rl.models import load_tokenizer
-        from hybrid_rl.run.adapters import tokenizer_place
-
-        tokenizer = load_tokenizer(tokenizer_place(path), trust_remote_code=settings.model.trust_remote_code)
-    if tokenizer is None:
+    if tokenizer is None and path is None:
         tokenizer = NoTokenizer()
     else:
-        from hybrid_rl.run.inputs import with_template
+        # Imported here, so that a preview of text does not wait for it.
+        from hybrid_rl.run.inputs import tokenizer_of, with_template
 
-        tokenizer = with_template(tokenizer, settings)
+        tokenizer = tokenizer_of(str(path), settings) if tokenizer is None else with_template(tokenizer, settings)
     encoder = PromptEncoder(
         tokenizer,
         max_prompt_length=data.max_prompt_length,
