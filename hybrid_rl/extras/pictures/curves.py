@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from hybrid_rl.extras.report.run_files import is_number, mapping
+from hybrid_rl.extras.report.runs import config_keys
 
 SMOOTHING = 0.8  # weight of the past in the thick lines
 FEW = 25  # points that are drawn as they are, with marks
@@ -48,7 +46,7 @@ def draw(records: Records, picture: Path) -> None:
         return
     from matplotlib.figure import Figure
 
-    config, columns = _config(picture.parent), min(len(panels), 3)
+    config, columns = config_keys(picture.parent / "config.yaml") or {}, min(len(panels), 3)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(1.2 + 3.9 * columns, 0.8 + 3.1 * rows), layout="constrained", facecolor="white")
     figure.suptitle(_title(picture.parent, config), fontsize=12, fontweight="bold", x=0.012, ha="left")
@@ -68,11 +66,11 @@ def draw(records: Records, picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def smoothed(values: Sequence[float], weight: float = SMOOTHING) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """Return the exponential moving average of values, which begins at the first of them instead of at 0."""
     found, total, norm = [], 0.0, 0.0
     for value in values:
-        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        total, norm = SMOOTHING * total + (1 - SMOOTHING) * value, SMOOTHING * norm + (1 - SMOOTHING)
         found.append(total / norm)
     return found
 
@@ -97,8 +95,7 @@ def _line(axes: Any, records: Records, name: str, label: str, color: str) -> Non
 
 def _decoding(config: Config) -> str:
     """Return how evaluations choose tokens, as a part of a label; "" if that is not known."""
-    section = config.get("eval")
-    temperature = section.get("eval_temperature") if isinstance(section, Mapping) else None
+    temperature = config.get("eval.eval_temperature")
     return ", greedy" if temperature == 0 else ", sampled" if temperature else ""
 
 
@@ -175,26 +172,14 @@ PANELS = (
 )
 
 
-def _config(run: Path) -> Config:
-    found: Any = None
-    with contextlib.suppress(OSError, yaml.YAMLError, ValueError):
-        found = yaml.safe_load((run / "config.yaml").read_bytes())
-    return found if isinstance(found, Mapping) else {}
-
-
 def _title(run: Path, config: Config) -> str:
     """Return the name of a run, its algorithm and its model, as far as they are known."""
-    about: Any = None
-    with contextlib.suppress(OSError, ValueError):
-        about = json.loads((run / "environment.json").read_bytes())
-    model = about.get("model") if isinstance(about, Mapping) else None
+    model = mapping(run / "environment.json").get("model")
     model = model if isinstance(model, Mapping) else {}
-    name, algorithm = model.get("path") or model.get("class"), config.get("algorithm")
-    size: Any = model.get("num_parameters")
+    name, size = model.get("path") or model.get("class"), model.get("num_parameters")
     parts = [run.resolve().name]
-    parts += [str(algorithm["name"])] if isinstance(algorithm, Mapping) and algorithm.get("name") else []
+    parts += [str(config["algorithm.name"])] if config.get("algorithm.name") else []
     if name:
-        has_size = isinstance(size, int | float) and math.isfinite(size)
         adapter = f", adapter r={model['adapter_rank']}" if model.get("adapter_rank") else ""
-        parts.append(f"{name} ({size / 1e6:.3g}M parameters{adapter})" if has_size else str(name))
+        parts.append(f"{name} ({size / 1e6:.3g}M parameters{adapter})" if is_number(size) else str(name))
     return " · ".join(parts).replace("$", r"\$")  # a dollar would begin a formula

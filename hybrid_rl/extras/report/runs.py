@@ -61,7 +61,10 @@ def load(folder: Path, name: str, max_points: int = MAX_POINTS) -> RunData:
         notes.append(f"{len(metrics):,} steps; curves have at most {max_points:,} points, means of neighbouring steps")
     if metrics and not timeline:
         notes.append("no timeline.jsonl: the seconds of phases come from the metrics, which know of fewer phases")
-    config, environment = _config(folder / "config.yaml", notes), mapping(folder / "environment.json")
+    config, environment = config_keys(folder / "config.yaml"), mapping(folder / "environment.json")
+    if config is None:
+        notes.append(f"config.yaml {'cannot be read' if (folder / 'config.yaml').exists() else 'is missing'}")
+        config = {}
     shown = {
         "name": name,
         "folder": str(folder),
@@ -83,19 +86,13 @@ def _note_broken(notes: list[str], name: str, number: int) -> None:
         notes.append(f"{name}: {counted(number, 'line')} left out, because they are cut short or are not records")
 
 
-def _config(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the keys of a configuration by path."""
-    if not path.exists():
-        notes.append("config.yaml is missing")
-        return {}
+def config_keys(path: Path) -> dict[str, Any] | None:
+    """Return the keys of a configuration by path; None if it cannot be read."""
     try:
         found = yaml.safe_load(path.read_bytes())
     except (OSError, yaml.YAMLError, ValueError):
-        found = None
-    if not isinstance(found, Mapping):
-        notes.append("config.yaml cannot be read")
-        return {}
-    return flat(found)
+        return None
+    return flat(found) if isinstance(found, Mapping) else None
 
 
 def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

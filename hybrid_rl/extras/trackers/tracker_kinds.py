@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.extras.report.runs import flat as leaves_of
 from hybrid_rl.logging.console_samples import ANSWERS, message_parts
 
 PROJECT = "hybrid_rl"  # where runs go unless the user names a project
@@ -121,10 +122,8 @@ class WandbTracker:
             self._run.log({**metrics, "step": step})
 
     def table(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        columns, rows = table_of(step, samples)
-        self._run.log(
-            {TABLE: self._table(columns=columns, data=[list(map(_scalar, row)) for row in rows]), "step": step}
-        )
+        columns, data = numeric_table(step, samples)
+        self._run.log({TABLE: self._table(columns=columns, data=data), "step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -146,8 +145,8 @@ class TrackioTracker:
             self._run.log(dict(metrics), step=step)
 
     def table(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        columns, rows = table_of(step, samples)
-        self._run.log({TABLE: self._table(columns=columns, data=[list(map(_scalar, row)) for row in rows])}, step=step)
+        columns, data = numeric_table(step, samples)
+        self._run.log({TABLE: self._table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -197,14 +196,13 @@ class MlflowTracker:
         # A file for each step, and each try: MLflow adds to a file that is there, which may be broken.
         self._tries = (step, self._tries[1] + 1 if self._tries[0] == step else 1)
         suffix = f"-{self._tries[1]}" if self._tries[1] > 1 else ""
-        columns, rows = table_of(step, samples)
-        data = {name: list(map(_scalar, column)) for name, column in zip(columns, zip(*rows, strict=True), strict=True)}
+        columns, data = numeric_table(step, samples)
         file = f"{TABLE}/step-{step:06d}{suffix}.json"
         if self._num_tables < MLFLOW_TABLES:
-            self._client.log_table(self.identity, data, file)
+            by_column = zip(columns, map(list, zip(*data, strict=True)), strict=True)
+            self._client.log_table(self.identity, dict(by_column), file)
         else:
-            cells = [list(map(_scalar, row)) for row in rows]
-            self._client.log_dict(self.identity, {"columns": columns, "data": cells}, file)
+            self._client.log_dict(self.identity, {"columns": columns, "data": data}, file)
         self._num_tables += 1
 
     def close(self) -> None:
@@ -280,15 +278,9 @@ def known_arguments(name: str) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------- tables
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the configuration as one level: "optimizer.learning_rate"."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration as one level: "optimizer.learning_rate". None and lists are texts."""
+    return {path: str(value) if value is None else value for path, value in leaves_of(config).items()}
 
 
 def table_of(step: int, samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -308,14 +300,16 @@ def table_of(step: int, samples: Sequence[Mapping[str, Any]]) -> tuple[list[str]
     return columns, rows
 
 
+def numeric_table(step: int, samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return the same for tables whose columns have a type: with NaN in the place of None."""
+    columns, rows = table_of(step, samples)
+    return columns, [[math.nan if value is None else value for value in row] for row in rows]
+
+
 def _said(text: Any) -> str:
     if not isinstance(text, list):
         return "" if text is None else str(text)
     return "\n".join(f"{role}: {said}" for role, said in map(message_parts, text))
-
-
-def _scalar(value: Any) -> Any:
-    return math.nan if value is None else value
 
 
 def _cell(value: Any) -> str:

@@ -33,6 +33,7 @@ from hybrid_rl.extras.trackers.tracker_kinds import (
     known_arguments,
     told,
 )
+from hybrid_rl.process.files import write_text
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -94,9 +95,7 @@ def read_state(folder: Path) -> dict[str, dict[str, Any]]:
 def _write_state(folder: Path, name: str, identity: str, step: int) -> None:
     with _state_lock, contextlib.suppress(OSError):
         state = read_state(folder) | {name: {"id": identity, "step": step}}
-        temporary = folder / f".{STATE}"
-        temporary.write_text(json.dumps(state))
-        temporary.replace(folder / STATE)
+        write_text(folder / STATE, json.dumps(state))
 
 
 def _records(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
