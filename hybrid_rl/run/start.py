@@ -36,7 +36,6 @@ from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.hold_rule import HoldRule
-from hybrid_rl.run.evaluation import Evaluator
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.training.balance import TokenCost, attention_pair_cost, split_over_ranks
 from hybrid_rl.workers.apart import RolloutGroup, RolloutWorker, rollout_setup, training_setup
@@ -224,12 +223,6 @@ def _holding(plan: StepPlan, config: TrainerConfig) -> StepPlan:
     later = ahead if rollout_ranks(config) else 0  # those generate what is ahead when they have delivered the batch
     rule = HoldRule(size, buffer.max_staleness or 0, ahead - later, buffer.buffer_order, drops=drops)
     return replace(plan, hold=rule, num_extra=ahead + (buffer.oversample or 0), num_later=later)
-
-
-def make_evaluator(run: Run, policy: PolicyGroup, collector: Collector) -> Evaluator:
-    """Make the evaluator of a run."""
-    longest = None if run.data.grows else run.max_length - run.config.rollout.max_completion_length
-    return Evaluator(policy, collector, run.success, run.eval_params, run.config.eval.num_generations_eval, longest)
 
 
 class RayRanks:

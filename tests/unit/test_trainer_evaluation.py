@@ -9,7 +9,7 @@ from hybrid_rl import Callback
 from hybrid_rl.data.prompts import PromptEncoder
 from hybrid_rl.errors import ConfigError, DataError
 from hybrid_rl.rewards import exact_match
-from hybrid_rl.run import evaluation
+from hybrid_rl.run import evaluator
 from hybrid_rl.run.evaluation import load_sets
 from tests.support.tiny import build_tokenizer, sums
 
@@ -132,7 +132,7 @@ def test_each_set_may_have_its_own_function(make_trainer):
 
 
 def test_kept_samples_are_bounded_and_of_whole_groups(make_trainer, monkeypatch):
-    monkeypatch.setattr(evaluation.Evaluator.evaluate, "__defaults__", (9,))
+    monkeypatch.setattr(evaluator.Evaluator.evaluate, "__defaults__", (9,))
     trainer = make_trainer(reward_funcs=odd, eval_dataset=sums(5), **SAMPLED)
     trainer.fit()
     lines = [json.loads(line) for line in (trainer.run_folder / "eval-samples.jsonl").read_text().splitlines()]

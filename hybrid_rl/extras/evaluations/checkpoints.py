@@ -18,8 +18,9 @@ from hybrid_rl.logging.run_folder import RunFolder
 from hybrid_rl.metrics.metric_sums import finite
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.run.evaluation import are_sets, rows_of
+from hybrid_rl.run.evaluator import Evaluator
 from hybrid_rl.run.prepare import Run, prepare
-from hybrid_rl.run.start import make_collector, make_evaluator, start_workers
+from hybrid_rl.run.start import make_collector, start_workers
 from hybrid_rl.run.tenancy import make_way
 
 # What a checkpoint was trained with and is evaluated with, unless the user says otherwise.
@@ -119,7 +120,7 @@ def _evaluated(run: Run, model: str, step: int | None, folder: Path, closing: co
     policy, generating = start_workers(run, folder, closing, is_trained=False)
     (folder / "config.yaml").write_text(to_yaml(run.config), encoding="utf-8")
     sampler = PromptSampler(run.data.train, shuffle=False, seed=run.config.seed)
-    evaluator = make_evaluator(run, policy, make_collector(run, generating, sampler))
+    evaluator = Evaluator(run, policy, make_collector(run, generating, sampler))
     generating.update_weights(0)
     policy.label = "the evaluation"
     metrics, sets = evaluator.evaluate(rows_of(run.data.eval), 0, TrainerState(0, 1, 0.0), folder, kept=None)
