@@ -282,8 +282,8 @@ def _copy_torch(
         source, target = sources[number], destinations[int(pieces.destination[i])]
         assert source is not None
         shape = pieces.shape[i].tolist()
-        values = cast(_view(source, shape, pieces.source_strides[i], pieces.source_offset[i]), target.dtype)
-        _view(target, shape, pieces.destination_strides[i], pieces.destination_offset[i]).copy_(values)
+        values = cast(view_of(source, shape, pieces.source_strides[i], pieces.source_offset[i]), target.dtype)
+        view_of(target, shape, pieces.destination_strides[i], pieces.destination_offset[i]).copy_(values)
         if hashes is not None and seeds is not None:
             offset, strides = int(pieces.global_offset[i]), pieces.global_strides[i].tolist()
             hashes[number] += _sum_of_terms(values, int(seeds[number]), offset, strides)
@@ -296,13 +296,14 @@ def _hash_torch(
     for i in range(len(boxes)):
         tensor, number = tensors[int(boxes.tensor[i])], int(boxes.parameter[i])
         assert tensor is not None
-        view = _view(tensor, boxes.shape[i].tolist(), boxes.strides[i], boxes.offset[i])
+        view = view_of(tensor, boxes.shape[i].tolist(), boxes.strides[i], boxes.offset[i])
         values = cast(view, dtypes[int(boxes.dtype[i])])
         offset, strides = int(boxes.global_offset[i]), boxes.global_strides[i].tolist()
         hashes[number] += _sum_of_terms(values, int(seeds[number]), offset, strides)
 
 
-def _view(tensor: Tensor, shape: list[int], strides: Column, offset: Any) -> Tensor:
+def view_of(tensor: Tensor, shape: list[int], strides: Column, offset: Any) -> Tensor:
+    """Return a view by strides and an offset from a tensor's first element."""
     return tensor.as_strided(shape, strides.tolist(), tensor.storage_offset() + int(offset))
 
 

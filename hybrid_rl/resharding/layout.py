@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -35,20 +35,6 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of the full tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class WeightLayout:
-    """The weights of a trainer or an engine, in a fixed order."""
-
-    tensors: tuple[TensorSpec, ...]
-
-    @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]]) -> WeightLayout:
-        """Make the layout of named tensors, ordered by name."""
-        return cls(
-            tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in sorted(named, key=lambda pair: pair[0]))
-        )
 
 
 @dataclass(frozen=True)

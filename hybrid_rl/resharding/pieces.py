@@ -157,6 +157,19 @@ def spread(counts: Column) -> tuple[Column, Column]:
     return index, np.arange(len(index)) - np.repeat(_starts(counts), counts)
 
 
+def join_dims(shape: Column, strides: Sequence[Column]) -> None:
+    """Merge, in place, neighbouring dims that are contiguous by all of these strides. Dims of extent 1 come last."""
+    for dim in reversed(range(shape.shape[1] - 1)):
+        joins = shape[:, dim + 1] > 1
+        for column in strides:
+            joins &= column[:, dim] == column[:, dim + 1] * shape[:, dim + 1]
+        rows = np.flatnonzero(joins)
+        shape[rows, dim + 1] *= shape[rows, dim]
+        for column, fill in ((shape, 1), *((column, 0) for column in strides)):
+            column[rows, dim:-1] = column[rows, dim + 1 :]
+            column[rows, -1] = fill
+
+
 def contiguous_strides(shape: Column) -> Column:
     """Return the strides of contiguous tensors of these shapes; both int64 [tensors, dims]."""
     strides = np.ones_like(shape)
@@ -222,15 +235,7 @@ def _merged(pieces: Pieces) -> Pieces:
     """Merge neighbouring dims that are contiguous everywhere. Dims of extent 1 must come last."""
     shape = pieces.shape.copy()
     strides = [pieces.source_strides.copy(), pieces.destination_strides.copy(), pieces.global_strides.copy()]
-    for dim in reversed(range(MAX_DIMS - 1)):
-        joins = shape[:, dim + 1] > 1
-        for column in strides:
-            joins &= column[:, dim] == column[:, dim + 1] * shape[:, dim + 1]
-        rows = np.flatnonzero(joins)
-        shape[rows, dim + 1] *= shape[rows, dim]
-        for column, fill in ((shape, 1), *((column, 0) for column in strides)):
-            column[rows, dim:-1] = column[rows, dim + 1 :]
-            column[rows, -1] = fill
+    join_dims(shape, strides)
     source, destination, whole = strides
     return replace(pieces, shape=shape, source_strides=source, destination_strides=destination, global_strides=whole)
 

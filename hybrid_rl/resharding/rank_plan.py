@@ -78,7 +78,7 @@ def make_plan(trace: Trace, layout: SourceLayout, rank: int, *, bucket_bytes: in
     not write each element exactly once, the layout lacks a tensor or has it in another shape, or bucket_bytes is
     smaller than an element.
     """
-    check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
+    check_tiling(trace)
     if not 0 <= rank < len(layout.hosts):
         raise HandoffError(f"rank {rank} is not one of the {len(layout.hosts)} ranks of the layout")
     copies = replace(trace.copies, source=layout.numbers_of(trace.sources, trace.copies.source))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column, Copies, Table
-from hybrid_rl.resharding.pieces import spread
-from hybrid_rl.resharding.trace import DestinationSpec, Fills
+from hybrid_rl.resharding.copy_tables import MAX_DIMS, Column, Table
+from hybrid_rl.resharding.pieces import join_dims, spread
+from hybrid_rl.resharding.trace import DestinationSpec, Trace
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,13 @@ class _Writes(Table):
     strides: Column
 
 
-def check_tiling(
-    copies: Copies, fills: Fills, destinations: Sequence[DestinationSpec], untraced: Collection[str] = ()
-) -> None:
-    """Raise HandoffError unless each element of each destination is written exactly once, and nothing else.
+def check_tiling(trace: Trace) -> None:
+    """Raise HandoffError unless each element of each destination is written exactly once, and nothing else; and those
+    that are untraced, which are written in another way, not at all.
 
-    untraced: names of destinations that are written in another way, and must not be written here. Exact for any shapes
-    and strides (padded, fused, stacked and transposed destinations) and any order of the writes.
+    Exact for any shapes and strides (padded, fused, stacked and transposed destinations) and any order of the writes.
     """
+    copies, fills, destinations = trace.copies, trace.fills, trace.destinations
     writes = _Writes.join(
         [
             _ordered(copies.destination, copies.offset, copies.high - copies.low, copies.strides),
@@ -39,7 +38,7 @@ def check_tiling(
     )
     writes = writes.select(writes.shape.prod(axis=1) > 0)
     memory = _memory(destinations)
-    elsewhere = np.array([spec.name in untraced for spec in destinations], dtype=bool)
+    elsewhere = np.array([spec.name in trace.untraced for spec in destinations], dtype=bool)
     wrong = []
     for index in np.flatnonzero(~_is_row_of_runs(writes, memory) | elsewhere).tolist():
         rows = writes.select(np.flatnonzero(writes.destination == index))
@@ -61,13 +60,7 @@ def _ordered(destination: Column, offset: Column, shape: Column, strides: Column
     strides = np.where(shape == 1, 0, strides)
     order = np.argsort(-strides, axis=1, kind="stable")
     shape, strides = np.take_along_axis(shape, order, axis=1), np.take_along_axis(strides, order, axis=1)
-    for dim in reversed(range(shape.shape[1] - 1)):
-        joins = (strides[:, dim + 1] > 0) & (strides[:, dim] == strides[:, dim + 1] * shape[:, dim + 1])
-        rows = np.flatnonzero(joins)
-        shape[rows, dim + 1] *= shape[rows, dim]
-        for column, fill in ((shape, 1), (strides, 0)):
-            column[rows, dim:-1] = column[rows, dim + 1 :]
-            column[rows, -1] = fill
+    join_dims(shape, [strides])
     return _Writes(destination, offset, shape, strides)
 
 

@@ -37,7 +37,6 @@ from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout
 from hybrid_rl.vllm.adapter_slots import make_writer
 from hybrid_rl.vllm.arguments import engine_arguments
 from hybrid_rl.vllm.build_engine import (
@@ -103,7 +102,7 @@ class VLLMEngine(ColocatedEngine):
             decode=decode,
         )
         self._config, self._device = config, device
-        self._shapes = _shapes(WeightLayout.of(named_weights(module).items()))
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(module).items()}
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
         self.can_sleep = can_sleep = can_sleep_on(device) and not adopts
@@ -301,7 +300,9 @@ class VLLMEngine(ColocatedEngine):
         start = time.perf_counter()
         self._require_working()
         self.require_update(version)
-        if (theirs := _shapes(source.weight_layout())) != self._shapes:
+        # Dtypes may differ: a handoff casts.
+        theirs = {sharded.spec.name: sharded.spec.shape for sharded in source.layout().tensors}
+        if theirs != self._shapes:
             other = sorted(theirs.items() ^ self._shapes.items())
             raise HandoffError(
                 f"the trainer's weights are not those that the engine was built for, e.g. {other[0][0]} "
@@ -384,11 +385,6 @@ class VLLMEngine(ColocatedEngine):
             del self._llm
         LIVE.discard(self)
         gc.collect()
-
-
-def _shapes(layout: WeightLayout) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of weights by name. Dtypes may differ: a handoff casts."""
-    return {spec.name: spec.shape for spec in layout.tensors}
 
 
 def make_engine(setup: EngineSetup) -> VLLMEngine:

@@ -19,7 +19,7 @@ from hybrid_rl.resharding.copy_tables import Column, Pieces
 from hybrid_rl.resharding.execute import copy_pieces
 from hybrid_rl.resharding.folders import ElsewhereError, agreed
 from hybrid_rl.resharding.handoff.message import Message, dtype_code
-from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout, WeightLayout
+from hybrid_rl.resharding.layout import ShardedTensor, SourceLayout
 from hybrid_rl.resharding.rank_plan import Plan, RankShare
 from hybrid_rl.weights.boxes import local_tensor
 from hybrid_rl.weights.low_rank import LowRank
@@ -140,11 +140,6 @@ class Source(ABC):
     def close(self) -> None:
         """Release what was mapped or allocated; idempotent."""
         return
-
-    def weight_layout(self) -> WeightLayout:
-        """Return names, shapes and dtypes, ordered by name."""
-        specs = (sharded.spec for sharded in self.layout().tensors)
-        return WeightLayout(tuple(sorted(specs, key=lambda spec: spec.name)))
 
     def prepare(self, version: int) -> None:
         """Do what a participant must do before others may read. Raises HandoffError if it cannot."""

@@ -65,16 +65,16 @@ def write_version(
     *,
     rank: int = 0,
     gather: Gather = alone,
-    keep: int = 1,
     notes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the weights of a policy version, plain or sharded, by name; return its folder. Collective; each rank writes
     its own part.
 
     notes: anything else to tell the readers, of types that JSON has.
-    keep: how many versions stay, the new one and those below it; 0: all. One training run at a time writes to a folder,
-    and its versions rise: a version above the new one is left over from another run and is removed; the same version is
-    replaced. A reader of what is replaced or removed gets an error, never parts of both.
+
+    All other versions are removed, and the same one is replaced. One training run at a time writes to a folder, and its
+    versions rise: those above the new one are left over from another run. A reader of what is replaced or removed gets
+    an error, never parts of both.
 
     Raises HandoffError on every rank if one cannot write; the folder then holds what it held before.
     """
@@ -92,8 +92,7 @@ def write_version(
         specs = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sorted(tensors.items())}
         write_manifest(partial, files, version=version, tensors=specs, notes=dict(notes or {}))
         put_in_place(folder, partial, replaced)
-        kept = [there for there in _versions(root) if there <= version][-keep:]
-        for other in {*before} - {*kept}:
+        for other in {*before} - {version}:
             shutil.rmtree(version_folder(root, other), ignore_errors=True)
         if others := [there for there in before if there >= version]:
             told = "%s held policy versions %s of another run; version %d takes their place"

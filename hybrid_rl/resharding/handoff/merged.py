@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.copy_tables import Column, Copies
-from hybrid_rl.resharding.execute import CASTS, cast
+from hybrid_rl.resharding.execute import CASTS, cast, view_of
 from hybrid_rl.resharding.handoff.base import Source
 from hybrid_rl.resharding.layout import SourceLayout
 from hybrid_rl.resharding.trace import Trace
@@ -177,13 +176,9 @@ class Merge:
         """Write the boxes without the operator."""
         for i, (low, high) in enumerate(zip(self.low.tolist(), self.high.tolist(), strict=True)):
             shape = [end - begin for begin, end in zip(low, high, strict=True)]
-            base = _view(self.base, shape, self.base_strides[i], self.base_offset[i])
+            base = view_of(self.base, shape, self.base_strides[i], self.base_offset[i])
             values = cast(self.change.merged(base, tuple(map(slice, low, high))), self.target.dtype)
-            _view(self.target, shape, self.target_strides[i], self.target_offset[i]).copy_(values)
-
-
-def _view(tensor: Tensor, shape: list[int], strides: Column, offset: Any) -> Tensor:
-    return tensor.as_strided(shape, strides.tolist(), tensor.storage_offset() + int(offset))
+            view_of(self.target, shape, self.target_strides[i], self.target_offset[i]).copy_(values)
 
 
 def carry_out(merges: Sequence[Merge]) -> None:

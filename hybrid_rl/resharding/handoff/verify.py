@@ -53,14 +53,14 @@ class _Image(Table):
 class Verifier:
     """Comparison of engines with sources, parameter by parameter. Every participant has one.
 
-    trace: what this participant's engine takes; None if it has no engine. Destinations that a trace leaves out, such as
-    layers that an engine derives, are not compared.
+    trace: what this participant's engine takes. Destinations that it leaves out, such as layers that an engine derives,
+    are not compared.
     gather: over all participants. Making a verifier is collective.
 
     Raises HandoffError if a trace does not write every element once, or takes what the trainer does not have.
     """
 
-    def __init__(self, trace: Trace | None, layout: SourceLayout, *, gather: Gather = alone) -> None:
+    def __init__(self, trace: Trace, layout: SourceLayout, *, gather: Gather = alone) -> None:
         self._trace, self._layout, self._gather = trace, layout, gather
         self._names = [sharded.spec.name for sharded in layout.tensors]
         self._seeds = torch.tensor([name_seed(name) for name in self._names], dtype=torch.int64)
@@ -68,24 +68,21 @@ class Verifier:
         for number, sharded in enumerate(layout.tensors):
             shape[number, : sharded.check_dims()] = sharded.spec.shape
         self._strides = contiguous_strides(shape)  # of the global tensors
-        self._reading: HashedBoxes | None = None
-        own: _Image | None = None
-        if trace is not None:
-            self._reading, own = self._of_trace(trace)
-        digest = None if own is None else own.digest()
+        self._reading, own = self._of_trace(trace)
+        digest = own.digest()
         token = secrets.token_bytes(8)
         answers = gathered(gather, (layout.digest(), digest, token), "what engines hold")
         if len({theirs for theirs, _, _ in answers}) > 1:
             raise PeerError("participants verify different weights: the digests of their layouts differ")
         # The first participant of those with the same image sends its boxes to the others.
-        firsts = {theirs: who for _, theirs, who in reversed(answers) if theirs is not None}
-        told = gathered(gather, own if digest is not None and firsts[digest] == token else None, "what engines hold")
+        firsts = {theirs: who for _, theirs, who in reversed(answers)}
+        told = gathered(gather, own if firsts[digest] == token else None, "what engines hold")
         self.images = [image for image in told if image is not None]
         numbers = {image.digest(): number for number, image in enumerate(self.images)}
-        self._image_of = [None if theirs is None else numbers[theirs] for _, theirs, _ in answers]
+        self._image_of = [numbers[theirs] for _, theirs, _ in answers]
         self._boxes: dict[int, list[HashedBoxes]] = {}
 
-    def verify(self, source: Source, destinations: Sequence[Tensor] = (), *, version: int) -> float:
+    def verify(self, source: Source, destinations: Sequence[Tensor], *, version: int) -> float:
         """Prove that every engine holds the sources' present weights, and return the seconds. Collective.
 
         destinations: the tensors of this participant's engine, as in its trace. Raises HandoffError on every
@@ -100,7 +97,7 @@ class Verifier:
         self._compare(version, [sides for _, sides in answers])
         return time.perf_counter() - start
 
-    def _sides(self, source: Source, destinations: Sequence[Tensor]) -> tuple[Hashes, Hashes | None, list[str]]:
+    def _sides(self, source: Source, destinations: Sequence[Tensor]) -> tuple[Hashes, Hashes, list[str]]:
         """Return, by image and parameter, the contribution of the parts held here; by parameter, the hash of the engine
         here; and the names of the engine's tensors whose constants differ from those of its loader."""
         expected = np.zeros((len(self.images), len(self._names)), dtype=np.int64)
@@ -109,18 +106,14 @@ class Verifier:
                 self._boxes[rank] = [self._of_rank(rank, image) for image in self.images]
             for number, boxes in enumerate(self._boxes[rank]):
                 expected[number] += self._expected(rank, boxes, parts, source.changes)
-        if self._trace is None or self._reading is None:
-            return expected, None, []
         return expected, self._sums(self._reading, destinations), _wrong_constants(self._trace, destinations)
 
-    def _compare(self, version: int, sides: Sequence[tuple[Hashes, Hashes | None, list[str]]]) -> None:
+    def _compare(self, version: int, sides: Sequence[tuple[Hashes, Hashes, list[str]]]) -> None:
         expected = np.sum([part for part, _, _ in sides], axis=0)  # wraps around, as intended
         problems = []
         for number, (_, actual, constants) in enumerate(sides):
-            image = self._image_of[number]
-            wrong = list(constants)
-            if actual is not None and image is not None:
-                wrong += [self._names[i] for i in np.flatnonzero(actual != expected[image])]
+            differ = np.flatnonzero(actual != expected[self._image_of[number]])
+            wrong = [*constants, *(self._names[i] for i in differ)]
             if wrong:
                 more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
                 problems.append(f"that of participant {number} in {', '.join(wrong[:_LISTED])}{more}")
@@ -134,7 +127,7 @@ class Verifier:
 
     def _of_trace(self, trace: Trace) -> tuple[HashedBoxes, _Image]:
         """Return the boxes that the engine takes, in its memory, and their image."""
-        check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
+        check_tiling(trace)
         copies, parameter = trace.copies, self._layout.numbers_of(trace.sources, trace.copies.source)
         code = np.array([dtype_code(spec.dtype) for spec in trace.destinations], dtype=np.int64)[copies.destination]
         boxes = HashedBoxes(

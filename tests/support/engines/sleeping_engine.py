@@ -33,7 +33,7 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.layout import WeightLayout
+from hybrid_rl.resharding.layout import TensorSpec
 from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.resharding.tracer import trace_loader
 from hybrid_rl.weights.sources import named_weights
@@ -98,7 +98,8 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
         live = {name: tensor.detach() for name, tensor in tensors.items()}
         trace = trace_loader(load, views.views, views.tensors, live)
         self._traced = TracedWeights(trace, list(live.values()))
-        self._layout = WeightLayout.of(named_weights(trained.module).items())
+        named = sorted(named_weights(trained.module).items())
+        self._specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named]
         self._plans: dict[str, Plan] = {}
         self.weights_region.release()
         room = region_bytes(self._cache.layers, self.kv_cache_tokens)
@@ -114,15 +115,16 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
         """Write the weights of a policy version. Collective over all ranks."""
         start = perf_counter()
         self.require_update(version)
-        if source.weight_layout() != self._layout:
-            raise HandoffError(f"the trainer's weights are {source.weight_layout()}, the engine's {self._layout}")
+        theirs = [sharded.spec for sharded in source.layout().tensors]
+        if theirs != self._specs:
+            raise HandoffError(f"the trainer's weights are {theirs}, the engine's {self._specs}")
         self._begin_rollout()
         self.policy_version = -1
         with source.opened(version):
             delivered = source.deliver(self._plan(source), self._traced.destinations)
         self.policy_version = version
         seconds = perf_counter() - start
-        return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._layout.tensors), seconds=seconds)
+        return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._specs), seconds=seconds)
 
     def _plan(self, source: Source) -> Plan:
         layout = source.layout()

@@ -9,23 +9,21 @@ import torch
 
 from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.merged import Merge, carry_out, check_changes, full_merged, merge
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.weights.low_rank import LowRank
 from tests.unit.resharding.boxes import FLOATS, LAYOUTS, boxes_of, contents
 from tests.unit.resharding.handoff.parts import (
+    Rig,
     Row,
     empty_engine,
     engine_trace,
     expected,
     globals_of,
     is_equal,
-    layout_of,
     plan_of,
     run_threads,
-    shards_of,
     trace_of,
 )
 
@@ -66,27 +64,9 @@ def merged_globals(tensors, changes):
     return {name: one_by_one(changes[name], t) if name in changes else t for name, t in tensors.items()}
 
 
-class Rig:
-    """One rank of a trainer with adapters, and its engine."""
-
-    def __init__(self, rank, gather, *, num_ranks, num_parts, dtype):
-        tensors = globals_of()
-        layout = layout_of(tensors, num_ranks)
-        self.shards = shards_of(layout, tensors, rank)
-        self.source = IpcSource.connect(layout, IpcExport(layout, rank, self.shards), gather)
-        self.source.changes = changes_of(tensors, dtype)
-        self.trace = engine_trace(tensors, rank % num_parts, num_parts, dtype)
-        self.engine = empty_engine(self.trace)
-        self.plan = plan_of(self.trace, layout, rank)
-        self.verifier = Verifier(self.trace, layout, gather=gather)
-
-    def hand_over(self, version):
-        with self.source.opened(version):
-            self.source.deliver(self.plan, self.engine)
-            merge(self.trace, self.engine, self.source.changes)
-
-    def verify(self, version):
-        self.verifier.verify(self.source, self.engine, version=version)
+def rig_of(rank, gather, *, dtype, **shape):
+    """With adapters."""
+    return Rig(rank, gather, dtype=dtype, changes=changes_of(globals_of(), dtype), **shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,7 +75,7 @@ def test_every_part_of_every_engine_has_the_bits_of_the_whole(num_ranks, num_par
     """fp32 shards, and engines in the dtype that the trainer computes in."""
 
     def work(rank, gather, leave):
-        rig = Rig(rank, gather, num_ranks=num_ranks, num_parts=num_parts, dtype=dtype)
+        rig = rig_of(rank, gather, num_ranks=num_ranks, num_parts=num_parts, dtype=dtype)
         rig.hand_over(1)
         rig.verify(1)
         return rig.engine
@@ -173,7 +153,7 @@ def test_what_is_wrong_with_merged_weights_is_found(slip):
     edit, names = SLIPS[slip]
 
     def work(rank, gather, leave):
-        rig = Rig(rank, gather, num_ranks=2, num_parts=2, dtype=torch.float32)
+        rig = rig_of(rank, gather, num_ranks=2, num_parts=2, dtype=torch.float32)
         rig.hand_over(1)
         if names != "k" and names != "out":  # the next step's adapters, which differ by as little as a step can
             rig.source.changes = {

@@ -10,49 +10,22 @@ import torch
 
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.resharding.handoff.base import PeerError
-from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.resharding.trace import Fills
 from tests.support.inside.workers import reading_of
 from tests.unit.resharding.handoff.parts import (
+    Rig,
     Row,
     empty_engine,
     engine_trace,
     globals_of,
-    layout_of,
     plan_of,
     run_threads,
-    shards_of,
     trace_of,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-class Rig:
-    """One rank of the trainer with its engine."""
-
-    def __init__(self, rank, gather, *, num_ranks, num_parts, dtype=torch.float32, replicas=1):
-        tensors = globals_of()
-        layout = layout_of(tensors, num_ranks, replicas=replicas)
-        self.shards = shards_of(layout, tensors, rank)
-        self.source = IpcSource.connect(layout, IpcExport(layout, rank, self.shards), gather)
-        self.trace = engine_trace(tensors, rank % num_parts, num_parts, dtype)
-        self.engine = empty_engine(self.trace)
-        self.plan = plan_of(self.trace, layout, rank)
-        self.verifier = Verifier(self.trace, layout, gather=gather)
-
-    def hand_over(self, version, plan=None):
-        with self.source.opened(version):
-            self.source.deliver(plan or self.plan, self.engine)
-
-    def verify(self, version=1):
-        return self.verifier.verify(self.source, self.engine, version=version)
-
-    def of(self, name):
-        names = [spec.name for spec in self.trace.destinations]
-        return self.engine[names.index(name)]
 
 
 def outcomes(work, num_ranks=2):
@@ -92,7 +65,7 @@ def test_one_flipped_bit_is_found_on_every_rank(dtype, num_parts):
         rig.hand_over(1)
         rig.verify()
         if rank == 1:
-            rig.of("qk").view(torch.uint8)[-1, 0] ^= 1  # the last row is one of k
+            rig.engine[0].view(torch.uint8)[-1, 0] ^= 1  # the last row of q and k is one of k
         rig.verify()
 
     for message in outcomes(work):
@@ -188,14 +161,11 @@ def test_what_is_left_out_of_the_trace_is_not_compared():
     assert bool((engine[1] == 77).all())
 
 
-def test_a_trace_that_is_not_complete_is_refused():
+def test_a_trace_that_is_not_complete_or_of_another_model_is_refused():
     tensors = {"a": torch.randn(4, 3)}
     trace = trace_of(tensors, {"a": (4, 3)}, [Row("a", (0, 0), (3, 3), "a", (0, 0))], torch.float32)
     with pytest.raises(HandoffError, match=r"a \[4, 3\]"):
         Verifier(trace, TensorSource(tensors).layout())
-
-
-def test_an_engine_of_another_model_is_refused():
     tensors = globals_of()
     trace = engine_trace(tensors, 0, 1, torch.float32)
     del tensors["out"]

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from hybrid_rl.extras.plan.traffic import fsdp_layout
 from hybrid_rl.resharding.copy_tables import MAX_DIMS, Copies
+from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
+from hybrid_rl.resharding.handoff.merged import merge
+from hybrid_rl.resharding.handoff.verify import Verifier
 from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
 from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.resharding.trace import DestinationSpec, Fills, Trace
+from hybrid_rl.weights.low_rank import LowRank
 from tests.unit.resharding.cells import cell_of
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -148,6 +152,49 @@ def is_equal(destinations: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 def plan_of(trace: Trace, layout: SourceLayout, rank: int, bucket_bytes: int = 64) -> Plan:
     """Of small buckets, so that there are several."""
     return make_plan(trace, layout, rank, bucket_bytes=bucket_bytes)
+
+
+def check_versions(results: Sequence[Any], num_parts: int, dtype: torch.dtype) -> None:
+    """Each engine, by rank, got its part of every version, whose weights are 1.5 times those before."""
+    for rank, versions in enumerate(results):
+        assert not isinstance(versions, Exception), versions
+        scaled = globals_of()
+        for engine in versions:
+            scaled = {name: tensor * 1.5 for name, tensor in scaled.items()}
+            assert is_equal(engine, expected(scaled, rank % num_parts, num_parts, dtype))
+
+
+class Rig:
+    """One rank of a trainer, whose shards others read in place, and its engine, one of `num_parts` of a replica."""
+
+    def __init__(
+        self,
+        rank: int,
+        gather: Callable[[Any], list[Any]],
+        *,
+        num_ranks: int,
+        num_parts: int,
+        dtype: torch.dtype = torch.float32,
+        replicas: int = 1,
+        changes: Mapping[str, LowRank] | None = None,
+    ) -> None:
+        tensors = globals_of()
+        layout = layout_of(tensors, num_ranks, replicas=replicas)
+        self.shards = shards_of(layout, tensors, rank)
+        self.source = IpcSource.connect(layout, IpcExport(layout, rank, self.shards), gather)
+        self.source.changes = changes or {}
+        self.trace = engine_trace(tensors, rank % num_parts, num_parts, dtype)
+        self.engine = empty_engine(self.trace)
+        self.plan = plan_of(self.trace, layout, rank)
+        self.verifier = Verifier(self.trace, layout, gather=gather)
+
+    def hand_over(self, version: int, plan: Plan | None = None) -> None:
+        with self.source.opened(version):
+            self.source.deliver(plan or self.plan, self.engine)
+            merge(self.trace, self.engine, self.source.changes)
+
+    def verify(self, version: int = 1) -> None:
+        self.verifier.verify(self.source, self.engine, version=version)
 
 
 class Room:

@@ -26,12 +26,6 @@ from tests.unit.resharding.handoff.parts import (
 )
 
 
-def damage(path, at=-1):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(bytes(data))
-
-
 def read(root, version, num_parts=1, dtype=torch.float32):
     """What the ranks of an engine get."""
     engines = []
@@ -61,12 +55,6 @@ def test_an_engine_gets_its_part_of_the_newest_version(tmp_path, num_parts, dtyp
         assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_as_many_versions_stay_as_were_asked_for(tmp_path):
-    for version in range(4):
-        write_version(tmp_path, version, globals_of(), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-00000002", "version-00000003"]
-
-
 def test_whole_tensors_are_read_too(tmp_path):
     tensors = globals_of()
     write_version(tmp_path, 1, tensors)
@@ -76,33 +64,13 @@ def test_whole_tensors_are_read_too(tmp_path):
         source.full("absent")
 
 
-@pytest.mark.parametrize("at", [-1, 100], ids=["data", "header"])
-def test_a_damaged_file_is_refused(tmp_path, at):
-    folder = write_version(tmp_path, 1, globals_of())
-    damage(next(folder.glob("*.safetensors")), at)
-    with pytest.raises(HandoffError, match="is damaged: its content is not what was written; write the version again"):
-        DiskSource(tmp_path, 1)
-
-
-def test_a_torn_file_is_refused(tmp_path):
-    folder = write_version(tmp_path, 1, globals_of())
-    path = next(folder.glob("*.safetensors"))
-    size = path.stat().st_size
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(HandoffError, match=f"it has {size - 4} bytes, but {size} were written"):
-        DiskSource(tmp_path, 1)
-    path.unlink()
-    with pytest.raises(HandoffError, match="safetensors is damaged: it is missing"):
-        DiskSource(tmp_path, 1)
-
-
 def test_a_version_without_its_manifest_is_not_there(tmp_path):
     folder = write_version(tmp_path, 7, globals_of())
     (folder / MANIFEST_FILE).unlink()
     with pytest.raises(HandoffError, match=r"does not hold policy version 7; it holds \[7\]"):
         DiskSource(tmp_path, 7)
     (folder / MANIFEST_FILE).write_text("{")
-    with pytest.raises(HandoffError, match="manifest.json is damaged"):
+    with pytest.raises(HandoffError, match="manifest.json is damaged.*; write the version again"):
         DiskSource(tmp_path, 7)
 
 
@@ -128,18 +96,17 @@ def test_a_part_that_no_file_has_is_noticed(tmp_path):
         DiskSource(tmp_path, 1)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 2])
-def test_what_another_run_left_makes_room_for_a_new_one(tmp_path, keep, caplog):
+def test_what_another_run_left_makes_room_for_a_new_one(tmp_path, caplog):
     """Left over: 3, 4 and 9 of runs that went further. The new run begins at 3."""
     new = {name: tensor + 1 for name, tensor in globals_of().items()}
-    for version in (2, 3, 4, 9):
-        write_version(tmp_path, version, globals_of(), keep=0)
+    folder = write_version(tmp_path, 2, globals_of())
+    for version in (3, 4, 9):
+        shutil.copytree(folder, version_folder(tmp_path, version))
     assert not caplog.records
     for version in (3, 4):
-        write_version(tmp_path, version, new, keep=keep)
+        write_version(tmp_path, version, new)
         assert is_equal(read(tmp_path, version)[0], expected(new, 0, 1, torch.float32))
-    stay = {0: [2, 3, 4], 1: [4], 2: [3, 4]}[keep]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [version_folder(tmp_path, v).name for v in stay]
+        assert [path.name for path in tmp_path.iterdir()] == [version_folder(tmp_path, version).name]
     assert [r.message for r in caplog.records] == [
         f"{tmp_path} held policy versions [3, 4, 9] of another run; version 3 takes their place"
     ]
@@ -230,7 +197,10 @@ def test_what_a_killed_writer_left_is_no_version_and_goes_with_the_next(tmp_path
 
 def test_readers_share_the_hashing_and_all_hear_of_damage(tmp_path):
     folder = write_version(tmp_path, 1, globals_of())
-    damage(next(folder.glob("*.safetensors")))
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
 
     def work(rank, gather, leave):
         return DiskSource(tmp_path, 1, reader=rank, num_readers=2, gather=gather)

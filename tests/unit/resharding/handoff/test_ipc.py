@@ -6,7 +6,6 @@ import errno
 import gc
 import mmap
 import os
-import pickle
 import threading
 from pathlib import Path
 
@@ -15,12 +14,11 @@ import pytest
 import torch
 
 from hybrid_rl.errors import HandoffError
-from hybrid_rl.extras.plan.traffic import fsdp_layout
 from hybrid_rl.memory.region import Region
 from hybrid_rl.resharding.handoff.base import PeerError
 from hybrid_rl.resharding.handoff.ipc import IpcExport, IpcSource
-from hybrid_rl.resharding.layout import TensorSpec
 from tests.unit.resharding.handoff.parts import (
+    check_versions,
     empty_engine,
     engine_trace,
     expected,
@@ -72,12 +70,7 @@ def test_every_engine_gets_its_part_of_every_version(num_ranks, num_parts, dtype
         source.close()
         return found
 
-    for rank, versions in enumerate(run_threads(work, num_ranks)):
-        assert not isinstance(versions, Exception), versions
-        scaled = dict(tensors)
-        for engine in versions:
-            scaled = {name: tensor * 1.5 for name, tensor in scaled.items()}
-            assert is_equal(engine, expected(scaled, rank % num_parts, num_parts, dtype))
+    check_versions(run_threads(work, num_ranks), num_parts, dtype)
 
 
 def test_what_lies_in_no_region_is_copied_before_every_handoff():
@@ -238,19 +231,3 @@ def test_nothing_is_left_open_or_mapped():
     for _ in range(3):
         once()
         assert count() == before  # nothing waits for the garbage collector
-
-
-def test_descriptions_travel_as_plain_pickles():
-    tensors = globals_of()
-    layout = fsdp_layout([TensorSpec("q", (8, 6), torch.float32)], 1)
-    region, mine = in_region({"q": tensors["q"]})
-    exported = IpcExport(layout, 0, mine, [region]).exported
-    again = pickle.loads(pickle.dumps(exported))
-    assert again == exported
-    assert torch.equal(IpcSource(layout, [again]).full("q"), tensors["q"])
-
-
-def test_the_number_of_exports_must_be_that_of_the_ranks():
-    layout = layout_of(globals_of(), 2)
-    with pytest.raises(HandoffError, match="1 ranks exported shards, but the layout has 2"):
-        IpcSource(layout, [None])

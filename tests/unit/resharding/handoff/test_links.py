@@ -63,7 +63,7 @@ def sent(monkeypatch):
     return Sent
 
 
-def handed_over(node, *, num_parts=1, num_handoffs=1, hosts=None, dtype=torch.bfloat16, explicit=False):
+def handed_over(node, *, num_parts=1, num_handoffs=1, hosts=None):
     """Every rank's shards on its own GPU, to an engine there; the engines, sources and reports by rank."""
     tensors = globals_of()
     num_ranks = len(node.own)
@@ -72,11 +72,8 @@ def handed_over(node, *, num_parts=1, num_handoffs=1, hosts=None, dtype=torch.bf
     def work(rank, gather, leave):
         device = node.enter(rank)
         shards = {n: on_gpu(t, device.index) for n, t in shards_of(layout, tensors, rank).items()}
-        if explicit:
-            source = IpcSource.connect(layout, IpcExport(layout, rank, shards), gather, device)
-        else:
-            source = connect(layout, rank, shards, device=device, gather=gather)
-        trace = engine_trace(tensors, rank % num_parts, num_parts, dtype)
+        source = connect(layout, rank, shards, device=device, gather=gather)
+        trace = engine_trace(tensors, rank % num_parts, num_parts, torch.bfloat16)
         plan = make_plan(trace, layout, rank, bucket_bytes=64)
         engine = [on_gpu(t, device.index) for t in empty_engine(trace)]
         for version in range(1, num_handoffs + 1):
@@ -96,7 +93,7 @@ def handed_over(node, *, num_parts=1, num_handoffs=1, hosts=None, dtype=torch.bf
     for _ in range(min(3, num_handoffs)):
         scaled = {name: tensor * 1.5 for name, tensor in scaled.items()}
     for rank, (engine, *_) in enumerate(results):
-        assert is_equal([plain(t) for t in engine], expected(scaled, rank % num_parts, num_parts, dtype))
+        assert is_equal([plain(t) for t in engine], expected(scaled, rank % num_parts, num_parts, torch.bfloat16))
     return results
 
 
