@@ -18,7 +18,7 @@ class Worker:
     @dispatch()
     def plain(self) -> None: ...
 
-    @dispatch(needs=frozenset())
+    @dispatch(needs=frozenset(), objects=True)
     def without_memory(self) -> None: ...
 
     def undeclared(self) -> None: ...
@@ -32,17 +32,11 @@ class Child(Worker):
         return 42
 
 
-def test_what_was_declared() -> None:
+def test_what_was_declared_and_the_method_stays_itself() -> None:
+    """Objects stay where they are unless asked for; needing nothing is not leaving memory alone."""
     assert dispatch_of(Worker.declared) == Dispatch("groups", "concat", frozenset({"actor", "kv_cache"}))
-    assert dispatch_of(Worker.plain) == Dispatch("replicate", "leader", None)
-
-
-def test_needing_nothing_is_not_leaving_memory_alone() -> None:
-    assert dispatch_of(Worker.without_memory).needs == frozenset()
-    assert dispatch_of(Worker.plain).needs is None
-
-
-def test_the_method_stays_itself() -> None:
+    assert dispatch_of(Worker.plain) == Dispatch("replicate", "leader", None, objects=False)
+    assert dispatch_of(Worker.without_memory) == Dispatch(needs=frozenset(), objects=True)
     assert Worker().declared() == 41 and Worker.declared.__doc__ == "Its own docstring."
 
 
@@ -64,10 +58,3 @@ def test_ways_that_do_not_exist() -> None:
         dispatch(split="samples")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"collect='sum': use .*\('concat', 'leader', 'all'\)"):
         dispatch(collect="sum")  # type: ignore[arg-type]
-
-
-def test_objects_stay_where_they_are_unless_asked_for() -> None:
-    @dispatch(objects=True)
-    def method() -> None: ...
-
-    assert method.__dispatch__.objects and not dispatch_of(Worker.plain).objects

@@ -116,20 +116,16 @@ def test_the_worker_learns_that_it_is_alone() -> None:
     backend.close()
 
 
-def test_a_note_says_what_the_driver_was_doing(group: OpenGroup) -> None:
-    group.label = "training step 3"
-    with pytest.raises(ValueError) as caught:
-        group.failing(ValueError())
-    assert caught.value.__notes__ == ["in policy.failing() on rank 0 of 1, training step 3"]
-
-
 def test_an_exception_comes_as_it_is_with_a_note(group: OpenGroup) -> None:
+    """The note says what the driver was doing."""
     error = ValueError("bad batch")
+    group.label = "training step 3"
     with pytest.raises(ValueError) as caught:
         group.failing(error)
     assert caught.value is error and str(error) == "bad batch"
-    assert error.__notes__ == ["in policy.failing() on rank 0 of 1"]
+    assert error.__notes__ == ["in policy.failing() on rank 0 of 1, training step 3"]
     assert any(entry.name == "failing" for entry in caught.traceback)
+    assert group.free() == "answer", "the group works on"
 
 
 def test_a_lease_that_fails_is_noted_as_well(group: OpenGroup) -> None:
@@ -138,23 +134,11 @@ def test_a_lease_that_fails_is_noted_as_well(group: OpenGroup) -> None:
     assert caught.value.__notes__ == ["in policy.unleasable() on rank 0 of 1"]
 
 
-def test_the_group_works_on_after_an_exception(group: OpenGroup) -> None:
-    with pytest.raises(ValueError):
-        group.failing(ValueError())
-    assert group.free() == "answer"
-
-
-def test_close_is_done_once(group: OpenGroup, worker: Worker) -> None:
-    for _ in range(3):
-        group.close()
-    assert worker.log == ["closed"]
-    with pytest.raises(RuntimeError, match="the policy workers are closed; make a new Trainer"):
-        group.free()
-
-
-def test_a_close_that_fails_is_not_repeated(group: OpenGroup, worker: Worker) -> None:
+def test_close_is_done_once_even_if_it_fails(group: OpenGroup, worker: Worker) -> None:
     worker.close_error = OSError("device lost")
     with pytest.raises(OSError):
         group.close()
     group.close()
     assert worker.log == ["closed"]
+    with pytest.raises(RuntimeError, match="the policy workers are closed; make a new Trainer"):
+        group.free()

@@ -46,13 +46,10 @@ def test_neighbours_are_near_each_other_in_any_order_of_arrival() -> None:
         assert rank_order(shuffled) == expected
 
 
-def test_threads_share_the_cores() -> None:
+def test_threads_share_the_cores_and_variables_of_the_user_win() -> None:
     assert rank_environment(RayOptions(), 8, 3)["OMP_NUM_THREADS"] == "2"
     assert rank_environment(RayOptions(), 2, 4)["MKL_NUM_THREADS"] == "1"
     assert rank_environment(RayOptions(threads_per_rank=5), 2, 4)["OMP_NUM_THREADS"] == "5"
-
-
-def test_variables() -> None:
     env = rank_environment(RayOptions(env_vars={"TOKENIZERS_PARALLELISM": "true", "MINE": "1"}), 1, 1)
     assert env["TOKENIZERS_PARALLELISM"] == "true" and env["MINE"] == "1"
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,16 +18,18 @@ from hybrid_rl.controller import RankContext, RankMesh, dispatch
 from hybrid_rl.controller.exchange import Splitter
 from hybrid_rl.controller.placement import RayOptions
 from hybrid_rl.controller.remote import RemoteBackend
-from hybrid_rl.errors import WorkerError
+from hybrid_rl.errors import ConfigError, WorkerError
 from tests.support.groups import OpenGroup
 
 
 class Worker:
     def __init__(self, context: RankContext) -> None:
         self.rank = context.rank
+        self.leased: list[list[str]] = []
 
     @contextmanager
     def lease(self, tags: frozenset[str]) -> Iterator[None]:
+        self.leased.append(sorted(tags))
         yield
 
     def close(self) -> None: ...
@@ -51,6 +54,14 @@ class Worker:
     def leader(self) -> int:
         return self.rank
 
+    @dispatch(collect="all", needs=frozenset({"actor", "kv_cache"}))
+    def leasing(self) -> list[list[str]]:
+        return self.leased
+
+    @dispatch()
+    def lock(self) -> Any:
+        return threading.Lock()
+
 
 def rows(ids: list[int]) -> Batch:
     """Sample i: group i // 3, a jagged row of i % 4 values i."""
@@ -70,11 +81,13 @@ def whole_groups(batch: Batch | BatchRef, num_parts: int) -> list[torch.Tensor]:
     return [torch.tensor([i for g in found[p::num_parts] for i in g], dtype=torch.int64) for p in range(num_parts)]
 
 
-def make(shape: dict[str, int], splitter: Splitter = whole_groups) -> tuple[OpenGroup, InProcessRanks]:
+def make(
+    shape: dict[str, int], splitter: Splitter = whole_groups, make_worker: Any = Worker
+) -> tuple[OpenGroup, InProcessRanks]:
     ranks = InProcessRanks()
     backend = RemoteBackend(
         "policy",
-        Worker,
+        make_worker,
         mesh=RankMesh(**shape),
         splitter=splitter,
         ranks=ranks,
@@ -134,6 +147,23 @@ def test_answers() -> None:
     large = "x" * 200_000
     assert [value == large for _, value in group.everyone(large)] == [True] * 4
     assert [len(block) > 200_000 for block in ranks.blocks.values()] == [True], "what all get is stored once"
+
+
+def test_methods_lease_what_they_need() -> None:
+    group, _ = make({"dp_shard": 2})
+    group.leader()
+    assert group.leasing() == [[["actor", "kv_cache"]]] * 2
+
+
+def test_what_cannot_travel_is_named() -> None:
+    group, _ = make({"dp_shard": 2})
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"the arguments of everyone\(\)\[0\]\['guard'\]: a lock cannot be sent"):
+        group.everyone({"guard": lock, "other": 1})
+    with pytest.raises(ConfigError, match=r"the answer of lock\(\): a lock cannot be sent to another process"):
+        group.lock()
+    with pytest.raises(ConfigError, match=r"make_worker \(function <lambda>\) -> lock: a lock cannot be sent"):
+        make({"dp_shard": 2}, make_worker=lambda context: (lock, Worker(context))[1])
 
 
 def test_the_driver_moves_the_same_bytes_for_any_length() -> None:
