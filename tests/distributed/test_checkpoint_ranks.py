@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -21,6 +20,7 @@ from hybrid_rl.checkpoint.writing import begin_checkpoint, write_checkpoint
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.weights.boxes import local_box, local_tensor
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import gather
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +54,6 @@ def check(state: dict[str, Any]) -> None:
         for name, tensor in state[kind].items():
             assert torch.equal(local_tensor(tensor), values(kind, name)[local_box(tensor)]), (kind, name)
     assert state["schedule"] == {"last_epoch": 7} and all(step == 7 for step in state["step"].values())
-
-
-def gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def read_and_write(rank: int, num_ranks: int, root: Path, earlier: list[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.controller import RankContext, RankMesh
+from hybrid_rl.controller import RankContext
 from hybrid_rl.metrics.metric_sums import MetricSums, joined
 from hybrid_rl.models.heads.value_head import value_model_of
 from hybrid_rl.models.model_loading import DTYPES
@@ -24,6 +24,7 @@ from hybrid_rl.training.critic import Critic
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.weights.sources import ObjectSource
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import context_of, gather
 from tests.reference import grpo_case
 from tests.support.float64 import KeepFloat64
 from tests.unit.training.critic_case import RecordedGradients, config_of, critic_batch, policy_with_head
@@ -37,12 +38,6 @@ PLANS: tuple[Plan, ...] = ([[[0, 1, 2, 3], [9, 8], [4]], [[5, 6, 10, 7]]], [[[1,
 WHOLE: Plan = [[[0, 12, 9, 1], [2, 3, 4], [8, 13, 11]], [[15, 5], [10, 7, 6, 14]]]
 NUM_STEPS = 3
 OPTIONS = ValueHeadConfig(critic_learning_rate=1e-3)
-
-
-def gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def exact_config() -> TrainerConfig:
@@ -83,8 +78,7 @@ def on_ranks(rank: int, num_ranks: int, root: Path, policy: ModelRecipe) -> dict
 
 
 def on_mesh(rank: int, num_ranks: int, root: Path, policy: ModelRecipe, dp_replicate: int) -> dict[str, Any]:
-    mesh = RankMesh(dp_replicate=dp_replicate, dp_shard=num_ranks // dp_replicate)
-    context = RankContext(rank=rank, mesh=mesh, device=torch.device("cpu"), gather=gather)
+    context = context_of(rank, num_ranks, dp_replicate)
     recipe = ModelRecipe.of_folder(str(root / "critic"))
     critic = make_critic(context, recipe)
     values, metrics, gradients = run(critic, ROWS[rank], PLANS[rank])
@@ -103,7 +97,7 @@ def on_mesh(rank: int, num_ranks: int, root: Path, policy: ModelRecipe, dp_repli
 
 def bf16_on_ranks(rank: int, num_ranks: int, root: Path) -> tuple[torch.dtype, bool, bool]:
     """fp32 shards computed with in bfloat16: its dtype; whether its weights were saved rounded; whether it resumes."""
-    context = RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), device=torch.device("cpu"), gather=gather)
+    context = context_of(rank, num_ranks)
     recipe = ModelRecipe.of_folder(str(root / "critic"))
     config = config_of(dtype="bfloat16")
     critic, again = (Critic(recipe, config, context, num_optimizer_steps=20, options=OPTIONS) for _ in range(2))

@@ -9,8 +9,9 @@ import torch
 
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import ShardOptions, accumulating, shard
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import sharded
 from tests.unit.models.families import FAMILIES, VISION, build, build_vision
 
 LENGTHS = {0: [9, 1, 5], 1: [4, 12]}
@@ -35,9 +36,8 @@ def backward(model: CausalLM, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on_ranks(rank: int, num_ranks: int, name: str) -> dict[str, Any]:
-    options = ShardOptions(1, num_ranks, torch.float32)
     module = module_of(name)
-    model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
+    model = sharded(module)
     gap = model.verify()
     with accumulating(model, is_last=True):
         outputs = backward(model, rank)

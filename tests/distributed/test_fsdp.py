@@ -11,9 +11,10 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.training.batch_plan import micro_batch
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.scoring import batch_logprobs
-from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import accumulating
 from hybrid_rl.training.spec import Counts, LossSpec
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import sharded
 from tests.reference import grpo_case
 from tests.support.float64 import KeepFloat64
 from tests.unit.training.grpo_step import case_batch, case_config, terms_of, with_advantages
@@ -78,14 +79,12 @@ CASES: dict[int, dict[str, Case]] = {  # by the number of ranks
 
 def gradients_on_ranks(rank: int, num_ranks: int) -> dict[str, tuple[float, dict[str, torch.Tensor], float]]:
     """By case: this rank's part of the loss, the gradients put together from the shards, what `verify` found."""
-    return {name: _gradients(rank, num_ranks, case) for name, case in CASES[num_ranks].items()}
+    return {name: _gradients(rank, case) for name, case in CASES[num_ranks].items()}
 
 
-def _gradients(rank: int, num_ranks: int, case: Case) -> tuple[float, dict[str, torch.Tensor], float]:
-    axes = {"dp_replicate": 1, "dp_shard": num_ranks}
-    options = ShardOptions(**{**axes, "param_dtype": case.dtype, "reduce_dtype": case.dtype, **case.settings})
+def _gradients(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], float]:
     module = grpo_case.build_model(case.dtype)
-    model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
+    model = sharded(module, case.dtype, reduce_dtype=case.dtype, **case.settings)
     gap = model.verify()
     if case.checkpointing:
         model.enable_gradient_checkpointing()
@@ -120,10 +119,9 @@ def test_gradient_of_the_grpo_step_is_that_of_one_process(num_ranks: int) -> Non
 
 def bf16_on_ranks(rank: int, num_ranks: int) -> dict[str, Any]:
     """fp32 shards computed with in bfloat16."""
-    options = ShardOptions(1, num_ranks, torch.bfloat16)
     module = grpo_case.build_model(torch.bfloat16)
     stored = {name: p.detach().float() for name, p in module.named_parameters()}
-    model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options), "sdpa")
+    model = sharded(module, torch.bfloat16, "sdpa")
     grpo_backward(model, EVEN[rank])
     with model.twin.bound():
         twin_dtypes = {p.dtype for p in model.twin.module.parameters()}

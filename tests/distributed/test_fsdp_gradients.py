@@ -12,8 +12,9 @@ from hybrid_rl.compat import torch_fsdp as fsdp2
 from hybrid_rl.config import FSDPConfig, TrainerConfig, resolve
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.training.sharding.build import shard_options
-from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, accumulating
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import sharded
 from tests.distributed.test_fsdp import THREE, UNEVEN, grpo_backward, plain_gradients
 from tests.reference import grpo_case
 from tests.support.libraries.torch_names import FakeStore
@@ -23,9 +24,8 @@ pytestmark = pytest.mark.slow
 NUM_RANKS = 8
 
 
-def model_of(options: ShardOptions) -> ShardedCausalLM:
-    module = grpo_case.build_model(options.param_dtype)
-    return ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options), "sdpa")
+def model_of(dtype: torch.dtype, **settings: Any) -> ShardedCausalLM:
+    return sharded(grpo_case.build_model(dtype), dtype, "sdpa", **settings)
 
 
 def held_bytes(model: ShardedCausalLM) -> dict[str, int]:
@@ -48,7 +48,7 @@ def bytes_on_a_rank(rank: int, num_ranks: int, world_size: int) -> dict[str, Any
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     seen: dict[str, Any] = {}
     for sync in (False, True):
-        model = model_of(ShardOptions(1, world_size, torch.bfloat16, sync_every_micro_batch=sync))
+        model = model_of(torch.bfloat16, sync_every_micro_batch=sync)
         tokens = torch.arange(12)
         seen[sync] = []
         for index in range(3):
@@ -81,10 +81,8 @@ def both_ways_on_ranks(rank: int, num_ranks: int) -> dict[str, dict[str, dict[bo
         for replicas in (1, num_ranks) if num_ranks > 1 else (1,):
             both = {}
             for sync in (False, True):
-                options = ShardOptions(
-                    replicas, num_ranks // replicas, dtype, reduce_dtype, sync_every_micro_batch=sync
-                )
-                model = model_of(options)
+                axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas}
+                model = model_of(dtype, reduce_dtype=reduce_dtype, sync_every_micro_batch=sync, **axes)
                 grpo_backward(model, split)
                 both[sync] = {name: p.grad.full_tensor() for name, p in model.module.named_parameters()}
             seen[f"{dtype}, {reduce_dtype}, {replicas}"] = both

@@ -11,7 +11,7 @@ import torch
 
 from hybrid_rl.checkpoint.writing import write_checkpoint
 from hybrid_rl.config.lora_keys import LoraKeys
-from hybrid_rl.controller import RankContext, RankMesh
+from hybrid_rl.controller import RankContext
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.critic import Critic
@@ -19,7 +19,8 @@ from hybrid_rl.training.sharding.build import build_model
 from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, move_to_region, shard
 from hybrid_rl.weights.sources import ObjectSource
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_critic import OPTIONS, PLANS, ROWS, WHOLE, compare, exact_config, gather, whole_weights
+from tests.distributed.shards import context_of, gather, sharded
+from tests.distributed.test_critic import OPTIONS, PLANS, ROWS, WHOLE, compare, exact_config, whole_weights
 from tests.distributed.test_fsdp import UNEVEN, WITHOUT_WORK
 from tests.reference import grpo_case
 from tests.support.float64 import KeepFloat64
@@ -59,17 +60,16 @@ CASES = {
 
 
 def on_a_rank(rank: int, num_ranks: int, olds: dict[str, Any], root: Path, policy: ModelRecipe) -> dict[str, Any]:
-    found: dict[str, Any] = {name: _one(rank, num_ranks, CASES[name], old) for name, old in olds.items()}
+    found: dict[str, Any] = {name: _one(rank, CASES[name], old) for name, old in olds.items()}
     found["bfloat16"] = _in_bfloat16(rank, num_ranks, olds["fp32"])
     found["fresh"] = fresh(policy, context_of(rank, num_ranks))
     found["critic"] = _critic(rank, num_ranks, root, policy)
     return found
 
 
-def _one(rank: int, num_ranks: int, case: Case, old: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    options = ShardOptions(**{"dp_replicate": 1, "dp_shard": num_ranks, **case.settings}, param_dtype=case.dtype)
+def _one(rank: int, case: Case, old: Any) -> tuple[float, dict[str, torch.Tensor]]:
     module = adapted(case.family, case.keys, case.dtype)
-    model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options), "sdpa")
+    model = sharded(module, case.dtype, "sdpa", **case.settings)
     if case.checkpointing:
         model.enable_gradient_checkpointing()
     loss = step(model, config_of(case.keys, **case.config), recorded(old), case.split[rank])
@@ -98,10 +98,6 @@ def _in_bfloat16(rank: int, num_ranks: int, old: Any) -> dict[str, Any]:
         "same": all(torch.equal(p.full_tensor(), base[name].to(p.dtype)) for name, p in named.items()),
         "bytes": bytes_by_kind,
     }
-
-
-def context_of(rank: int, num_ranks: int) -> RankContext:
-    return RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), device=torch.device("cpu"), gather=gather)
 
 
 def fresh(policy: ModelRecipe, context: RankContext) -> dict[str, torch.Tensor]:

@@ -15,8 +15,9 @@ from hybrid_rl.memory.region import Region
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.training.optimizer import Optimizer
-from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, accumulating, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import accumulating
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import sharded
 from tests.support.engines.engine_settings import inplace_settings
 from tests.support.inside.engines import graphs_of
 from tests.support.libraries.torch_names import gathered
@@ -72,9 +73,7 @@ def storage_bytes(module: torch.nn.Module) -> int:
 def generate_on_ranks(rank: int, num_ranks: int, family: str) -> dict[str, Any]:
     module = build(family)
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    options = ShardOptions(1, num_ranks, torch.float32)
-    shards = shard(module, device_mesh(options, "cpu"), options)
-    model = ShardedCausalLM(shards)
+    model = sharded(module)
     optimizer = optimizer_of(module)
     twin = model.twin
     seen: dict[str, Any] = {"samples": [], "gathered": [], "free": [], "gaps": []}
@@ -131,8 +130,7 @@ def test_engine_on_the_twin_gives_the_samples_of_a_plain_engine_over_updates(fam
 def phases_on_ranks(rank: int, num_ranks: int, keeps: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Three phases with graphs, on the stand-in of them, and an optimizer step after each; odd sizes are padded."""
     module = build("qwen2")
-    options = ShardOptions(1, num_ranks, dtype)
-    model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
+    model = sharded(module, dtype)
     optimizer, twin = optimizer_of(module), model.twin
     regions: list[Region] = []
 
@@ -187,8 +185,7 @@ def test_gathered_weights_keep_their_addresses_so_that_graphs_are_kept(dtype: to
 
 def refused_on_rank(rank: int, num_ranks: int) -> None:
     module = build("qwen2")
-    options = ShardOptions(1, num_ranks, torch.float32)
-    twin = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options)).twin
+    twin = sharded(module).twin
 
     def none(num_bytes: int) -> Region:
         raise MemoryStateError("no room")

@@ -1,5 +1,5 @@
 """What is known of a mini-batch of all ranks (entropy quantile, experts, entropy weight), and a reference that follows
-the policy: on two real ranks as in one process."""
+the policy, ranks of which one has only groups that teach nothing: on two real ranks as in one process."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hybrid_rl.batch import Batch
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.controller import RankContext, RankMesh
+from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.batch_plan import PlanSpec
 from hybrid_rl.training.mini_batch import look_ahead
-from hybrid_rl.training.sharding.fsdp import ShardedCausalLM, ShardOptions, device_mesh, shard
+from hybrid_rl.training.sharding.fsdp import ShardedCausalLM
 from hybrid_rl.training.spec import LossSpec, MiniBatch
 from hybrid_rl.weights.sources import StateSource
 from hybrid_rl.workers.reference import Reference
 from tests.distributed.ranks import run_ranks
+from tests.distributed.shards import context_of, sharded
 from tests.reference import grpo_case
-from tests.unit.training.grpo_step import case_batch, case_config, with_advantages
+from tests.unit.training.grpo_step import case_batch, case_config, rolled_batch, with_advantages
 from tests.unit.training.test_load_balance import COEF, moe
 
 pytestmark = pytest.mark.slow
@@ -31,16 +32,6 @@ pytestmark = pytest.mark.slow
 # Samples of each rank's micro-batches: unequal shares, and one of none.
 SPLIT = [[[0, 1, 2], [4, 3], [5, 6, 7, 8, 9]], [[10, 11, 12], [13, 14, 15], []]]
 NUM_UPDATES = 4
-
-
-def gathered(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def context_of(rank: int, num_ranks: int) -> RankContext:
-    return RankContext(rank=rank, mesh=RankMesh(dp_shard=num_ranks), gather=gathered)
 
 
 def rollout() -> Batch:
@@ -86,10 +77,8 @@ def trained(
 
 
 def on_ranks(rank: int, num_ranks: int, target: float) -> dict[str, Any]:
-    options = ShardOptions(1, num_ranks, torch.float32)
     module = moe("Qwen3Moe")
-    model = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
-    found = trained(model, *share_of(rank), target, context_of(rank, num_ranks))
+    found = trained(sharded(module), *share_of(rank), target, context_of(rank, num_ranks))
     return found | {"parameters": [parameter.full_tensor().detach() for parameter in module.parameters()]}
 
 
@@ -134,12 +123,10 @@ def modules() -> tuple[Any, Any]:
 def followed(rank: int, num_ranks: int, share: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The reference's weights put together, and what it gives for this rank's samples."""
     context, config = context_of(rank, num_ranks), case_config(beta=0.1)
-    options = ShardOptions(1, num_ranks, torch.float32)
     old, module = modules()
-    policy = ShardedCausalLM(shard(module, device_mesh(options, "cpu"), options))
     reference = Reference(ModelRecipe.of_module(old, StateSource(old.state_dict())), config, context)
     assert isinstance(reference.model, ShardedCausalLM)
-    reference.take(policy, share)
+    reference.take(sharded(module), share)
     batch, cut = share_of(rank)
     column = reference.logprobs(batch, [cut])
     named = reference.model.module.named_parameters()
@@ -160,3 +147,33 @@ def test_a_sharded_reference_takes_what_a_whole_one_takes(share: float) -> None:
         batch, cut = share_of(rank)
         mine = reference.logprobs(batch, [cut]).values
         torch.testing.assert_close(logprobs, mine, rtol=0, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------- groups that teach nothing
+
+# Rewards of groups of four: alike, mixed; alike, alike. A micro-batch takes one group: ranks have unequal numbers too.
+ALIKE = (1.0,) * 4 + (0.0, 1.0, 1.0, 0.3) + (0.0,) * 4 + (0.5,) * 4
+STILL_KEYS: dict[str, Any] = {"learning_rate": 1e-3, "tokens_per_micro_batch": 45, "prompts_per_step": 4}
+
+
+def teach_on_ranks(rank: int, num_ranks: int) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """The weights put together from the shards, and whether each forward pass took gradients."""
+    context = context_of(rank, num_ranks)
+    module = grpo_case.build_model(torch.float32)
+    config, passes = case_config(**STILL_KEYS), list[bool]()
+    actor = Actor(sharded(module), config, context, num_optimizer_steps=4)
+    module.model.layers[0].register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    mine = rolled_batch(ALIKE).select([*range(8 * rank, 8 * rank + 8)])
+    actor.update(mine, PlanSpec.of(config).plan(mine, 0, context, torch.device("cpu")), 0)
+    return {name: parameter.full_tensor() for name, parameter in module.named_parameters()}, passes
+
+
+def test_ranks_that_teach_nothing_take_part() -> None:
+    (first, its_passes), (second, other_passes) = run_ranks(teach_on_ranks, 2)
+    assert its_passes == other_passes and its_passes[0] is False and its_passes[-1] is True
+    config, context = case_config(**STILL_KEYS), RankContext()
+    actor = Actor(CausalLM(grpo_case.build_model(torch.float32)), config, context, num_optimizer_steps=4)
+    actor.update(rolled_batch(ALIKE), [[[*range(16)]]], 0)
+    for name, parameter in actor.model.module.named_parameters():
+        torch.testing.assert_close(first[name], parameter.detach(), rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(second[name], first[name], rtol=0, atol=0, msg=name)
