@@ -83,34 +83,33 @@ def forked_ranks(cluster: Any, forks: Forks) -> Iterator[Any]:
         yield cluster
 
 
-@pytest.fixture
-def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., OpenGroup]]:
-    """Groups of Probe workers, closed when the test ends. Arguments: shape of the mesh, and options."""
+def start_group(
+    cluster: Any, logs: Path, num_ranks: int = 2, *, role: str = "policy", make_worker: Any = None, **options: Any
+) -> OpenGroup:
+    """A group of Probe workers, which whoever asks for it closes."""
     from hybrid_rl.controller.ray_backend import RayActors
     from hybrid_rl.controller.remote import RemoteBackend
     from tests.distributed.workers import Probe, split_whole_groups
 
+    backend = RemoteBackend(
+        role,
+        make_worker or Probe,
+        mesh=RankMesh(dp_shard=num_ranks),
+        splitter=split_whole_groups,
+        ranks=RayActors(cluster),
+        options=RayOptions(**options),
+        log_folder=logs,
+    )
+    return OpenGroup(Probe, backend)
+
+
+@pytest.fixture
+def make_group(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., OpenGroup]]:
+    """Groups of Probe workers, closed when the test ends. Arguments: those of `start_group`."""
     made: list[OpenGroup] = []
 
-    def make(
-        shape: dict[str, int] | int = 2,
-        *,
-        role: str = "policy",
-        make_worker: Any = Probe,
-        splitter: Any = split_whole_groups,
-        **options: Any,
-    ) -> OpenGroup:
-        mesh = RankMesh(dp_shard=shape) if isinstance(shape, int) else RankMesh(**shape)
-        backend = RemoteBackend(
-            role,
-            make_worker,
-            mesh=mesh,
-            splitter=splitter,
-            ranks=RayActors(cluster),
-            options=RayOptions(**options),
-            log_folder=tmp_path / "logs",
-        )
-        made.append(OpenGroup(Probe, backend))
+    def make(num_ranks: int = 2, **keys: Any) -> OpenGroup:
+        made.append(start_group(cluster, tmp_path / "logs", num_ranks, **keys))
         return made[-1]
 
     yield make

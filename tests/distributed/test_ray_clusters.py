@@ -276,48 +276,35 @@ ray.shutdown()
 """
 
 
-@pytest.fixture(scope="module")
-def joined(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What two drivers told, one after the other, of a cluster that ran before them and after them."""
+def test_a_cluster_that_runs_already(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two nodes of two cores, which drivers join one after the other. It outlives them, and the last loses a node."""
     with forked_drivers(tmp_path_factory.mktemp("joined"), forks) as start:
         head = start(HEAD)
-        assert head.stdout is not None
+        assert head.stdout is not None and head.stdin is not None
         line = next(line for line in head.stdout if line.startswith("TELLS "))
         address = json.loads(line.removeprefix("TELLS "))["address"]
-        told = {"joins": finish(start(JOINS % (address, address))), "user": finish(start(OF_THE_USER % address))}
+        refused, joined = finish(start(JOINS % (address, address)))
+        user = finish(start(OF_THE_USER % address))
         loses = start(LOSES % address)
-        assert loses.stdout is not None and head.stdin is not None
+        assert loses.stdout is not None
         next(line for line in loses.stdout if line.startswith("TELLS "))
         head.stdin.write("lose a node\n")
         head.stdin.flush()
-        told["loses"] = finish(loses)
+        (lost,) = finish(loses)
         assert head.poll() is None
         finish(head)
-        return told
-
-
-def test_a_cluster_that_runs_already(joined: dict[str, list[dict[str, Any]]]) -> None:
-    """Two nodes of two cores; ranks are neighbours in order of their nodes, and the cluster outlives the driver."""
-    refused, told = joined["joins"]
     assert refused["kind"] == "ConfigError"
     assert "it has token authentication, and does not take the token of this process" in refused["error"]
-    assert told["sum"] == [6.0] * 3
-    assert len(set(told["nodes"])) == 2 and told["nodes"] == sorted(told["nodes"])
-    assert sorted(told["threads"]) == ["1", "1", "2"]
-
-
-def test_a_node_that_is_lost(joined: dict[str, list[dict[str, Any]]]) -> None:
-    (told,) = joined["loses"]
-    assert told["kind"] == "WorkerError" and "failed in patient(): node lost: " in told["error"]
-    assert "is not in the Ray cluster any more" in told["error"] and "it was killed (by hand" not in told["error"]
-
-
-def test_a_cluster_of_the_user_stays(joined: dict[str, list[dict[str, Any]]]) -> None:
-    told = joined["user"]
-    assert told[0] == {"sum": [3.0, 3.0]}
-    assert "5 ranks of 1 CPU each do not fit into the cluster, which has room for 4" in told[1]["error"]
-    assert told[2] == {"connected": True}
-    assert "ray address 'other:6379': ray.init has connected this process to" in told[3]["error"]
+    assert joined["sum"] == [6.0] * 3
+    # Ranks are neighbours in order of their nodes.
+    assert len(set(joined["nodes"])) == 2 and joined["nodes"] == sorted(joined["nodes"])
+    assert sorted(joined["threads"]) == ["1", "1", "2"]
+    assert user[0] == {"sum": [3.0, 3.0]}
+    assert "5 ranks of 1 CPU each do not fit into the cluster, which has room for 4" in user[1]["error"]
+    assert user[2] == {"connected": True}, "a cluster of the user stays"
+    assert "ray address 'other:6379': ray.init has connected this process to" in user[3]["error"]
+    assert lost["kind"] == "WorkerError" and "failed in patient(): node lost: " in lost["error"]
+    assert "is not in the Ray cluster any more" in lost["error"] and "it was killed (by hand" not in lost["error"]
 
 
 # ------------------------------------------------------------------------------ a driver to which all of this happens
@@ -399,53 +386,26 @@ tell(left=descendants(), connected=ray.is_initialized())
 """
 
 
-@pytest.fixture(scope="module")
-def story(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one driver told of all that happened to it and its one cluster."""
+def test_what_a_driver_lives_through(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All of it happens to one driver, and to its one cluster."""
     folder = tmp_path_factory.mktemp("driver")
     (folder / "mods").mkdir()
     (folder / "mods" / "only_here.py").write_text("import sys\ndef asked(): return sys.argv[1]\n")
     with forked_drivers(folder, forks) as start:
-        return {name: value for told in finish(start(DRIVER)) for name, value in told.items()}
-
-
-def test_an_address_where_nobody_is(story: dict[str, Any]) -> None:
-    told = story["nobody"]
-    assert told["kind"] == "ConfigError" and "ray address '127.0.0.1:1' cannot be used" in told["error"]
-
-
-def test_auto_finds_a_cluster_that_is_gone(story: dict[str, Any]) -> None:
-    """What the last `ray start` left: refused at once, with the address that it had."""
-    told = story["gone"]
-    assert told["kind"] == "ConfigError"
-    assert told["error"].startswith("ray address 'auto' (found at 127.0.0.1:1) cannot be used: ConnectionRefused")
-
-
-def test_a_cluster_started_in_a_thread_outlives_it(story: dict[str, Any]) -> None:
-    assert story["thread"] == [[[0, "x"]]]
-
-
-def test_a_forked_child_ends_no_ranks(story: dict[str, Any]) -> None:
-    assert story["child"] == 3 and story["gathered"] == [[[0, "x"]]]
-
-
-def test_a_group_that_is_dropped_ends_its_ranks(story: dict[str, Any]) -> None:
-    assert story["dropped"]
-
-
-def test_a_cell_run_twice(story: dict[str, Any]) -> None:
-    """The second run replaces the names of the first without closing anything; two groups overlap for a while."""
+        story = {name: value for told in finish(start(DRIVER)) for name, value in told.items()}
+    nobody, gone = story["nobody"], story["gone"]
+    assert nobody["kind"] == gone["kind"] == "ConfigError"
+    assert "ray address '127.0.0.1:1' cannot be used" in nobody["error"]
+    # What the last `ray start` left: refused at once, with the address that it had.
+    assert gone["error"].startswith("ray address 'auto' (found at 127.0.0.1:1) cannot be used: ConnectionRefused")
+    assert story["thread"] == [[[0, "x"]]], "a cluster started in a thread outlives it"
+    assert story["child"] == 3 and story["gathered"] == [[[0, "x"]]], "a forked child ends no ranks"
+    assert story["dropped"], "a group that is dropped ends its ranks"
+    # A cell run twice replaces names without closing anything; two groups overlap for a while.
     assert story["twice"] == [[[[[0, "x"]]], 1]] * 2
-
-
-def test_modules_that_only_the_driver_finds(story: dict[str, Any]) -> None:
-    assert story["modules"] == [[[0, "x"]]]
-
-
-def test_a_batch_is_not_loaded_after_the_end(story: dict[str, Any]) -> None:
-    """Ray would start another cluster for it, or wait for one. With the last hold all has ended."""
-    ended = "the workers of this batch have ended: load() a batch before close()"
-    assert story["refused"] == [ended] * 2
+    assert story["modules"] == [[[0, "x"]]], "modules that only the driver finds"
+    # Ray would start another cluster for a batch, or wait for one. With the last hold all has ended.
+    assert story["refused"] == ["the workers of this batch have ended: load() a batch before close()"] * 2
     assert story["left"] == [] and story["connected"] is False
 
 

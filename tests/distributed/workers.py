@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,11 +56,9 @@ class Probe:
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
-        self.leased: list[list[str]] = []
 
     @contextmanager
     def lease(self, tags: frozenset[str]) -> Iterator[None]:
-        self.leased.append(sorted(tags))
         yield
 
     def close(self) -> None:
@@ -81,7 +78,6 @@ class Probe:
             "mark": MARK,
             "env": {name: os.environ.get(name) for name in names},
             "threads": torch.get_num_threads(),
-            "leased": list(self.leased),
         }
 
     @dispatch(collect="all")
@@ -95,12 +91,8 @@ class Probe:
         return value.item()
 
     @dispatch(collect="all")
-    def shown(self, value: Any, keyword: Any = None) -> tuple[int, Any, Any]:
-        return self.context.rank, value, keyword
-
-    @dispatch(collect="all", needs=frozenset({"actor", "kv_cache"}))
-    def leasing(self) -> list[list[str]]:
-        return self.leased
+    def shown(self, value: Any) -> Any:
+        return value
 
     # ---------------------------------------------------------------------------------------------------- batches
 
@@ -116,10 +108,6 @@ class Probe:
         mark = torch.full((batch.num_samples,), float(self.context.rank), dtype=torch.float64)
         return batch.with_columns(rewards=mark, old_logprobs=ids.with_values(ids.values.float() * factor))
 
-    @dispatch(split="groups", collect="concat")
-    def score_replicated(self, batch: Batch) -> Batch:
-        return batch.with_columns(rewards=batch["trajectory"].double())
-
     @dispatch(split="groups", collect="all", objects=True)
     def seen(self, batch: Batch) -> tuple[list[int], list[str], list[Any]]:
         return batch["trajectory"].tolist(), sorted(batch), batch["row"]
@@ -132,10 +120,6 @@ class Probe:
     def references(self) -> int:
         """Objects of the object store that this process knows of: its own blocks, as long as somebody needs them."""
         return num_known_objects()
-
-    @dispatch(split="groups", collect="concat")
-    def not_a_batch(self, batch: Batch) -> int:
-        return batch.num_samples
 
     # --------------------------------------------------------------------------------------------------- failures
 
@@ -172,10 +156,6 @@ class Probe:
         if rank == self.context.rank:
             self.wait(seconds, False)
         return self.all_reduce()
-
-    @dispatch(collect="leader")
-    def lock(self) -> Any:
-        return threading.Lock()
 
     @dispatch(collect="all")
     def warn(self, message: str) -> None:
