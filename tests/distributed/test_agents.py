@@ -8,7 +8,6 @@ import torch
 
 from hybrid_rl import Trainer
 from hybrid_rl.batch import BatchRef
-from hybrid_rl.errors import RewardError
 from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.agents.callers import build_policy
 from tests.support.agents.random_tools import SETTINGS, TOOLS, Line, caller, gap_between, gaps, is_varied, rows
@@ -104,20 +103,3 @@ def test_of_a_thousand_trajectories_every_token_has_the_trainers_logprob(tmp_pat
         assert is_varied(step.metrics, set(batches[-1]["finish_reason"]), 1000), step.metrics
         assert gaps(batches[-1]) < 1e-5
     assert gap_between(*batches) < 1e-5
-
-
-def test_the_exception_of_an_agent_on_one_rank_ends_the_run_with_its_traceback(train):
-    async def rollout(rows, client):
-        made = []
-        for row in rows:
-            trajectory = client.trajectory(row)
-            await client.generate(row["prompt"], trajectory, max_tokens=2)
-            if row["prompt"][0]["content"] == rows[0]["prompt"][0]["content"]:
-                trajectory.end("error", "Traceback\nValueError: the lamp is broken")
-            trajectory.add_reward(1.0)
-            made.append(trajectory)
-        return made
-
-    with pytest.raises(RewardError, match="the lamp is broken") as raised:
-        train(2, rollout_func=rollout, max_reward_failure_share=0.25).step()
-    assert "8 of 16 samples" in str(raised.value) and "correct the agent" in str(raised.value)

@@ -10,24 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hybrid_rl import Trainer
-from hybrid_rl.batch import BatchRef
+from tests.distributed import test_rollout_ranks as rollout_ranks
 from tests.distributed.conftest import wait_until
+from tests.distributed.test_rollout_ranks import loaded, numbers, weights_at
 from tests.support.engines.replayed import gaps_by_version
 from tests.support.tiny import build_model, build_tokenizer, sums
 
 pytestmark = pytest.mark.slow  # processes are started
 
-KEYS = {
-    "prompts_per_step": 4,
-    "num_generations": 2,
-    "max_completion_length": 40,
-    "stop_token_ids": [6, 7],  # so that completions end by chance, after some 14 tokens
-    "learning_rate": 2e-2,
-    "max_steps": 4,
-    "save_steps": 1,
+KEYS = {name: value for name, value in rollout_ranks.KEYS.items() if name != "rollout_ranks"} | {
     "oversample": 3,
     "run_name": "run",
     "resume": "auto",
@@ -36,12 +29,12 @@ KEYS = {
 
 
 def long(completion_ids, trainer_state, **_):
-    """Depends on the step that it is told. If a file says so, it is slow in the third one."""
+    """If a file says so, it is slow in the third step."""
     mark = Path(os.environ.get("MARK", "none"))
     if trainer_state.global_step == 3 and mark.exists():
         mark.unlink()
         time.sleep(4)
-    return [len(ids) + trainer_state.global_step / 64 for ids in completion_ids]
+    return rollout_ranks.long(completion_ids, trainer_state)
 
 
 def make(folder: Path, **keys) -> Trainer:
@@ -50,29 +43,13 @@ def make(folder: Path, **keys) -> Trainer:
     return Trainer(build_model(), long, rows, tokenizer=build_tokenizer(), **keys)
 
 
-def weights_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """The weights of a policy version, as the checkpoint of that step has them."""
-    if not step:
-        return build_model().state_dict()
-    return AutoModelForCausalLM.from_pretrained(folder / "run" / f"checkpoint-{step}").state_dict()
-
-
-def rows_of(batch) -> list[int]:
-    """The rows of the dataset of the groups of a batch, one for each."""
-    return [row["number"] for row in batch["row"][:: KEYS["num_generations"]]]
-
-
-def loaded(batch):
-    return batch.load() if isinstance(batch, BatchRef) else batch
-
-
 def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path):
     """Versions are those of the weights. Resumed on two ranks, with a Ctrl-C, the run is the whole one; on one rank
     every prompt is still there once."""
     ages = Counter[int]()
     with make(tmp_path / "whole", num_ranks=2) as whole:
         steps = [loaded(whole.step().batch) for _ in range(4)]
-    weights = {step: weights_at(tmp_path / "whole", step) for step in range(4)}
+    weights = {step: weights_at(whole, step) for step in range(4)}
     for version, batch in enumerate(steps):
         gap, _, found = gaps_by_version(build_model(), weights, batch, version)
         assert gap < 1e-5
@@ -80,7 +57,7 @@ def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path):
     assert ages[1] > 50 and max(ages) == 1
     checkpoint = tmp_path / "whole" / "run" / "checkpoint-2"
     assert len(list(checkpoint.glob("held-*.json"))) == 2
-    before = [row for batch in steps[:2] for row in rows_of(batch)]
+    before = [row for batch in steps[:2] for row in numbers(batch)]
     for num_ranks in (2, 1):
         mark = tmp_path / "mark"
         keys: dict[str, Any] = {"num_ranks": num_ranks, "resume": str(checkpoint)}
@@ -91,7 +68,7 @@ def test_two_ranks_hold_and_resume_as_two_and_as_one(forked_ranks, tmp_path):
                 interrupt(resumed, mark)
             again = [loaded(resumed.step().batch) for _ in range(2)]
             held = resumed.generating.held_prompts(4).values()
-        after = [row for batch in again for row in rows_of(batch)]
+        after = [row for batch in again for row in numbers(batch)]
         everything = before + after + [prompt.row.columns["number"] for prompt in held]
         assert len(set(everything)) == len(everything) == 4 * 4 + 3
         if num_ranks == 2:
