@@ -219,16 +219,18 @@ class VarlenAttention:
 
     @cached_property
     def _parts(self) -> Parts:
-        layout, shared = self._layout, list[tuple[slice, slice, Sequence[int], Sequence[int]]]()
+        layout, places = self._layout, list[tuple[slice, slice]]()
+        lengths: list[tuple[Sequence[int], Sequence[int], bool]] = [(layout.lengths, layout.lengths, True)]
         prefix, prompts = layout.prefix, layout.roots[: layout.num_shared]
         if layout.children:
-            places = slice(layout.num_root_tokens, None), slice(prefix, prefix + sum(prompts))
-            shared.append((*places, layout.child_totals(), prompts))
+            places.append((slice(layout.num_root_tokens, None), slice(prefix, prefix + sum(prompts))))
+            lengths.append((layout.child_totals(), prompts, False))
         if prefix:
-            shared.append((slice(prefix, None), slice(prefix), [layout.num_tokens - prefix], [prefix]))
-        lengths = ((queries, keys, False) for _, _, queries, keys in shared)
-        own, *parts = self._segments((layout.lengths, layout.lengths, True), *lengths)
-        return Parts(own, [SharedPart(*places, part) for (*places, _, _), part in zip(shared, parts, strict=True)])
+            places.append((slice(prefix, None), slice(prefix)))
+            lengths.append(([layout.num_tokens - prefix], [prefix], False))
+        own, *parts = self._segments(*lengths)
+        pairs = zip(places, parts, strict=True)
+        return Parts(own, [SharedPart(queries, keys, segments) for (queries, keys), segments in pairs])
 
     @property
     def _num_front(self) -> int:
