@@ -8,6 +8,7 @@ import difflib
 import enum
 import logging
 import math
+import os
 import re
 import types
 import typing
@@ -31,6 +32,8 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.process.hooks import extra
 
 logger = logging.getLogger("hybrid_rl")
+# Ends of the names of keys that are files and folders.
+OF_FILES = re.compile(r"(path|_dir|resume)$")
 # Numbers of steps that transformers also takes as shares of a run.
 SHARES = frozenset({"warmup_steps", "save_steps", "eval_steps"})
 
@@ -148,9 +151,10 @@ def as_mapping(config: Any) -> dict[str, Any]:
         return to_dict(config)
     try:
         if isinstance(config, (str, Path)):
-            if not Path(config).is_file():
+            file = Path(os.path.expanduser(config))
+            if not file.is_file():
                 raise ConfigError(f"config file {str(config)!r} does not exist")
-            config = OmegaConf.load(config)
+            config = OmegaConf.load(file)
         if OmegaConf.is_config(config):
             config = OmegaConf.to_container(config, resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
@@ -340,7 +344,7 @@ def _build(cls: type, prefix: str, tags: Mapping[str, str], values: Mapping[str,
 
 
 def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) -> Any:
-    converted = _typed(path, expected, value)
+    converted = _typed(path, expected, _with_home(value) if OF_FILES.search(path) else value)
     problem = range_error(converted, metadata)
     if problem and not metadata["remedy"] and type(None) in typing.get_args(expected):
         # In other libraries -1 or 0 may mean what None means here.
@@ -349,6 +353,14 @@ def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) 
     if problem:
         raise ConfigError(f"{path}={value!r} {problem}")
     return converted
+
+
+def _with_home(value: Any) -> Any:
+    """Return a path, or paths by name, with the user's folder in the place of ~: no shell sees what stands in a file or
+    behind `key=`, and a folder of the name ~ would be made."""
+    if isinstance(value, Mapping):
+        return {name: _with_home(one) for name, one in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _typed(path: str, expected: Any, value: Any) -> Any:

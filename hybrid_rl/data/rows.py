@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -138,6 +139,7 @@ def read_path(path: Path, refused: list[str] | None = None) -> Any:
     refused: takes what is wrong with each line of JSON, instead of an error for the first.
     Raises DataError if the path is missing, unknown or damaged.
     """
+    path = Path(os.path.expanduser(path))
     if not path.exists():
         raise DataError(
             f"the dataset {str(path)!r} is neither a file nor a folder; correct the path. For a dataset on a hub "

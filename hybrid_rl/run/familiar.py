@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -64,7 +65,7 @@ class Familiar:
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
         """Save as `save(output_dir)` does, whoever calls it. Of a folder that has other files, as the run's own
         output_dir has, it makes the checkpoint a folder inside, `checkpoint-<step>`."""
-        target = None if output_dir is None else Path(output_dir)
+        target = None if output_dir is None else Path(os.path.expanduser(output_dir))
         if target is not None and target.is_dir() and any(target.iterdir()) and not (target / STATE_FILE).exists():
             target = target / f"checkpoint-{self._position.step}"
         return self._saver.save(target)

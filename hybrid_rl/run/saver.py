@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ class Saver:
         if merged and not self._crew.config.lora.is_on:
             raise ConfigError("merged=True: this run has no adapters to merge; save() writes the whole model")
         name = f"{'merged' if merged else 'checkpoint'}-{self._position.step}"
-        target = self._crew.folder / name if folder is None else Path(folder)
+        target = self._crew.folder / name if folder is None else Path(os.path.expanduser(folder))
         if not target.resolve().name:
             raise CheckpointError(f"a checkpoint cannot be {target} itself: give the name of a new folder inside it")
         with self._after_save():

@@ -68,6 +68,7 @@ def test_two_ranks_have_the_head_of_one() -> None:
             assert float((seen[name] - expected[name]).abs().max()) > 1e-3, name
 
 
+@pytest.mark.sweep
 def test_engine_and_trainer_lie_closer_on_two_ranks(tmp_path, forked_ranks) -> None:
     """As with one (tests/unit/test_trainer_float32_head.py): what is left is the rounding in the body."""
     keys: dict[str, Any] = {"dtype": "bfloat16", "beta": 0.1, "max_steps": 1, "output_dir": str(tmp_path)}

@@ -78,6 +78,7 @@ def test_what_a_killed_start_left_goes_with_the_next(cache):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_two_processes_have_one_hash(fresh_process, monkeypatch):
     """Whatever differs from start to start is no part of it: the run's name, and the bytes of the cache."""
     folder, number = fresh_process["compiled"]

@@ -347,6 +347,19 @@ def test_a_key_of_a_mapping_is_set_by_its_path() -> None:
     assert given == {"data.chat_template_kwargs", "run_name"}
 
 
+def test_the_users_folder_stands_for_a_tilde_in_paths_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without, `output_dir=~/runs` would make a folder of the name ~."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    tmp_path.joinpath("own.yaml").write_text("model: {path: ~/models/tiny}")
+    keys = {"train_path": {"easy": "~/easy.jsonl", "hard": {"path": "~ann/hard.jsonl"}}, "run_name": "~x"}
+    config = load_config(tmp_path / "own.yaml", keys, ("output_dir=~/runs",))[0]
+    assert (config.model.path, config.output_dir) == ("/home/ann/models/tiny", "/home/ann/runs")
+    assert config.data.train_path == {"easy": "/home/ann/easy.jsonl", "hard": {"path": "~ann/hard.jsonl"}}
+    assert config.run_name == "~x"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config("~/own.yaml")[0].model.path == f"{tmp_path}/models/tiny"
+
+
 def test_a_key_given_by_leaf_and_by_path_in_one_place_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer.learning_rate is given twice"):
         load_config(None, {"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-4}})
