@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import RewardError, WorkerError
+from hybrid_rl.errors import DivergedError, RewardError, WorkerError
 from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.run import restarts
 from tests.distributed.conftest import DEADLINE_SECONDS, is_running, wait_until
+from tests.support.inside.training import after_gradients
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 
 pytestmark = pytest.mark.slow
@@ -57,13 +58,16 @@ def sabotage(how: str):
         def dies(self, batch, plan, version):
             os.kill(os.getpid(), signal.SIGKILL)
 
+        def hangs(self, batch, plan, version):
+            time.sleep(3600)
+
         def exhausts(self, batch, plan, version):
             import torch
 
             return torch.empty(1 << 60)
 
         if trainer_state.global_step == 2 and dist.get_rank() == 1:
-            Actor.update = {"raises": raises, "dies": dies, "exhausts": exhausts}[how]
+            Actor.update = {"raises": raises, "dies": dies, "hangs": hangs, "exhausts": exhausts}[how]
         return spread(completion_ids)
 
     return reward
@@ -74,11 +78,12 @@ def sabotage(how: str):
     [
         ("raises", ["ZeroDivisionError: sabotaged update", 'raise ZeroDivisionError("sabotaged update")']),
         ("dies", ["process ended", "is gone"]),
+        ("hangs", ["watchdog_seconds", "time.sleep(3600)"]),
         pytest.param("exhausts", ["memory"], marks=pytest.mark.sweep),
     ],
 )
 def test_a_rank_that_fails_in_an_update_whose_others_wait_for_it(make, how: str, says: list[str]):
-    trainer = make(sabotage(how))
+    trainer = make(sabotage(how), ray={"watchdog_seconds": 10.0 if how == "hangs" else 600.0})
     with pytest.raises(WorkerError) as raised:
         for _ in trainer.steps():
             begin = time.monotonic()
@@ -225,3 +230,22 @@ def test_a_lost_rank_costs_the_steps_since_the_last_checkpoint(make, tmp_path, m
     assert [line["step"] for line in records[1]] == [0, 1, 2, 3, 4] and records[0] == records[1]
     weights = [(one.run_folder / "checkpoint-4" / "model.safetensors").read_bytes() for one in (straight, trainer)]
     assert weights[0] == weights[1]
+
+
+def test_gradients_that_are_no_numbers_on_one_rank_end_the_run_with_their_name(make):
+    """All ranks skip the update alike; which parameter it was one of them knows."""
+
+    def reward(completion_ids, **columns):
+        import torch.distributed as dist
+
+        def poison(targets):
+            targets["model.norm.weight"].grad.fill_(float("nan"))
+
+        if dist.get_rank() == 1:
+            after_gradients(poison)
+        return spread(completion_ids)
+
+    trainer = make(reward, max_steps=9, save_steps=9)
+    with pytest.raises(DivergedError, match="has not changed in the last 3 .* first that of model.norm.weight"):
+        trainer.fit()
+    assert trainer.global_step == 3 and (trainer.run_folder / "checkpoint-3").is_dir()

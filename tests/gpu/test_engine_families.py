@@ -81,7 +81,10 @@ def test_a_sleeping_cache_gives_its_memory_back_to_the_device() -> None:
         # Of the whole device: PyTorch does not count what lies in a region. Other programs may take some.
         awake = torch.cuda.mem_get_info()[0]
         rig.engine.sleep(tags)
-        torch.cuda.empty_cache()
-        assert torch.cuda.mem_get_info()[0] - awake > 0.9 * held
+        # Before PyTorch's cache is emptied: what its allocator merely freed is not free for others.
+        assert torch.cuda.mem_get_info()[0] - awake >= 0.99 * held
+        taken = torch.empty(size, dtype=torch.uint8, device="cuda")
+        del taken  # PyTorch keeps it, and the engine wakes all the same
         rig.engine.wake(TAGS)
+        torch.cuda.empty_cache()
         assert abs(torch.cuda.mem_get_info()[0] - awake) < 0.1 * held

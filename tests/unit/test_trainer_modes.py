@@ -257,12 +257,17 @@ def test_a_resumed_start_that_fails_leaves_the_records_untouched(make_trainer, r
     optimizer = next((first.run_folder / "checkpoint-2").rglob("optimizer*/*.safetensors"))
     whole = optimizer.read_bytes()
     optimizer.write_bytes(whole[:100])
-    before = files(first.run_folder)
+    damaged = files(first.run_folder)
     for resume in ("auto", str(first.run_folder / "checkpoint-2")):
         with pytest.raises(CheckpointError):
             make_trainer(resume=resume, **keys)
-        assert files(first.run_folder) == before
+        assert files(first.run_folder) == damaged
     optimizer.write_bytes(whole)
+    before = files(first.run_folder)
+    for resume in ("auto", str(first.run_folder / "checkpoint-2")):
+        with pytest.raises(ConfigError):
+            make_trainer(resume=resume, **keys | TOO_SMALL)
+        assert files(first.run_folder) == before
     resumed = make_trainer(resume="auto", **keys)
     for name in ("config.yaml", "metrics.jsonl", "samples.jsonl"):
         assert (resumed.run_folder / name).read_bytes() == before[name]

@@ -142,7 +142,7 @@ def test_without_memory_for_a_copy_training_waits_and_says_so_once(make_trainer,
         trainer.fit()
     assert checkpoints(trainer.run_folder) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     told = [line for line in caplog.messages if "not written in the background" in line]
-    assert len(told) == 1 and "of 1000 bytes that are available" in told[0]
+    assert len(told) == 1 and "of 1.00 kB that are available" in told[0]
 
 
 def test_ctrl_c_waits_for_what_is_being_written(make_trainer, gate) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,11 @@ from vllm.v1.executor import Executor
 from hybrid_rl.batch import Batch
 from hybrid_rl.compat.vllm import clear_allocator_error
 from hybrid_rl.controller import RankContext
-from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS
+from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, Beginning
 from hybrid_rl.errors import EngineStateError, HandoffError, MemoryRefusedError
 from hybrid_rl.memory.byte_sizes import size_text
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
+from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.vllm import memory as memory_module
 from hybrid_rl.vllm import vllm_engine as engine_module
 from hybrid_rl.vllm.weights import WeightWriter
@@ -38,6 +40,7 @@ from tests.support.inside.memory import give_back_with
 from tests.support.inside.vllm import num_known_requests
 from tests.support.inside.workers import engine_of, probe_of, side_of
 from tests.support.tiny import build_model
+from tests.unit.engines.engines import finish, forward_logprobs, request
 from tests.unit.training.conftest import Bench
 from tests.vllm.ledger import KV_BYTES, Extension, Ledger, LedgerLLM
 
@@ -398,3 +401,33 @@ def test_the_error_that_stays_is_a_number_of_the_compiled_allocator(
     monkeypatch.setitem(sys.modules, "vllm.cumem_allocator", SimpleNamespace(__file__=str(library)))
     clear_allocator_error()
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "error_code").value == 0
+
+
+def test_what_was_sampled_ahead_is_not_given_out_as_a_later_version(watch: Callable[..., Watched]) -> None:
+    """A scheduler that works ahead has a token of the old weights on its way when the request is broken off; it goes on
+    under new weights, with the same id."""
+    bench = watch()
+    engine = engine_of(bench.worker)
+    sent = request(7, 4, 6, temperature=0.0)
+    engine.submit([sent], 0)
+    for _ in range(3):
+        assert engine.step() == []
+    engine.abort([7])
+    [broken] = engine.step()
+    assert (broken.finish_reason, broken.versions) == ("abort", [0, 0])
+    with torch.no_grad():
+        for parameter in bench.module.parameters():
+            parameter.mul_(1.3)
+    engine.update_weights(TensorSource.of(bench.module), 1)
+    engine.sleep(TAGS)
+    engine.wake(TAGS)
+    with pytest.raises(EngineStateError, match="update its weights before generating"):
+        engine.step()
+    engine.update_weights(TensorSource.of(bench.module), 1)
+    begun = Beginning(tuple(broken.completion_ids), tuple(broken.logprobs), tuple(broken.versions))
+    engine.submit([replace(sent, begun=begun)], 1)
+    [sample] = finish(engine)
+    assert sample.versions == [0, 0, 1, 1, 1, 1]
+    expected = forward_logprobs(bench.module, sent, sample)
+    torch.testing.assert_close(torch.tensor(sample.logprobs)[2:], expected[2:], rtol=1e-5, atol=1e-5)
+    assert (torch.tensor(sample.logprobs)[:2] - expected[:2]).abs().max() > 1e-3

@@ -81,3 +81,8 @@ def wrap_begin(patch: pytest.MonkeyPatch, wrapper: Wrapper) -> None:
     from hybrid_rl.rollout.completion_stream import CompletionStream
 
     wrap(patch, CompletionStream, "_begin", wrapper)
+
+
+def set_lengths(collector: Collector, lengths: LengthRecord) -> None:
+    """Put another record into the place of what the collector knows of lengths."""
+    collector._lengths = lengths

@@ -84,13 +84,14 @@ def test_a_run_trains_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loss_of_the_library_is_four_files() -> None:
     """SimKO as the example: its module, the import that registers it, the preset and the test."""
     root = PAGE.parents[1]
-    files = (path for folder in ("hybrid_rl", "tests", "recipes") for path in (root / folder).rglob("*.py"))
+    folders = [root / folder for folder in ("hybrid_rl", "tests", "recipes")]
+    files = (path for folder in folders for kind in ("*.py", "presets.yaml") for path in folder.rglob(kind))
     named = {str(path.relative_to(root)) for path in files if "simko" in path.read_text().lower()}
     # A loss that compares the tokens of a sample with each other is also in the list of those, in the second.
     others = {"tests/unit/algos/test_adding_an_algorithm.py", "tests/unit/training/test_environment_tokens.py"}
     assert named - others == {
         "hybrid_rl/algos/policy_losses/simko.py",
         "hybrid_rl/algos/policy_losses/__init__.py",
-        "hybrid_rl/config/presets.py",
+        "hybrid_rl/config/presets.yaml",
         "tests/unit/algos/policy_losses/test_simko.py",
     }

@@ -210,3 +210,9 @@ def test_penalty_in_the_reward() -> None:
     assert float(kl_reward(logprobs, reference, mask, 0.1, "k3")[0]) == pytest.approx(
         -0.1 * (math.exp(-0.5) - 1 + 0.5), rel=1e-7
     )
+
+
+def test_defaults_are_the_papers() -> None:
+    """k3 with beta .04 in the loss (DeepSeekMath), k1 in the reward (PPO for language models), a fixed weight."""
+    assert (KLInLoss().kl_estimator, KLInLoss().beta) == ("k3", 0.04)
+    assert (KLInReward().kl_estimator, KLInReward().kl_target, KLInReward().kl_horizon) == ("k1", None, 10000)

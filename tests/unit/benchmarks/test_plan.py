@@ -20,7 +20,7 @@ def test_every_element_of_the_engine_is_taken_once(case: tuple[str, int]) -> Non
     model, tp = case
     for rank in sorted({0, tp - 1}):
         trace = plan.Case(model, tp, num_ranks=tp).trace(rank)
-        check_tiling(trace.copies, trace.fills, trace.destinations, trace.untraced.keys())
+        check_tiling(trace)
         assert sum(spec.num_bytes // spec.dtype.itemsize for spec in trace.sources) == PARAMETERS[model]
         size = sum(spec.num_elements for spec in trace.destinations)
         assert size == PARAMETERS[model] if tp == 1 else PARAMETERS[model] / tp < size < PARAMETERS[model] / tp * 1.1

@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybrid_rl import Trainer
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import load_model, load_tokenizer
 from hybrid_rl.models.model_loading import model_folder
 from hybrid_rl.models.saving import check_saved, save_weights
 from hybrid_rl.models.tokenizer import save_tokenizer
+from tests.support.tiny import spread
 from tests.support.tiny_gguf import write_llama
 
 pytest.importorskip("gguf")
@@ -103,3 +105,21 @@ def test_files_that_cannot_be_converted(tmp_path: Path, cache: Path, monkeypatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'hybrid_rl\[gguf\]'"):
         model_folder(str(tmp_path / "part.gguf"))
+
+
+def test_a_run_saves_what_any_other_can_load(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf")
+    rows = [{"prompt": f"{number}+1="} for number in range(4)]
+    keys = {
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "output_dir": str(tmp_path / "runs"),
+    }
+    with Trainer(str(tmp_path / "tiny.gguf"), spread, rows, max_steps=1, **keys) as trainer:
+        trainer.fit()
+        checkpoint = trainer.save()
+    assert "quantization_config" not in (checkpoint / "config.json").read_text()
+    shutil.rmtree(tmp_path / "cache")
+    with Trainer(str(checkpoint), spread, rows, max_steps=2, resume=str(checkpoint), **keys) as trainer:
+        trainer.fit()

@@ -2,10 +2,15 @@
 older than the bound in any setting is proved by `stream_machine`."""
 
 import json
+import random
 from concurrent.futures import Future
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hybrid_rl.config import resolve
+from hybrid_rl.config.load import load_config
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, SamplingParams
 from hybrid_rl.errors import CheckpointError, ConfigError, RewardError
@@ -196,3 +201,57 @@ def test_rewards_whose_call_ended_in_an_error_are_asked_for_again():
     assert found.is_scored  # it will be
     scoring.set_exception(RewardError("gone"))
     assert not found.is_scored
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=80, derandomize=True)
+def test_no_token_is_older_than_the_bound_with_any_setting_that_validate_allows(seed):
+    """Groups become whole in a random order, one or several between two looks; which have begun is random too."""
+    rng = random.Random(seed)
+    rule, num_extra = rule_of(rng)
+    held, number = [], 0
+    for version in range(12):
+        groups = [*held]
+        while len(groups) < rule.num_groups + num_extra:
+            groups.append(group(number, born=version + 1))
+            number += 1
+        for place, one in enumerate(groups):
+            if not one.begun and not one.finished and rng.random() < 0.7:
+                groups[place] = group(one.group, born=one.born, oldest=version)
+        while not taken(rule, groups, version)[0]:
+            place = rng.choice([place for place, one in enumerate(groups) if not one.is_whole])
+            oldest = groups[place].oldest_version
+            groups[place] = group(
+                groups[place].group,
+                born=groups[place].born,
+                oldest=version if oldest is None else oldest,
+                is_whole=True,
+            )
+        batch = taken(rule, groups, version)[1]
+        assert len(batch) == rule.num_groups
+        for one in groups:
+            if one.group in batch:
+                assert one.is_whole and version - one.oldest_version <= rule.max_staleness
+        held = [one for one in groups if one.group not in batch]
+        assert len(held) == num_extra
+
+
+def rule_of(rng):
+    """A rule as `resolve` settles it from keys that it accepts, and how many groups are held."""
+    size, ahead = rng.randint(1, 5), rng.randint(0, 1)
+    keys = {"prompts_per_step": size, "rollout.async_level": ahead, "learning_rate": 1e-3, "max_steps": 9}
+    if not ahead or rng.random() < 0.5:
+        keys |= {"rollout.partial": True, "oversample": rng.choice((None, rng.randint(1, 3 * size)))}
+    if not ahead:
+        keys["buffer_order"] = rng.choice(("fifo", "freshest"))
+    if rng.random() < 0.7:
+        keys["max_staleness"] = rng.randint(1, 6)
+    try:
+        config = resolve(*load_config(keys)[:2])
+    except ConfigError as error:
+        assert "max_staleness" in str(error)
+        del keys["max_staleness"]
+        config = resolve(*load_config(keys)[:2])
+    buffer, num_ahead = config.buffer, ahead * size
+    rule = HoldRule(size, buffer.max_staleness, num_ahead, buffer.buffer_order)
+    return rule, num_ahead + (buffer.oversample or 0)

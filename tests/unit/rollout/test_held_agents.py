@@ -117,3 +117,20 @@ def test_the_time_of_a_trajectory_does_not_run_between_rollouts(monkeypatch):
         now[0] += 50
         seen.append(turns.seconds())
     assert seen == [3, 3, 6, 6]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_is_held_begins_again_after_a_step_that_is_taken_back_and_in_a_resumed_run(is_killed, tmp_path):
+    """So all tokens are new."""
+    run = run_of(tmp_path, 2, 2, 0, 3, 2, "fifo", 2, 1, 3, 100)
+    run.one_step()
+    run.save()
+    if is_killed:
+        run.kill()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run.one_step(scores=False)
+    run.one_step()
+    assert {version for sample in run.steps[1].samples.values() for version in sample[1]} == {-1, 1}
+    run.check()
+    run.close()

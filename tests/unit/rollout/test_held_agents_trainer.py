@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 from collections import Counter
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from hybrid_rl import Trainer
+from hybrid_rl.batch.rollout_files import load_rollout
 from hybrid_rl.errors import CheckpointError
 from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.agents.callers import SUM_CALLS, SUM_KEYS, SUM_ROWS, Sums, build_policy
-from tests.support.engines.replayed import gaps_by_version
+from tests.support.engines.replayed import assert_learned_alike, gaps_by_version
 from tests.support.tiny import spread
 
 pytestmark = pytest.mark.slow  # the file as a whole
@@ -37,10 +39,20 @@ class CountedSums(Sums):
         CountedSums.every.append(self)
 
     def _seconds(self) -> float:
-        return 0.02 * ((self.number or 0) % 3 == 0)
+        return 0.02 * ((self.number or 0) % 3 == 0) + self._late()
+
+    def _late(self) -> float:
+        return 0.0
 
     def close(self) -> None:
         CountedSums.num_closed += 1
+
+
+class LateSums(CountedSums):
+    """Sums that take another time in every run."""
+
+    def _late(self) -> float:
+        return 0.02 * random.SystemRandom().random()
 
 
 @pytest.fixture
@@ -89,11 +101,12 @@ async def own_loop(rows: Any, client: Any) -> Any:
     return await client.each(rows, one)
 
 
-@pytest.mark.parametrize("kind", ["rollout_func", "agent"])
+@pytest.mark.parametrize("kind", ["environment", "rollout_func", "agent"])
 def test_every_token_has_the_version_of_the_weights_that_made_it(make: Any, kind: str) -> None:
     """Replayed through the weights of each version, by the model's own forward pass; answers were broken off, and a
     trajectory's turns are of several versions."""
-    trainer = make(**{kind: asker if kind == "agent" else own_loop})
+    makers: dict[str, dict[str, Any]] = {"rollout_func": {"rollout_func": own_loop}, "agent": {"agent": asker}}
+    trainer = make(**makers.get(kind, {}))
     weights, others, ages, num_mixed = {0: weights_of(trainer)}, [], Counter[int](), 0
     for step in range(1, KEYS["max_steps"] + 1):
         batch = trainer.step().batch
@@ -164,3 +177,21 @@ def test_nothing_is_lost_when_a_run_is_interrupted_and_resumed(make: Any, caplog
     damaged.write_text(json.dumps([{"row": 3}]))
     with pytest.raises(CheckpointError, match="is damaged"):
         make("others", resume=str(damaged.parent))
+
+
+def test_a_replay_learns_from_the_order_in_which_slow_tools_answered(make: Any) -> None:
+    """Tools take another time in every run, and decide which weights make a token. The record of one run is enough to
+    repeat it to the bit: which groups its steps took, how old each token was, and how long the rollouts were."""
+    recorded = make("recorded", environment_factory=LateSums, save_rollouts=True)
+    steps = [recorded.step().batch for _ in range(KEYS["max_steps"])]
+    rollouts = recorded.run_folder / "rollouts"
+    for number, batch in enumerate(steps, 1):
+        saved = load_rollout(rollouts, number)
+        for name in ("completion_ids", "policy_version", "rollout_logprobs"):
+            assert torch.equal(saved[name].values, batch[name].values)
+        assert torch.equal(saved["group"], batch["group"])
+    replayed = make("replayed", environment_factory=LateSums, mode="train", rollouts_path=str(rollouts))
+    replayed.fit()
+    lines = assert_learned_alike(recorded, replayed)
+    assert lines[0]["engine/steps"] >= 1
+    assert max(line["staleness/mean_age"] for line in lines) > 0

@@ -4,6 +4,7 @@ unfinished dropped. Neither order nor dealing changes a sample."""
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,16 +19,20 @@ from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import Beginning, FinishedSample, SamplingParams
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.rewards import TrainerState
+from hybrid_rl.rewards import RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
+from hybrid_rl.rollout.collector import Collector, StepPlan
 from hybrid_rl.rollout.completion_stream import CompletionGroup, CompletionStream, in_order
 from hybrid_rl.rollout.held_json import plain
 from hybrid_rl.rollout.hold_rule import HoldRule
 from hybrid_rl.rollout.lengths import LengthRecord, expected_length, group_lengths
 from hybrid_rl.rollout.task_split import TaskList, split_off
-from tests.support.inside.rollouts import begin_group, loads_of, wrap_begin
+from tests.support.inside.rollouts import begin_group, loads_of, set_lengths, wrap_begin
+from tests.unit.engines.engines import inplace, prompt
+from tests.unit.models.families import VOCABULARY
 from tests.unit.rollout import holding
 from tests.unit.rollout.holding import STOP, KnownEngine
+from tests.unit.rollout.scripted import Workers
 
 CALL = RolloutCall(2, SamplingParams(40, stop_token_ids=(STOP,)), 0, TrainerState(1, 10, 0.0), "train/1", 0)
 
@@ -351,3 +356,38 @@ def test_dropping_takes_more_prompts_and_needs_no_correction():
     assert num_training_steps(held, 490) == 15
     with pytest.raises(ConfigError, match=r"33 prompts .* prompts_per_step=32 and oversample=2; set max_steps"):
         num_training_steps(config, 33)
+
+
+def test_a_real_engine_makes_the_same_samples_in_the_order_of_their_lengths():
+    """The second visit to 5 prompts, 3 sequences at a time: the same tokens as if the first were forgotten, and
+    logprobs to the last bits, which depend on the shapes of matrix products."""
+    rows = [PromptRow(at, str(at), prompt(length, start=3 + at), {}) for at, length in enumerate((4, 9, 1, 6, 4))]
+    params = SamplingParams(12, stop_token_ids=tuple(range(0, VOCABULARY, 9)))
+
+    def second_visit(*, forgets):
+        client = EngineClient(inplace(max_num_seqs=3).ready().engine)
+        stream, started = client.stream, []
+        client.stream = lambda requests, version: started.append(requests) or stream(requests, version)
+        sampler = SimpleNamespace(take=lambda num: rows[:num], metrics=dict, epoch=0.0)
+        rewards = RewardRunner([lambda completions, **_: [0.0] * len(completions)])
+        workers = Workers([CompletionStream(client, rewards, lambda ids: str(len(ids)), seed=11)])
+        collector = Collector(workers, ["zero"], StepPlan(sampler, 5, 3, params), max_failure_share=1.0, success=None)
+        first = collector.take(1, TrainerState(1, 10, 0.0)).batch
+        if forgets:
+            set_lengths(collector, LengthRecord())
+        second = collector.take(1, TrainerState(2, 10, 0.0)).batch
+        return group_lengths(first), [request.prompt_ids for request in started[1][::3]], second
+
+    lengths, order, sorted_ = second_visit(forgets=False)
+    assert len({*lengths}) > 2
+    longest_first = sorted(rows, key=lambda one: -lengths[one.index])
+    assert order == [one.prompt_ids for one in longest_first] != [one.prompt_ids for one in rows]
+    _, order, plain = second_visit(forgets=True)
+    assert order == [one.prompt_ids for one in rows]
+    for name in ("completion_ids", "prompt_ids"):
+        assert torch.equal(sorted_[name].values, plain[name].values)
+        assert torch.equal(sorted_[name].offsets, plain[name].offsets)
+    for name in ("group", "trajectory"):
+        assert torch.equal(sorted_[name], plain[name])
+    theirs = plain["rollout_logprobs"].values
+    torch.testing.assert_close(sorted_["rollout_logprobs"].values, theirs, rtol=0, atol=1e-5)

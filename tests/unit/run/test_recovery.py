@@ -602,3 +602,26 @@ def test_the_same_command_started_again_and_again(
     straight = make_trainer(model=str(model_folder), **keys)
     straight.fit()
     assert weights(straight, 3) == (folder / "checkpoint-3" / "model.safetensors").read_bytes()
+
+
+def test_an_error_that_comes_again_after_the_same_step_ends_the_run_with_both_tracebacks(
+    make_trainer, monkeypatch
+) -> None:
+    trainer = make_trainer(**STEPS, max_restarts=9)
+    with (
+        dying(monkeypatch, "update", 4, 4) as tried,
+        pytest.raises(WorkerError, match="with the same error again after step 3") as raised,
+    ):
+        trainer.fit()
+    assert str(raised.value).count("raise InjectedFault") == 2 and tried == [1, 2, 3, 4, 3, 4]
+
+
+def test_losses_after_other_steps_end_the_run_when_there_were_enough(make_trainer, monkeypatch) -> None:
+    trainer = make_trainer(**STEPS, max_restarts=1)
+    with dying(monkeypatch, "update", 3, 5), pytest.raises(InjectedFault) as raised:
+        trainer.fit()
+    assert "there were 1 restarts, and max_restarts=1; the failure before came after step 2" in str(
+        raised.value.__notes__
+    )
+    with pytest.raises(HybridRLError, match="make a new Trainer"):
+        trainer.step()

@@ -294,3 +294,20 @@ def test_parameters_are_all_sharded_alike(world) -> None:
     for other in (torch.ones(2, 3), sharded(line, Shard(0)), sharded(mesh, Shard(0), Replicate())):
         with pytest.raises(ModelError, match="parameters a, b are sharded over several meshes, or copied over differ"):
             optimizer_of(copied, other)
+
+
+def test_fp32_is_torch_adamw_bit_for_bit() -> None:
+    module, optimizer = make(weight_decay=0.1)
+    theirs = copy.deepcopy(module)
+    matrices = [p for p in theirs.parameters() if p.dim() >= 2]
+    vectors = [p for p in theirs.parameters() if p.dim() < 2]
+    assert (len(matrices), len(vectors)) == (2, 4)
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=LR, fused=True
+    )
+    for step in range(3):
+        take_step(module, optimizer, step)
+        for parameter, gradient in zip(theirs.parameters(), gradients(theirs, 10 * step), strict=True):
+            parameter.grad = gradient
+        adamw.step()
+    assert all(map(torch.equal, module.parameters(), theirs.parameters()))

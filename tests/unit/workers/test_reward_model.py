@@ -287,3 +287,21 @@ def test_messages_without_a_template_are_refused_before_the_run():
     with pytest.raises(ModelError, match="no chat template"):
         models.check_prompts([{"role": "user", "content": "1"}])
     assert [model.module for model in models.models] == [module]
+
+
+def test_text_is_tokenised_anew_for_another_vocabulary():
+    module = classifier(vocab_size=len(VOCABULARY) + 1)
+    tokenizer = other_tokenizer()
+    texts = [prompt + completion for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)]
+    sequences = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert sequences[0][0] == len(VOCABULARY) and len(sequences[0]) == 3  # "1+2", "=", "3"
+    expected = padded_scores(copy.deepcopy(module), sequences)
+    found = own(module, tokenizer).scores(sample_batch())
+    torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def other_tokenizer(*, chat=False):
+    """Another vocabulary: the same characters, one id more."""
+    tokenizer = build_tokenizer(chat=chat)
+    tokenizer.add_tokens(["1+2"])
+    return tokenizer

@@ -1,17 +1,30 @@
-"""RLOO, GPG, MaxRL, OPO and ReMax: hand-computed numbers, and what each is there for."""
+"""RLOO, GPG, MaxRL, OPO and ReMax: hand-computed numbers, the definitions in loops, and what each is there for."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_rl.algos import AdvantageInputs
 from hybrid_rl.algos.advantages import GPG, OPO, RLOO, STD_FLOOR, MaxRL, ReMax
 
 NAN = math.nan
+GROUPED = st.lists(
+    st.tuples(st.sampled_from([-1, 0, 2**40]), st.sampled_from([0.0, 1.0, 0.1, 2.5, NAN]), st.integers(0, 5)),
+    min_size=1,
+    max_size=16,
+)
+
+
+def tensors(samples: list[tuple[int, float, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups, rewards, lengths = zip(*samples, strict=True)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(lengths)
 
 
 def length_weighted(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -23,6 +36,12 @@ def length_weighted(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.
     return torch.zeros(len(rewards)).double().index_copy(0, rows[mask], found[mask])
 
 
+def compared(samples: list[tuple[int, float, int]], i: int) -> list[int]:
+    """Scored samples of the group of i, where they differ and i is one of them; else none."""
+    mates = [j for j, (g, r, _) in enumerate(samples) if g == samples[i][0] and not math.isnan(r)]
+    return mates if i in mates and len({samples[j][1] for j in mates}) > 1 else []
+
+
 def test_by_hand() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4).long()
     assert RLOO().of_samples(rewards, groups).tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-15)
@@ -30,7 +49,6 @@ def test_by_hand() -> None:
     # Lengths 1 1 2 4: the baseline is 1/8, not 1/4.
     lengths = torch.tensor([1, 1, 2, 4])
     assert length_weighted(rewards, groups, lengths).tolist() == [0.875, -0.125, -0.125, -0.125]
-    assert not length_weighted(torch.full((49,), 0.1).double(), torch.zeros(49).long(), torch.arange(49) + 1).any()
 
 
 def test_gpg_makes_up_for_groups_without_signal() -> None:
@@ -43,6 +61,42 @@ def test_gpg_makes_up_for_groups_without_signal() -> None:
     divisor = math.sqrt(3) + STD_FLOOR
     assert scaled.tolist() == pytest.approx([value / divisor for value in expected], rel=1e-14)
     assert GPG().of_samples(rewards[:4], groups[:4]).tolist() == [0.0] * 4
+
+
+@given(samples=GROUPED)
+def test_leave_one_out_against_the_definition(samples: list[tuple[int, float, int]]) -> None:
+    rewards, groups, _ = tensors(samples)
+    expected = []
+    for i, (_, reward, _) in enumerate(samples):
+        others = [samples[j][1] for j in compared(samples, i) if j != i]
+        expected.append(reward - statistics.fmean(others) if others else 0.0)
+    assert RLOO().of_samples(rewards, groups).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@given(samples=GROUPED)
+def test_length_weighted_against_the_definition(samples: list[tuple[int, float, int]]) -> None:
+    rewards, groups, lengths = tensors(samples)
+    expected = []
+    for i, (_, reward, own) in enumerate(samples):
+        mates = [samples[j] for j in compared(samples, i)]
+        total = sum(length for *_, length in mates)  # a sample without tokens has nowhere to show its advantage
+        expected.append(reward - sum(length * r for _, r, length in mates) / total if total and own else 0.0)
+    found = length_weighted(rewards, groups, lengths).tolist()
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@given(samples=GROUPED)
+def test_gpg_and_maxrl_against_the_definition(samples: list[tuple[int, float, int]]) -> None:
+    rewards, groups, _ = tensors(samples)
+    with_signal = [i for i in range(len(samples)) if compared(samples, i)]
+    num_scored = sum(not math.isnan(reward) for _, reward, _ in samples)
+    gpg, maxrl = [], []
+    for i, (_, reward, _) in enumerate(samples):
+        mean = statistics.fmean(samples[j][1] for j in compared(samples, i)) if i in with_signal else 0.0
+        gpg.append(num_scored / len(with_signal) * (reward - mean) if i in with_signal else 0.0)
+        maxrl.append((reward - mean) / mean if i in with_signal else 0.0)
+    assert GPG().of_samples(rewards, groups).tolist() == pytest.approx(gpg, rel=1e-12, abs=1e-12)
+    assert MaxRL().of_samples(rewards, groups).tolist() == pytest.approx(maxrl, rel=1e-12, abs=1e-12)
 
 
 def expected_gradient(estimate: object, size: int, p: float) -> float:
@@ -67,6 +121,15 @@ def test_maxrl_climbs_the_likelihood_of_success(size: int) -> None:
     assert expected_gradient(MaxRL().of_samples, size, p) == pytest.approx(
         (1 - p) * (1 - (1 - p) ** (size - 1)), rel=1e-12
     )
+
+
+@pytest.mark.parametrize("estimate", [RLOO().of_samples, GPG().of_samples, MaxRL().of_samples])
+def test_equal_rewards_are_exactly_zero(estimate: object) -> None:
+    rewards, groups = torch.tensor([0.1] * 49 + [0.0, 1.0], dtype=torch.float64), torch.tensor([5] * 49 + [6, 6])
+    result = estimate(rewards, groups)  # type: ignore[operator]
+    assert result[:49].tolist() == [0.0] * 49 and bool((result[49:] != 0).all())
+    lengths = torch.arange(51) + 1
+    assert length_weighted(rewards, groups, lengths)[:49].tolist() == [0.0] * 49
 
 
 def remax(rewards: torch.Tensor, baseline: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -63,3 +64,26 @@ def test_max_of_group_is_leave_one_out() -> None:
     for row, advantages in zip(rewards.tolist(), found.tolist(), strict=True):
         expected = [max(row) - max(row[:i] + row[i + 1 :]) for i in range(5)]
         assert advantages == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("pass_k", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [5, 6, 8])
+def test_against_all_subsets(size: int, pass_k: int) -> None:
+    for successes in range(size + 1):
+        rewards = [1.0] * successes + [0.0] * (size - successes)
+        found = PassAtK(pass_k=pass_k).of_samples(torch.tensor(rewards), torch.full((size,), 7))
+        assert found.tolist() == pytest.approx(subsets_reference(rewards, pass_k), rel=1e-12, abs=1e-12)
+        assert float(found.sum()) == pytest.approx(0, abs=1e-12)
+
+
+def subsets_reference(rewards: list[float], pass_k: int) -> list[float]:
+    """The mean of the normalised reward of every subset of k that holds the sample."""
+    subsets = list(itertools.combinations(range(len(rewards)), pass_k))
+    worth = [float(max(rewards[i] for i in subset) >= 1) for subset in subsets]
+    mean, deviation = statistics.fmean(worth), statistics.pstdev(worth)
+    if deviation == 0:
+        return [0.0] * len(rewards)
+    return [
+        statistics.fmean((w - mean) / deviation for w, subset in zip(worth, subsets, strict=True) if i in subset)
+        for i in range(len(rewards))
+    ]

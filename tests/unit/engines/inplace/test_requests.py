@@ -257,3 +257,22 @@ def test_weights_that_were_not_finite_for_a_while_leave_nothing_behind(make, whe
     with torch.no_grad():
         weight.copy_(good)
     same_samples(finish(rig.engine), expected)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.6])
+def test_greedy_under_a_repetition_penalty_is_that_of_transformers(make, penalty):
+    rig = make().ready()
+    sent = request(0, 9, 24, temperature=0.0, repetition_penalty=penalty)
+    plain, sample, _ = rig.run([request(1, 9, 24, temperature=0.0), sent, request(2, 4, 9, repetition_penalty=1.2)])
+    prompt_ids = torch.tensor([sent.prompt_ids])
+    expected = rig.module.generate(
+        prompt_ids,
+        attention_mask=torch.ones_like(prompt_ids),
+        max_new_tokens=24,
+        min_new_tokens=24,
+        do_sample=False,
+        repetition_penalty=penalty,
+        eos_token_id=None,
+    )
+    assert sample.completion_ids == expected[0, 9:].tolist() != plain.completion_ids
+    assert plain.completion_ids == rig.run([request(1, 9, 24, temperature=0.0)])[0].completion_ids
