@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -104,6 +105,7 @@ def model_folder(path: str) -> str:
     Raises ModelError for any other file, for a name that looks like a local folder and is not one, and for a GGUF file
     that cannot be converted; ConfigError if there is nowhere to write.
     """
+    path = os.path.expanduser(path)
     if (file := gguf_file(Path(path))) is not None:
         return str(_converted(file.resolve()))
     if path.lower().endswith(".gguf"):

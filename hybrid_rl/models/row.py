@@ -24,7 +24,7 @@ from hybrid_rl.memory.transfer import upload
 # that is in no sample may have an embedding of zeros, at which some norms have an infinite slope: 0 * inf is NaN.
 ROW_STEP = 128
 SMALLEST_FILLED_ROW = 1024
-# A prefix is shared if that saves this part of the row's tokens: kernels of CUDA attend to it in a call of its own.
+# A prefix is shared if that saves this part of the row's tokens.
 LEAST_SAVED = 1 / 32
 
 
@@ -137,14 +137,18 @@ class PackedRow:
     layout: Layout
 
     @classmethod
-    def of(cls, prompts: Jagged, completions: Jagged, device: torch.device) -> PackedRow:
+    def of(
+        cls, prompts: Jagged, completions: Jagged, device: torch.device, least_saved: float | None = None
+    ) -> PackedRow:
         """Lay out N samples. A sample without completion tokens takes no place (but one does if all are such).
+        least_saved: the part of the row's tokens that a prefix must save; None = `LEAST_SAVED`.
 
         Logprobs have the order of the completions whatever the order of the row; the first token of every completion
         comes from the last token of its prompt, shared or not.
         """
         own = completions.lengths.tolist()
-        shared, single, prefix = _arrangement(prompts, completions)
+        shared, single = _arrangement(prompts, completions)
+        prefix = _prefix(prompts, completions, shared, single, LEAST_SAVED if least_saved is None else least_saved)
         sizes = (prompts.lengths - prefix).tolist()
         children = [index for group in shared for index in group]
         roots = [*(sizes[group[0]] for group in shared), *(sizes[i] + own[i] for i in single)]
@@ -172,12 +176,14 @@ class PackedRow:
         return cls(token_ids, positions, labels, places, layout)
 
 
-def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]]) -> Tensor:
-    """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. weights: of a token of
-    the prompt and one of the completion, for each sample. A prefix and a shared prompt count for all of their samples,
-    the filler for none."""
+def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]], prefix: int) -> Tensor:
+    """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. A prefix and a shared
+    prompt count for all of their samples, the filler for none.
+
+    weights: of a token of the prompt and one of the completion, for each sample; prefix: of that row.
+    """
     own = completions.lengths.tolist()
-    shared, single, prefix = _arrangement(prompts, completions)
+    shared, single = _arrangement(prompts, completions)
     sizes = (prompts.lengths - prefix).tolist()
     parts = [(sum(weights[index][0] for group in (*shared, single) for index in group), prefix)]
     parts += [(sum(weights[index][0] for index in group), sizes[group[0]]) for group in shared]
@@ -188,24 +194,28 @@ def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
 
 
-def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int], int]:
-    """Return the samples that share a prompt, group by group, the others, and the tokens of the prefix of all prompts
-    that is shared. A sample without completion tokens is left out, unless all are."""
-    own = completions.lengths.tolist()
-    wanted = [index for index, length in enumerate(own) if length] or [0]
+def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int]]:
+    """Return the samples that share a prompt, group by group, and the others. A sample without completion tokens is
+    left out, unless all are."""
+    wanted = [index for index, length in enumerate(completions.lengths.tolist()) if length] or [0]
     groups = prompt_groups(prompts, wanted)
+    return [group for group in groups if len(group) > 1], [group[0] for group in groups if len(group) == 1]
+
+
+def _prefix(
+    prompts: Jagged, completions: Jagged, shared: Sequence[Sequence[int]], single: Sequence[int], least_saved: float
+) -> int:
+    """Return the tokens that all prompts begin with, 0 if sharing them saves less than a part of the row."""
     rows = list(prompts)
-    distinct = [rows[group[0]] for group in groups]
+    distinct = [rows[index] for index in (*(group[0] for group in shared), *single)]
+    num_tokens = sum(map(len, distinct)) + int(completions.lengths.sum())
     prefix = common_prefix(distinct)
-    num_tokens = sum(map(len, distinct)) + sum(own[index] for index in wanted)
-    if prefix * (len(groups) - 1) < LEAST_SAVED * num_tokens:
-        prefix = 0
-    return [group for group in groups if len(group) > 1], [group[0] for group in groups if len(group) == 1], prefix
+    return prefix if prefix * (len(distinct) - 1) >= max(least_saved * num_tokens, 1) else 0
 
 
 def common_prefix(prompts: Sequence[Tensor]) -> int:
-    """Return how many tokens all prompts begin with; every one has at least one more."""
-    length = min(map(len, prompts)) - 1
+    """Return how many tokens all prompts begin with, of which every one that has tokens has at least one more."""
+    length = max(min(map(len, prompts)) - 1, 0)
     alike = torch.ones(length, dtype=torch.bool)
     for prompt in prompts[1:]:
         alike &= prompt[:length] == prompts[0][:length]

@@ -21,7 +21,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.engines.inplace.kv_cache import LayerShape, ShapeRecorder
 from hybrid_rl.errors import HybridRLError, ModelError
-from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models import CausalLM
 from hybrid_rl.models.activation_offload import NUM_AHEAD
 from hybrid_rl.models.attention.backends import AttentionNeeds, Backend, expected_backend
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
@@ -169,7 +169,7 @@ class Counted:
         wants_all = bool(spec.num_top) or Needs.SUM_PI_SQUARED in self.config.advantage.needs
 
         def run() -> None:
-            row = PackedRow.of(columns["prompt_ids"], columns["completion_ids"], model.device)
+            row = model.row_of(columns["prompt_ids"], columns["completion_ids"])
             with torch.no_grad():
                 if not model.is_language_model:
                     model.row_values(row)
@@ -212,7 +212,7 @@ class Counted:
             kept = torch.empty(num_passes, PROBE_TOKENS, width, device=model.device)
             with torch.no_grad():
                 for labels in ([[0]], [[0] * PROBE_TOKENS])[:num_passes]:
-                    row = PackedRow.of(prompt, Jagged.from_rows(labels, torch.int64), model.device)
+                    row = model.row_of(prompt, Jagged.from_rows(labels, torch.int64))
                     model.row_distribution(row, 1.0)
             del kept
 

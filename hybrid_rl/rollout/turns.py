@@ -162,6 +162,8 @@ class EngineTurns:
         self.begin(version)
         ended = threading.Event()
         running = self.start(partial(_tidy, main, ended))
+        if self._loop is not None:
+            self._watch = LoopWatch(self._loop)  # it warns once, and each rollout may be blocked by another call
         running.add_done_callback(lambda _: self._client.wake())
         try:
             while not running.done():

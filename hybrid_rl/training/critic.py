@@ -16,7 +16,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
 from hybrid_rl.memory.transfer import upload
 from hybrid_rl.metrics.metric_sums import MetricSums
-from hybrid_rl.models import CausalLM, PackedRow, check_tokenizer
+from hybrid_rl.models import CausalLM, check_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
 from hybrid_rl.training.batch_plan import Plan, sample_rows
@@ -133,7 +133,7 @@ class Critic(TrainedModel):
 
 def micro_batch_values(model: CausalLM, batch: Batch) -> Tensor:
     """Compute the values before the completion tokens of a micro-batch, [M] as in completion_ids; differentiable."""
-    return model.row_values(PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device))
+    return model.row_values(model.row_of(batch["prompt_ids"], batch["completion_ids"]))
 
 
 def micro_batch_value_loss(

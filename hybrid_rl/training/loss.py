@@ -34,7 +34,7 @@ def micro_batch_loss(
     that a term needs.
     """
     beside = SideModels() if beside is None else beside
-    row = PackedRow.of(batch["prompt_ids"], batch["completion_ids"], model.device)
+    row = model.row_of(batch["prompt_ids"], batch["completion_ids"])
     temperature = sampling_temperature(batch)
     with (
         reading_old_experts(beside.routers, batch, row) as reading,

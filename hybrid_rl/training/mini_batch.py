@@ -13,7 +13,7 @@ from hybrid_rl.batch import Batch, Jagged, Trajectories
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.controller import RankContext
-from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
 from hybrid_rl.training.batch_plan import Plan, sample_rows
 from hybrid_rl.training.loss import model_outputs
@@ -108,7 +108,7 @@ def look_ahead(
         return mini
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row, found = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device), dict[str, Tensor]()
+        row, found = model.row_of(micro["prompt_ids"], micro["completion_ids"]), dict[str, Tensor]()
         with reading_balance(balance, micro, row, spec) as reading:
             if spec.has_entropy_threshold:
                 found["entropy"] = model_outputs(model, row, spec, sampling_temperature(micro))[1].float()

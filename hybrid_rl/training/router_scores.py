@@ -22,7 +22,7 @@ def router_columns(model: CausalLM, routers: Routers, batch: Batch, micro_batche
     likely they were, old_router_logprobs: [T, L*K] each."""
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
+        row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
         with routers.reading(row) as reading:
             logprobs = model.row_logprobs(row, sampling_temperature(micro))[0].float()
         return {
@@ -56,4 +56,4 @@ def reading_balance(
     masked = TRUNCATIONS if spec.algorithm.mask_truncated_completions else ()
     kept = [reason not in masked for reason in batch["finish_reason"]]
     weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
-    return balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights))
+    return balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights, row.layout.prefix))

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.memory.transfer import finish_downloads, start_download
-from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models import CausalLM
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
@@ -60,7 +60,7 @@ def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches) -
     with completion_ids."""
 
     def compute(micro: Batch) -> Tensor:
-        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
+        row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
         return model.row_logprobs(row, sampling_temperature(micro))[0]
 
     return token_column(batch, micro_batches, compute)
@@ -73,7 +73,7 @@ def distribution_columns(
     [T, num_top] if num_top > 0, sum_pi_squared."""
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row = PackedRow.of(micro["prompt_ids"], micro["completion_ids"], model.device)
+        row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
         log_probs = model.row_distribution(row, sampling_temperature(micro))
         columns = {"old_logprobs": log_probs.gather(1, row.labels[:, None])[:, 0].float()}
         if num_top:

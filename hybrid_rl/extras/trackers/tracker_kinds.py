@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hybrid_rl.errors import ConfigError
-from hybrid_rl.extras.report.runs import flat as leaves_of
 from hybrid_rl.logging.console_samples import ANSWERS, message_parts
 
 PROJECT = "hybrid_rl"  # where runs go unless the user names a project
@@ -278,9 +277,15 @@ def known_arguments(name: str) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------- tables
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration as one level: "optimizer.learning_rate". None and lists are texts."""
-    return {path: str(value) if value is None else value for path, value in leaves_of(config).items()}
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the configuration as one level: "optimizer.learning_rate"."""
+    leaves: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= flat(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return leaves
 
 
 def table_of(step: int, samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

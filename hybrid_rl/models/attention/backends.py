@@ -20,6 +20,7 @@ it alone.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from hybrid_rl.models.attention.compiled import CompiledAttention
 from hybrid_rl.models.attention.padded import PaddedAttention
 from hybrid_rl.models.attention.unpacked import UnpackedRow
 from hybrid_rl.models.attention.varlen import FlashAttnKernel, Kernel, TorchKernel, VarlenAttention
-from hybrid_rl.models.row import Layout
+from hybrid_rl.models.row import LEAST_SAVED, Layout
 
 NAMES = ("sdpa", "compiled", "varlen", "flash_attn", "flash_attn_3")
 OLDEST_CAPABILITY = (8, 0)
@@ -46,6 +47,7 @@ OLDEST_FLASH_ATTN = (2, 7)
 FLASH_ATTN_3_CAPABILITY = 9  # its kernels are made for this generation only
 FLASH_ATTN_3_MODULE = "flash_attn_interface"  # what the package flash-attn-3 installs, and PyTorch's switch imports
 LARGEST_HEAD = 256
+LEAST_SAVED_BY_KERNELS = 1 / 8
 _logger = logging.getLogger("hybrid_rl")
 
 
@@ -91,6 +93,16 @@ class Backend:
     def words(self) -> str:
         """How rows run, in messages."""
         return "packed sequences" if self.is_packed else "sequences of other lengths next to it"
+
+    def least_saved(self, device: torch.device) -> float:
+        """Return the part of a row's tokens that a prefix must save to be shared.
+
+        Kernels of GPUs attend to it in a call of its own, few keys by all queries: what that costs is an estimate, not
+        measured. PyTorch's attention would need a mask there, which its fast kernels do not take.
+        """
+        if device.type == "cpu":
+            return LEAST_SAVED
+        return LEAST_SAVED_BY_KERNELS if self.kernel is not None else math.inf
 
     def context(self, layout: Layout, device: torch.device | str) -> AttentionContext | UnpackedRow:
         """Return the attention of one row, or how it becomes sequences next to each other."""

@@ -65,14 +65,16 @@ def check_classifier(module: PreTrainedModel, name: str) -> None:
         )
 
 
-def last_token_row(sequences: Sequences, pad_token_id: int | None, device: torch.device) -> PackedRow:
+def last_token_row(
+    sequences: Sequences, pad_token_id: int | None, device: torch.device, least_saved: float | None = None
+) -> PackedRow:
     """Lay N sequences out as one row, whose `sources` are the places of their last tokens. Equal prompts are computed
-    once."""
+    once. least_saved: as of `PackedRow.of`."""
     stripped = [_without_padding(prompt, completion, pad_token_id) for prompt, completion in sequences]
     prompts = Jagged.from_rows([list(prompt) for prompt, _ in stripped], torch.int64)
     # The place that predicts one more token is the place of the last one.
     completions = Jagged.from_rows([[*completion, 0] for _, completion in stripped], torch.int64)
-    row = PackedRow.of(prompts, completions, device)
+    row = PackedRow.of(prompts, completions, device, least_saved)
     (last,) = upload([completions.offsets[1:] - 1], device)
     return dataclasses.replace(row, labels=row.labels[last], sources=row.sources[last])
 
@@ -85,7 +87,8 @@ def row_tokens(sequences: Sequences) -> list[int]:
 def sequence_scores(model: CausalLM, sequences: Sequences) -> Tensor:
     """Compute the score of each sequence, float32 (float64 of a float64 model) [N]; none may be longer than the model
     has positions. Collective if the model is sharded."""
-    row = last_token_row(sequences, pad_token_id(model.module), model.device)
+    least_saved = model.attention.least_saved(model.device)
+    row = last_token_row(sequences, pad_token_id(model.module), model.device, least_saved)
     if model.max_positions is not None:  # the place after the last token may have none
         row = dataclasses.replace(row, positions=row.positions.clamp(max=model.max_positions - 1))
     return model.row_values(row)
@@ -114,7 +117,7 @@ def verify_scores(model: CausalLM) -> float:
             output = plain(input_ids=ids, use_cache=False, output_hidden_states=True)
             expected.append(output.logits[0, 0])
             sizes.append(output.hidden_states[-1][0, -1].norm())
-    row = last_token_row(VERIFY_SEQUENCES, pad_token_id(plain), model.device)
+    row = last_token_row(VERIFY_SEQUENCES, pad_token_id(plain), model.device, model.attention.least_saved(model.device))
     places, own = same_places(row, sequences)
     with named_failure(name, "with packed sequences"), routing.repeating(own):
         found = sequence_scores(model, VERIFY_SEQUENCES)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.batch import Jagged
 from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.activation_offload import activations_on_host
@@ -181,6 +182,10 @@ class PackedModel:
         """Return ln p(labels) and entropy, float32 [M], of hidden [M, H] and labels int64 [M], at a temperature;
         differentiable."""
         return token_logprobs(hidden, self.head.weight, self.head.bias, labels, temperature, self._options)
+
+    def row_of(self, prompts: Jagged, completions: Jagged) -> PackedRow:
+        """Lay samples out as one row for this model (`PackedRow.of`)."""
+        return PackedRow.of(prompts, completions, self.device, self.attention.least_saved(self.device))
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """Return ln p and entropy of the labels of a row, given all tokens before them in their sequence.

@@ -349,12 +349,12 @@ def test_a_key_of_a_mapping_is_set_by_its_path() -> None:
 
 def test_the_users_folder_stands_for_a_tilde_in_paths_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without, `output_dir=~/runs` would make a folder of the name ~."""
-    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("HOME", "/people/ann")
     tmp_path.joinpath("own.yaml").write_text("model: {path: ~/models/tiny}")
     keys = {"train_path": {"easy": "~/easy.jsonl", "hard": {"path": "~ann/hard.jsonl"}}, "run_name": "~x"}
     config = load_config(tmp_path / "own.yaml", keys, ("output_dir=~/runs",))[0]
-    assert (config.model.path, config.output_dir) == ("/home/ann/models/tiny", "/home/ann/runs")
-    assert config.data.train_path == {"easy": "/home/ann/easy.jsonl", "hard": {"path": "~ann/hard.jsonl"}}
+    assert (config.model.path, config.output_dir) == ("/people/ann/models/tiny", "/people/ann/runs")
+    assert config.data.train_path == {"easy": "/people/ann/easy.jsonl", "hard": {"path": "~ann/hard.jsonl"}}
     assert config.run_name == "~x"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_config("~/own.yaml")[0].model.path == f"{tmp_path}/models/tiny"

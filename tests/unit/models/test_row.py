@@ -52,7 +52,7 @@ def test_hand_computed_row_of_prompts_that_begin_alike():
     assert (row.layout.num_root_tokens, row.layout.num_tokens, row.layout.longest) == (6, 9, 5)
     # The prefix counts for all three samples, the rest of the shared prompt for two.
     weights = [(1.0, 1.0), (4.0, 0.5), (2.0, 0.0)]
-    assert place_weights(prompts, completions, weights).tolist() == [7, 7, 3, 4, 4, 0.5, 1, 1, 0]
+    assert place_weights(prompts, completions, weights, prefix=2).tolist() == [7, 7, 3, 4, 4, 0.5, 1, 1, 0]
 
 
 def test_a_prefix_that_saves_little_is_not_shared():
@@ -61,6 +61,8 @@ def test_a_prefix_that_saves_little_is_not_shared():
     assert PackedRow.of(jagged([[7, 1], [7, 2]]), long, CPU).layout.prefix == 0
     assert PackedRow.of(jagged([[7, 7, 1], [7, 7, 2]]), long, CPU).layout.prefix == 2
     assert PackedRow.of(jagged([[7, 7], [7, 7, 2]]), jagged([[1], [2]]), CPU).layout.prefix == 1
+    assert PackedRow.of(jagged([[], [7, 2]]), jagged([[1], [2]]), CPU).layout == Layout((1, 3))
+    assert PackedRow.of(jagged([[7, 7, 1], [7, 7, 2]]), long, CPU, least_saved=1 / 8).layout.prefix == 0
 
 
 def test_as_how_many_tokens_each_place_counts():
@@ -68,14 +70,28 @@ def test_as_how_many_tokens_each_place_counts():
     prompts = jagged([[1, 2], [3], [1, 2], [4, 5], [1, 2]])
     completions = jagged([[10, 11], [12], [13], [14, 15], []])
     weights = [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.0, 2.0), (9.0, 9.0)]
-    found = place_weights(prompts, completions, weights)
+    found = place_weights(prompts, completions, weights, prefix=0)
     assert found.tolist() == [2, 2, 1, 0.5, 0, 0, 2, 2, 1, 1, 0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hybrid_rl.models.row.SMALLEST_FILLED_ROW", 4)
         patch.setattr("hybrid_rl.models.row.ROW_STEP", 13)
-        assert place_weights(prompts, completions, weights).tolist() == [2, 2, 1, 0.5, 0, 0, 2, 2, 0, 0, 1, 1, 0]
+        assert place_weights(prompts, completions, weights, prefix=0).tolist() == [
+            2,
+            2,
+            1,
+            0.5,
+            0,
+            0,
+            2,
+            2,
+            0,
+            0,
+            1,
+            1,
+            0,
+        ]
         assert PackedRow.of(prompts, completions, CPU).layout.roots == (2, 2, 4, 2)
-    assert place_weights(jagged([[1, 2], [3]]), jagged([[], []]), [(1.0, 1.0), (1.0, 1.0)]).tolist() == [1, 1]
+    assert place_weights(jagged([[1, 2], [3]]), jagged([[], []]), [(1.0, 1.0), (1.0, 1.0)], prefix=0).tolist() == [1, 1]
 
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(50, 99), max_size=5)), min_size=1, max_size=12)
