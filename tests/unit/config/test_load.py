@@ -330,8 +330,8 @@ def test_the_resolved_config_comes_back_from_its_file(tmp_path: Path, keys: dict
 def test_texts_that_look_like_something_else_stay_texts(tmp_path: Path) -> None:
     numbers = ["1e5", "007", "-1e-3", ".5e3", "1.5", "0x1f", "1_000", "12:30:00", "2026-01-01"]
     for name in [*numbers, "", " x", "a: b", "null", "true", "no", "~"]:
-        (tmp_path / "config.yaml").write_text(to_yaml(loaded(output_dir=name)))
-        assert load_config(tmp_path / "config.yaml")[0].output_dir == name
+        (tmp_path / "config.yaml").write_text(to_yaml(loaded(system_prompt=name)))
+        assert load_config(tmp_path / "config.yaml")[0].data.system_prompt == name
 
 
 def test_to_dict_is_a_copy() -> None:
