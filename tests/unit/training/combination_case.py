@@ -18,6 +18,7 @@ from hybrid_rl.config import TrainerConfig, load_config, resolve
 from hybrid_rl.config.algorithm import needs_reference
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.attention.backends import Backend
 from hybrid_rl.training import actor as actor_module
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
@@ -45,6 +46,7 @@ class TableModel(CausalLM):
         self.module: Any = nn.Module()
         self.module.config = SimpleNamespace(get_text_config=SimpleNamespace)
         self.module.table = nn.Parameter(table.clone())
+        self.attention = Backend("sdpa")
 
     dtype = property(lambda self: self.module.table.dtype)
     idle_token = 0

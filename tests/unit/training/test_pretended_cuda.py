@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hybrid_rl.batch import Jagged
 from hybrid_rl.config import ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.models import CausalLM, PackedRow
@@ -43,6 +44,9 @@ class Bigrams:
         vocab_size = int(build_model(torch.float32).config.vocab_size)
         self.weight = nn.Parameter(torch.zeros(vocab_size, vocab_size).to(CUDA))
         self.device = self.weight.device
+
+    def row_of(self, prompts: Jagged, completions: Jagged) -> PackedRow:
+        return PackedRow.of(prompts, completions, self.device)
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         return token_logprobs(self._hidden(row), self.weight, None, row.labels, temperature, HeadOptions())
