@@ -74,7 +74,7 @@ def operator(name: str, device_type: str = "cpu") -> Callable[..., Any] | None:
 
 
 def built_operator(name: str) -> Callable[..., Any]:
-    """Return the compiled operator for the CPU of this name, where `operator` has said that it is there."""
+    """Return the compiled operator for the CPU of this name; `operator` has shown that it is there."""
     found = operator(name)
     assert found is not None
     return found

@@ -356,8 +356,8 @@ def _convert(path: str, expected: Any, value: Any, metadata: Mapping[str, Any]) 
 
 
 def _with_home(value: Any) -> Any:
-    """Return a path, or paths by name, with the user's folder in the place of ~: no shell sees what stands in a file or
-    behind `key=`, and a folder of the name ~ would be made."""
+    """Return a path, or paths by name, with the user's folder in place of ~. No shell expands it in a file or after
+    `key=`, and a folder named ~ would be made."""
     if isinstance(value, Mapping):
         return {name: _with_home(one) for name, one in value.items()}
     return os.path.expanduser(value) if isinstance(value, str) else value

@@ -119,8 +119,8 @@ class EngineTurns:
         self._client.wake()
 
     async def complete(self, request: RolloutRequest, asker: TrajectoryTokens | None = None) -> Completion:
-        """Answer a request in this rollout, or in the next; its id is set here. Once the caller is cancelled, the
-        engine drops it. asker: the trajectory that it belongs to.
+        """Answer a request in this rollout, or in the next; it gets its id when it is submitted. Once the caller is
+        cancelled, the engine drops it. asker: the trajectory that it belongs to.
 
         Raises TrajectoryEndedError if nothing is answered any more, DataError for a request that can never run.
         """

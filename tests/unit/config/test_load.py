@@ -348,7 +348,7 @@ def test_a_key_of_a_mapping_is_set_by_its_path() -> None:
 
 
 def test_the_users_folder_stands_for_a_tilde_in_paths_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without, `output_dir=~/runs` would make a folder of the name ~."""
+    """Without, `output_dir=~/runs` would make a folder named ~."""
     monkeypatch.setenv("HOME", "/people/ann")
     tmp_path.joinpath("own.yaml").write_text("model: {path: ~/models/tiny}")
     keys = {"train_path": {"easy": "~/easy.jsonl", "hard": {"path": "~ann/hard.jsonl"}}, "run_name": "~x"}
