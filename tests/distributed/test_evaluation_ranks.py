@@ -24,6 +24,7 @@ def samples_of(folder: Path) -> list[dict]:
     )
 
 
+@pytest.mark.sweep
 def test_two_ranks_evaluate_as_one_process(tmp_path: Path, forked_ranks) -> None:
     keys = {"prompts_per_step": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 2, "eval_steps": 1}
     keys |= {"eval_temperature": 1.0, "num_generations_eval": 4, "metric_for_best_model": "eval/b/pass@4"}

@@ -26,6 +26,7 @@ def places(cluster, num_ranks):
 """
 
 
+@pytest.mark.sweep
 def test_ranks_have_gpus_of_their_own_and_see_all(start_fork: Start) -> None:
     """Of a machine that the user restricted to three, one named by its UUID: a second group gets what is left, as
     places among the three. num_ranks=auto of a running cluster counts all of its GPUs."""

@@ -172,7 +172,12 @@ def with_a_bad_peer(rank, num_ranks, kind, what):
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [("ipc", "dies"), ("distributed", "dies"), ("distributed", "raises"), ("distributed", "hangs")]
+    ("kind", "what"),
+    [
+        ("ipc", "dies"),
+        ("distributed", "hangs"),
+        *(pytest.param("distributed", fault, marks=pytest.mark.sweep) for fault in ("dies", "raises")),
+    ],
 )
 def test_a_peer_that_fails_midway_is_an_error_and_nobody_hangs(kind, what):
     with pytest.raises(RankError) as caught:

@@ -42,6 +42,7 @@ def kept() -> dict[str, Path]:
     ("case", "num_steps"),
     [("ppo", NUM_STEPS), *(pytest.param(case, 20, marks=pytest.mark.sweep) for case in CASES)],
 )
+@pytest.mark.sweep
 def test_what_moves_keeps_to_the_table_and_changes_no_bit(
     make: Make, kept: dict[str, Path], case: str, num_steps: int
 ) -> None:

@@ -44,6 +44,7 @@ def result_of(offload: list[str], folder: Path) -> tuple[list[dict[str, float]],
     return [{k: v for k, v in line.items() if not k.startswith(DIFFERS)} for line in lines], weights, texts
 
 
+@pytest.mark.sweep
 def test_gathered_weights_outlive_shards_that_sleep(tmp_path: Path, forked_ranks: None) -> None:
     still, moving = (
         result_of(offload, tmp_path / f"runs-{len(offload)}") for offload in ([], ["actor", "optimizer", "reference"])

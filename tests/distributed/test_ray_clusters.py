@@ -104,11 +104,12 @@ def test_close_leaves_nothing_and_can_be_repeated(start_script: Start) -> None:
     ("end", "code"),
     [
         ("raise ValueError", 1),
-        pytest.param("", 0, marks=pytest.mark.sweep),
-        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.sweep),
-        pytest.param("import gc; del group; gc.collect()", 0, marks=pytest.mark.sweep),
+        ("", 0),
+        ("raise SystemExit(3)", 3),
+        ("import gc; del group; gc.collect()", 0),
     ],
 )
+@pytest.mark.sweep
 def test_a_driver_that_does_not_close(start_script: Start, end: str, code: int) -> None:
     told = finish(
         start_script(f"cluster = RayCluster()\ngroup = make(cluster)\n{WHERE}{TELL}{end}\n"),
@@ -135,6 +136,7 @@ def test_a_killed_driver_leaves_no_process(start_script: Start, start_fork: Star
     assert not Path(told["folder"]).exists()
 
 
+@pytest.mark.sweep
 def test_a_sigterm_ends_the_driver_in_order(start_script: Start) -> None:
     code = f"cluster = RayCluster()\ngroup = make(cluster)\n{WHERE}{TELL}group.patient(3600.0, False)\n"
     process = start_script(code)
@@ -172,7 +174,8 @@ def test_a_sigterm_while_a_cluster_starts_is_the_programs(start_script: Start) -
     assert told == [{"left": [], "is_ours": True}]
 
 
-@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+@pytest.mark.sweep
 def test_a_cluster_that_loses_a_process(start_script: Start, name: str) -> None:
     """One error at once, where Ray would abort the driver after a minute; then everything works again."""
     told = finish(
@@ -276,6 +279,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.sweep
 def test_a_cluster_that_runs_already(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two nodes of two cores, which drivers join one after the other. It outlives them, and the last loses a node."""
     with forked_drivers(tmp_path_factory.mktemp("joined"), forks) as start:

@@ -95,7 +95,7 @@ def test_an_exception_before_a_collective_does_not_hang_the_others(group: OpenGr
     assert_unusable(group)
 
 
-@pytest.mark.parametrize("fault", ["crash", "exit"])
+@pytest.mark.parametrize("fault", ["crash", pytest.param("exit", marks=pytest.mark.sweep)])
 def test_a_rank_that_dies(group: OpenGroup, pids: list[int], fault: str) -> None:
     with pytest.raises(WorkerError) as caught:
         group.collective(1, fault)
@@ -118,7 +118,10 @@ def test_a_rank_that_died_between_calls(group: OpenGroup, pids: list[int]) -> No
     assert_unusable(group)
 
 
-@pytest.mark.parametrize(("fault", "told"), [("hang", "time.sleep(3600)"), ("stop", "on this machine is stopped")])
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("hang", "time.sleep(3600)"), pytest.param("stop", "on this machine is stopped", marks=pytest.mark.sweep)],
+)
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_hangs(make_group: Callable[..., OpenGroup], pids: list[int], fault: str, told: str) -> None:
     group = make_group(2, watchdog_seconds=3.0, grace_seconds=60.0)

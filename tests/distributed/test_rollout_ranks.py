@@ -214,6 +214,7 @@ def test_newer_weights_are_taken_in_the_middle_of_completions(make):
     assert all(torch.equal(tensor, last[name]) for name, tensor in weights_at(replayed, 4).items())
 
 
+@pytest.mark.sweep
 def test_of_a_policy_with_adapters_only_those_travel(make):
     """The run is that of one process, and every handoff moves the bytes of the adapters and of buffers."""
     keys = {"lora.r": 2, "lora_alpha": 8, "handoff.probe_steps": 1, "save_steps": None}
@@ -276,7 +277,11 @@ def _broken(side: str):
     ("side", "says"),
     [
         ("rollout", ["rollout rank 0 of 1", "go_ahead()", "is gone", "rollout-rank0.log"]),
-        ("policy", ["policy rank 0 of 1", "update()", "ZeroDivisionError: sabotaged update"]),
+        pytest.param(
+            "policy",
+            ["policy rank 0 of 1", "update()", "ZeroDivisionError: sabotaged update"],
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_a_side_that_fails_ends_the_run_with_its_name(make, side, says):

@@ -107,6 +107,7 @@ def held(trainer: Trainer, step: int) -> list[int]:
     return [prompt.row.columns["number"] for prompt in trainer.generating.held_prompts(step).values()]
 
 
+@pytest.mark.sweep
 def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):
     """With tools that answer at once: samples, versions, rewards and losses. Environments are on the rank that
     generates, and all are closed. Resumed, and with Ctrl-C before and after the weights change, no prompt is lost or

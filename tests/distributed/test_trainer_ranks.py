@@ -178,6 +178,7 @@ def test_bfloat16_keeps_its_masters_over_a_change_of_ranks(train, tmp_path):
     assert any(not torch.equal(states[1]["master"][name], begun["master"][name]) for name in begun["master"])
 
 
+@pytest.mark.sweep
 def test_a_model_folder_a_pool_for_the_reference_and_hybrid_sharding_change_nothing(train, tmp_path):
     module = build_model()
     module.save_pretrained(tmp_path / "model")
@@ -196,6 +197,7 @@ def test_a_model_folder_a_pool_for_the_reference_and_hybrid_sharding_change_noth
         trainer.close()
 
 
+@pytest.mark.sweep
 def test_more_ranks_than_prompts_in_a_mini_batch(train):
     """Ranks without a prompt run micro-batches of weight zero, and generate nothing."""
     keys = {"prompts_per_step": 2, "prompts_per_mini_batch": 1, "max_steps": 2}

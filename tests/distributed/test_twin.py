@@ -170,6 +170,7 @@ def phases_on_ranks(rank: int, num_ranks: int, keeps: bool, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.sweep), torch.bfloat16], ids=str)
+@pytest.mark.sweep
 def test_gathered_weights_keep_their_addresses_so_that_graphs_are_kept(dtype: torch.dtype) -> None:
     """The same samples as from memory of FSDP's own, over which the graphs are captured in each phase."""
     kept, moved = (run_ranks(phases_on_ranks, 2, keeps, dtype) for keeps in (True, False))

@@ -74,9 +74,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("num_ranks", "dp_replicate", "names"),
     [
-        (2, 1, MANY),
         (3, 1, ["qwen2 tied", "qwen3 moe"]),
-        (4, 2, MANY[:1]),
+        pytest.param(2, 1, MANY, marks=pytest.mark.sweep),
+        pytest.param(4, 2, MANY[:1], marks=pytest.mark.sweep),
         pytest.param(3, 1, MANY, marks=pytest.mark.sweep),
     ],
 )

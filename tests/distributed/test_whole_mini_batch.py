@@ -133,7 +133,7 @@ def followed(rank: int, num_ranks: int, share: float) -> tuple[dict[str, torch.T
     return {name: parameter.full_tensor() for name, parameter in named}, column.values  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("share", [1.0, SHARE])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.sweep), SHARE])
 def test_a_sharded_reference_takes_what_a_whole_one_takes(share: float) -> None:
     old, policy = modules()
     before, target = dict(old.named_parameters()), dict(policy.named_parameters())

@@ -59,7 +59,8 @@ def test_every_recipe_was_recorded_with_its_settings() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [FEW_STEPS, pytest.param(WARM_START_STEPS, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("num_steps", [FEW_STEPS, WARM_START_STEPS])
 def test_the_warm_start_leaves_something_to_learn_in_most_groups(num_steps: int) -> None:
     begin = start(SEEDS[0], num_steps)
     task, model, tokenizer, accuracy = begin.task, begin.model, begin.tokenizer, begin.warm.accuracy
@@ -82,10 +83,8 @@ def test_the_warm_start_leaves_something_to_learn_in_most_groups(num_steps: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "num_steps"),
-    [("grpo", FEW_STEPS), *(pytest.param(name, WARM_START_STEPS, marks=pytest.mark.sweep) for name in RECIPES)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("name", "num_steps"), [("grpo", FEW_STEPS), *((name, WARM_START_STEPS) for name in RECIPES)])
 def test_a_few_steps_improve_the_warm_start(name: str, num_steps: int, tmp_path: Path) -> None:
     """A sign turned anywhere between reward and update makes held-out accuracy fall, not rise."""
     begin = start(SEEDS[0], num_steps)

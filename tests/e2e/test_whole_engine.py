@@ -121,7 +121,7 @@ def differences(mine: list[Any], theirs: list[Any], phases: Collection[str]) -> 
 @pytest.mark.timeout(600)
 def test_ranks_train_and_generate_in_turn_and_leave_nothing(tmp_path: Path, traces: Traces) -> None:
     case, num_steps = next(iter(CASES)), 3
-    drive(tmp_path, case, num_steps)
+    drive(tmp_path, case, num_steps, prompts_per_step=2)
     check_steps(tmp_path, case, num_steps)
     wait_until(lambda: not traces.processes(), "processes are left", 30)
     assert traces.files() == []

@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sweep]
 
 
 def share(rank, num_ranks):

@@ -343,7 +343,7 @@ def test_a_real_allocator_gives_back_what_is_awake_and_nothing_twice(monkeypatch
         assert mapped == {1, 2, 3}
 
 
-@pytest.mark.parametrize("has_room", [True, False], ids=["room", "no room"])
+@pytest.mark.parametrize("has_room", [True, pytest.param(False, marks=pytest.mark.sweep)], ids=["room", "no room"])
 def test_an_engine_that_sleeps_is_closed_and_the_allocator_serves_the_next_one(
     watch: Callable[..., Watched], has_room: bool
 ) -> None:
