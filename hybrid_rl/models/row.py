@@ -1,16 +1,17 @@
 """A micro-batch as one packed row, in which samples of the same prompt share its tokens.
 
 The row holds roots, then children. A root is a separate sequence: the whole of a sample, or a prompt that several
-samples share. A child is the completion of one such sample; it attends to its root and causally to itself. If all
-prompts begin alike, as with a system prompt and the schemas of tools, those tokens stand once in front of the roots: a
-prefix, to which everything after it attends. With the prefix and the prompts in front and the children of a root side
-by side, both sides of "completions attend to their prompt" are contiguous slices of the row.
+samples share, with the tokens with which all of their completions begin. A child is the rest of such a completion; it
+attends to its root and causally to itself. Completions that are the same token for token are one child: short answers
+often are. If all prompts begin alike, as with a system prompt and the schemas of tools, those tokens stand once in
+front of the roots: a prefix, to which everything after it attends. With the prefix and the prompts in front and the
+children of a root side by side, both sides of "completions attend to their prompt" are contiguous slices of the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from hybrid_rl.memory.transfer import upload
 # that is in no sample may have an embedding of zeros, at which some norms have an infinite slope: 0 * inf is NaN.
 ROW_STEP = 128
 SMALLEST_FILLED_ROW = 1024
-# A prefix is shared if that saves this part of the row's tokens.
+# A prefix is shared, and a label looked up once, if that saves this part of the row's tokens, or of its labels.
 LEAST_SAVED = 1 / 32
 
 
@@ -127,7 +128,8 @@ class PackedRow:
     """A micro-batch as one row of T tokens, with the M completion tokens whose logprobs are wanted.
 
     token_ids, positions: int64 [T]; labels: int64 [M], the completion tokens in the order of completion_ids; sources:
-    int64 [M], the place whose hidden state predicts each of them.
+    int64 [M], the place whose hidden state predicts each of them. distinct: of labels that are the same in the same
+    place the first, int64 [D], and which of those each label is, int64 [M]; None if next to all differ.
     """
 
     token_ids: Tensor
@@ -135,6 +137,11 @@ class PackedRow:
     labels: Tensor
     sources: Tensor
     layout: Layout
+    distinct: tuple[Tensor, Tensor] | None = None
+
+    def at(self, labels: Tensor) -> PackedRow:
+        """Return the row with these of its labels alone. labels: int64 indices."""
+        return replace(self, labels=self.labels[labels], sources=self.sources[labels], distinct=None)
 
     @classmethod
     def of(
@@ -146,79 +153,114 @@ class PackedRow:
         Logprobs have the order of the completions whatever the order of the row; the first token of every completion
         comes from the last token of its prompt, shared or not.
         """
-        own = completions.lengths.tolist()
-        shared, single = _arrangement(prompts, completions)
-        prefix = _prefix(prompts, completions, shared, single, LEAST_SAVED if least_saved is None else least_saved)
-        sizes = (prompts.lengths - prefix).tolist()
-        children = [index for group in shared for index in group]
-        roots = [*(sizes[group[0]] for group in shared), *(sizes[i] + own[i] for i in single)]
-        filler = _filler(prefix + sum(roots) + sum(own[index] for index in children))
+        groups = _groups(prompts, completions)
+        prompt_rows, completion_rows = list(prompts), list(completions)
+        prefix = _prefix(prompt_rows, groups, LEAST_SAVED if least_saved is None else least_saved)
+        sizes = [len(prompt_rows[group.first]) - prefix for group in groups]
+        roots = [size + group.stem for size, group in zip(sizes, groups, strict=True)]
+        children = [group.rests() for group in groups]
+        filler = _filler(prefix + sum(roots) + sum(map(sum, children)))
         layout = Layout(
             (*roots, *([filler] if filler else [])),
-            tuple(own[index] for index in children),
-            tuple(root for root, group in enumerate(shared) for _ in group),
+            tuple(length for lengths in children for length in lengths),
+            tuple(root for root, lengths in enumerate(children) for _ in lengths),
             is_filled=filler > 0,
             prefix=prefix,
         )
-        prompt_rows, completion_rows = list(prompts), list(completions)
-        first = prompt_rows[[*children, *single][0]]
-        parts = [first[:prefix], *(prompt_rows[group[0]][prefix:] for group in shared)]
-        parts += [part for index in single for part in (prompt_rows[index][prefix:], completion_rows[index])]
+        first = prompt_rows[groups[0].first]
+        parts = [first[:prefix]]
+        for group in groups:
+            parts += [prompt_rows[group.first][prefix:], completion_rows[group.first][: group.stem]]
         parts += [first[:1].expand(filler)]
-        parts += [completion_rows[index] for index in children]
-        columns = (
-            torch.cat(parts),
-            layout.positions(),
-            completions.values,
-            _sources(layout, shared, single, sizes, completions),
-        )
+        parts += [
+            completion_rows[alike[0]][group.stem :] for group in groups if group.is_shared for alike in group.alike
+        ]
+        sources = _sources(layout, groups, sizes, completions)
+        columns = (torch.cat(parts), layout.positions(), completions.values, sources)
         token_ids, positions, labels, places = upload(columns, device)
-        return cls(token_ids, positions, labels, places, layout)
+        row = cls(token_ids, positions, labels, places, layout)
+        first_of, which = _distinct(sources, completions.values)
+        if len(which) - len(first_of) < max(LEAST_SAVED * len(which), 1):
+            return row
+        first_of, which = upload((first_of, which), device)
+        return replace(row, distinct=(first_of, which))
 
 
 def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]], prefix: int) -> Tensor:
-    """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. A prefix and a shared
-    prompt count for all of their samples, the filler for none.
+    """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. A place counts for all
+    samples that share it, the filler for none.
 
     weights: of a token of the prompt and one of the completion, for each sample; prefix: of that row.
     """
-    own = completions.lengths.tolist()
-    shared, single = _arrangement(prompts, completions)
-    sizes = (prompts.lengths - prefix).tolist()
-    parts = [(sum(weights[index][0] for group in (*shared, single) for index in group), prefix)]
-    parts += [(sum(weights[index][0] for index in group), sizes[group[0]]) for group in shared]
-    parts += [part for i in single for part in ((weights[i][0], sizes[i]), (weights[i][1], own[i]))]
-    children = [(weights[index][1], own[index]) for group in shared for index in group]
-    filler = _filler(sum(length for _, length in (*parts, *children)))
-    values, lengths = zip(*parts, (0.0, filler), *children, strict=True)
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+    groups = _groups(prompts, completions)
+    lengths = prompts.lengths.tolist()
+    roots, children = list[tuple[float, int]](), list[tuple[float, int]]()
+    of_prefix = 0.0
+    for group in groups:
+        samples = [index for alike in group.alike for index in alike]
+        of_prompt, of_stem = (sum(weights[index][side] for index in samples) for side in (0, 1))
+        of_prefix += of_prompt
+        roots += [(of_prompt, lengths[group.first] - prefix), (of_stem, group.stem)]
+        rests = [sum(weights[index][1] for index in alike) for alike in group.alike]
+        children += zip(rests, group.rests(), strict=False)
+    filler = _filler(prefix + sum(length for _, length in (*roots, *children)))
+    values, counts = zip((of_prefix, prefix), *roots, (0.0, filler), *children, strict=True)
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
 
 
-def _arrangement(prompts: Jagged, completions: Jagged) -> tuple[list[list[int]], list[int]]:
-    """Return the samples that share a prompt, group by group, and the others. A sample without completion tokens is
-    left out, unless all are."""
+@dataclass(frozen=True)
+class _Group:
+    """Samples of one prompt. alike: those that have the same completion, too, for each that is different; stem: tokens
+    with which all completions begin, which stand with the prompt: all of them if there is one completion; lengths: of
+    each completion."""
+
+    alike: list[list[int]]
+    stem: int
+    lengths: list[int]
+
+    @property
+    def first(self) -> int:
+        """The sample whose prompt and stem stand for all."""
+        return self.alike[0][0]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the root has children."""
+        return len(self.alike) > 1
+
+    def rests(self) -> list[int]:
+        """Tokens of each child."""
+        return [length - self.stem for length in self.lengths] if self.is_shared else []
+
+
+def _groups(prompts: Jagged, completions: Jagged) -> list[_Group]:
+    """Return the samples by prompt, groups of several different completions first. A sample without completion tokens
+    is left out, unless all are."""
+    rows = list(completions)
     wanted = [index for index, length in enumerate(completions.lengths.tolist()) if length] or [0]
-    groups = prompt_groups(prompts, wanted)
-    return [group for group in groups if len(group) > 1], [group[0] for group in groups if len(group) == 1]
+    groups = []
+    for samples in prompt_groups(prompts, wanted):
+        alike = [[samples[number] for number in same] for same in _same([rows[index] for index in samples])]
+        different = [rows[same[0]] for same in alike]
+        stem = common_prefix(different) if len(different) > 1 else len(different[0])
+        groups.append(_Group(alike, stem, list(map(len, different))))
+    return sorted(groups, key=lambda group: not group.is_shared)
 
 
-def _prefix(
-    prompts: Jagged, completions: Jagged, shared: Sequence[Sequence[int]], single: Sequence[int], least_saved: float
-) -> int:
+def _prefix(prompts: Sequence[Tensor], groups: Sequence[_Group], least_saved: float) -> int:
     """Return the tokens that all prompts begin with, 0 if sharing them saves less than a part of the row."""
-    rows = list(prompts)
-    distinct = [rows[index] for index in (*(group[0] for group in shared), *single)]
-    num_tokens = sum(map(len, distinct)) + int(completions.lengths.sum())
-    prefix = common_prefix(distinct)
-    return prefix if prefix * (len(distinct) - 1) >= max(least_saved * num_tokens, 1) else 0
+    rows = [prompts[group.first] for group in groups]
+    num_tokens = sum(len(row) + group.stem + sum(group.rests()) for row, group in zip(rows, groups, strict=True))
+    prefix = common_prefix(rows)
+    return prefix if prefix * (len(rows) - 1) >= max(least_saved * num_tokens, 1) else 0
 
 
-def common_prefix(prompts: Sequence[Tensor]) -> int:
-    """Return how many tokens all prompts begin with, of which every one that has tokens has at least one more."""
-    length = max(min(map(len, prompts)) - 1, 0)
+def common_prefix(sequences: Sequence[Tensor]) -> int:
+    """Return how many tokens all sequences begin with, of which every one that has tokens has at least one more."""
+    length = max(min(map(len, sequences)) - 1, 0)
     alike = torch.ones(length, dtype=torch.bool)
-    for prompt in prompts[1:]:
-        alike &= prompt[:length] == prompts[0][:length]
+    for sequence in sequences[1:]:
+        alike &= sequence[:length] == sequences[0][:length]
     return int(alike.cumprod(0).sum())
 
 
@@ -227,21 +269,40 @@ def _filler(num_tokens: int) -> int:
     return -num_tokens % ROW_STEP if num_tokens >= SMALLEST_FILLED_ROW else 0
 
 
-def _sources(
-    layout: Layout, shared: Sequence[Sequence[int]], single: Sequence[int], sizes: Sequence[int], completions: Jagged
-) -> Tensor:
+def _sources(layout: Layout, groups: Sequence[_Group], sizes: Sequence[int], completions: Jagged) -> Tensor:
+    """Return the place before each token of the completions: in the root for the stem and the token after it, then in
+    the child."""
     starts = lengths_to_offsets(layout.lengths).tolist()
-    before = torch.zeros(len(completions), dtype=torch.int64)  # the place before the first token of a completion
-    for root, index in enumerate(single, layout.first_root + len(shared)):
-        before[index] = starts[root] + sizes[index] - 1
-    children = [index for group in shared for index in group]
-    before[children] = torch.tensor(starts[layout.first_child : -1], dtype=torch.int64) - 1
+    # By sample: the place before its first token, the one before its first token if all of it were in the child, and
+    # the tokens that come from the root.
+    table = torch.zeros(3, len(completions), dtype=torch.int64)
+    child = layout.first_child
+    for root, (group, size) in enumerate(zip(groups, sizes, strict=True), layout.first_root):
+        for alike in group.alike:
+            before = starts[root] + size - 1
+            table[:, alike] = torch.tensor([[before], [starts[child] - group.stem - 1], [group.stem]])
+            child += group.is_shared
     rows = completions.row_index()
-    sources = torch.arange(rows.numel()) + (before - completions.offsets[:-1])[rows]
-    first = completions.offsets[:-1][children]
-    ends = starts[layout.first_root + 1 :]
-    sources[first] = torch.tensor([ends[root] - 1 for root in layout.parents], dtype=torch.int64)
-    return sources
+    places = torch.arange(rows.numel()) - completions.offsets[:-1][rows]
+    in_root, in_child, stem = table[:, rows]
+    return places + torch.where(places <= stem, in_root, in_child)
+
+
+def _distinct(sources: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first of each different pair, int64 [D], in order, and which of them each pair is, int64 [M]."""
+    keys = sources * (labels.amax() + 1) + labels if len(labels) else labels
+    values, which = torch.unique(keys, return_inverse=True)
+    first = torch.full_like(values, len(keys)).scatter_reduce_(0, which, torch.arange(len(keys)), "amin")
+    order = first.argsort()
+    return first[order], order.argsort()[which]
+
+
+def _same(sequences: Sequence[Tensor]) -> list[list[int]]:
+    """Return the numbers of sequences that are the same, in order of first appearance."""
+    found: dict[bytes, list[int]] = {}
+    for number, sequence in enumerate(sequences):
+        found.setdefault(sequence.numpy().tobytes(), []).append(number)
+    return list(found.values())
 
 
 def prompt_groups(prompts: Jagged, samples: Sequence[int]) -> list[list[int]]:
@@ -253,7 +314,4 @@ def prompt_groups(prompts: Jagged, samples: Sequence[int]) -> list[list[int]]:
     the time is the same within 3 %.
     """
     rows = list(prompts)
-    groups: dict[bytes, list[int]] = {}
-    for index in samples:
-        groups.setdefault(rows[index].numpy().tobytes(), []).append(index)
-    return list(groups.values())
+    return [[samples[number] for number in same] for same in _same([rows[index] for index in samples])]

@@ -45,11 +45,12 @@ class Samples:
 
     @property
     def columns(self) -> dict[str, Jagged]:
-        """The columns of their tokens; equal prompts are equal in them."""
+        """The columns of their tokens; equal prompts are equal in them, and nothing else is: it would be shared."""
         prompts = [[group] * length for group, length in zip(self.groups, self.prompts, strict=True)]
+        completions = [[number] * length for number, length in enumerate(self.completions)]
         return {
             "prompt_ids": Jagged.from_rows(prompts, torch.int64),
-            "completion_ids": Jagged.from_rows([[0] * length for length in self.completions], torch.int64),
+            "completion_ids": Jagged.from_rows(completions, torch.int64),
         }
 
 

@@ -76,7 +76,7 @@ def last_token_row(
     completions = Jagged.from_rows([[*completion, 0] for _, completion in stripped], torch.int64)
     row = PackedRow.of(prompts, completions, device, least_saved)
     (last,) = upload([completions.offsets[1:] - 1], device)
-    return dataclasses.replace(row, labels=row.labels[last], sources=row.sources[last])
+    return row.at(last)
 
 
 def row_tokens(sequences: Sequences) -> list[int]:

@@ -193,7 +193,12 @@ class PackedModel:
         Returns two float32 tensors [M], in the order of the labels; differentiable.
         """
         with self._training():
-            return self.token_logprobs(self._row_hidden(row), row.labels, temperature)
+            if row.distinct is None:
+                return self.token_logprobs(self._row_hidden(row), row.labels, temperature)
+            first, which = row.distinct
+            once = row.at(first)
+            logprobs, entropy = self.token_logprobs(self._row_hidden(once), once.labels, temperature)
+            return logprobs[which], entropy[which]
 
     def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
         """Return ln p of every entry of the vocabulary at the place of each label of a row, float32 [M, V];

@@ -55,6 +55,38 @@ def test_hand_computed_row_of_prompts_that_begin_alike():
     assert place_weights(prompts, completions, weights, prefix=2).tolist() == [7, 7, 3, 4, 4, 0.5, 1, 1, 0]
 
 
+def test_hand_computed_row_of_completions_that_are_alike():
+    """Three of one prompt begin alike and two of those are the same; both of the other prompt are the same."""
+    prompts = jagged([[1, 2], [3], [1, 2], [1, 2], [3]])
+    completions = jagged([[10, 11, 12], [13, 14], [10, 11, 15, 16], [10, 11, 12], [13, 14]])
+    row = PackedRow.of(prompts, completions, CPU)
+    # The shared prompt and what its completions begin with; the other prompt and its completion; what is left of two.
+    assert row.token_ids.tolist() == [1, 2, 10, 11, 3, 13, 14, 12, 15, 16]
+    assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 4, 5]
+    assert row.layout == Layout((4, 3), (1, 2), (0, 0))
+    assert row.labels.tolist() == [10, 11, 12, 13, 14, 10, 11, 15, 16, 10, 11, 12, 13, 14]
+    assert row.sources.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 8, 1, 2, 3, 4, 5]
+    assert row.distinct is not None
+    assert [places.tolist() for places in row.distinct] == [
+        [0, 1, 2, 3, 4, 7, 8],
+        [0, 1, 2, 3, 4, 0, 1, 5, 6, 0, 1, 2, 3, 4],
+    ]
+    once = row.at(row.distinct[0])
+    assert (once.labels.tolist(), once.sources.tolist()) == ([10, 11, 12, 13, 14, 15, 16], [1, 2, 3, 4, 5, 3, 8])
+    assert once.distinct is None
+    weights = [(1.0, 2.0), (0.0, 8.0), (1.0, 3.0), (2.0, 4.0), (0.5, 16.0)]
+    expected = [4, 4, 9, 9, 0.5, 24, 24, 6, 3, 3]
+    assert place_weights(prompts, completions, weights, prefix=0).tolist() == expected
+
+
+def test_labels_are_looked_up_once_if_that_saves_a_32nd_of_them():
+    """The first of eight tokens, and of eighteen, of two completions each."""
+    for length, is_saved in ((8, True), (18, False)):
+        rows = [[5, first, *range(20, 18 + length)] for first in (6, 7)]
+        row = PackedRow.of(jagged([[1], [1]]), jagged(rows), CPU)
+        assert row.layout.roots == (2,) and (row.distinct is not None) == is_saved
+
+
 def test_a_prefix_that_saves_little_is_not_shared():
     """One token of two prompts is less than a 32nd of 39 tokens, two are more; a prompt keeps a token of its own."""
     long = jagged([[1] * 18, [2] * 17])
@@ -94,7 +126,8 @@ def test_as_how_many_tokens_each_place_counts():
     assert place_weights(jagged([[1, 2], [3]]), jagged([[], []]), [(1.0, 1.0), (1.0, 1.0)], prefix=0).tolist() == [1, 1]
 
 
-SAMPLES = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(50, 99), max_size=5)), min_size=1, max_size=12)
+COMPLETIONS = st.lists(st.integers(50, 99), max_size=5) | st.lists(st.integers(50, 51), max_size=5)
+SAMPLES = st.lists(st.tuples(st.integers(0, 3), COMPLETIONS), min_size=1, max_size=12)
 
 
 @given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=4, max_size=4), samples=SAMPLES)
@@ -113,13 +146,27 @@ def test_every_label_is_predicted_from_its_own_past(prompts, samples):
         assert row.positions[seen][order].tolist() == list(range(len(seen)))
         found.append((row.token_ids[seen[order]].tolist(), label))
     assert found == expected
-    # Every distinct prompt that is completed is there once, and nothing else (all samples empty: one prompt).
-    needed = {tuple(prompt) for prompt, completion in zip(chosen, completions, strict=True) if completion}
-    size = sum(map(len, needed)) + sum(map(len, completions)) or len(chosen[0])
+    # Every distinct prompt that is completed is there once with what its completions begin with, then what is left of
+    # each that is different, and nothing else (all samples empty: one prompt).
+    needed: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for prompt, completion in zip(chosen, completions, strict=True):
+        if completion:
+            needed.setdefault(tuple(prompt), set()).add(tuple(completion))
+    size = len(chosen[0]) if not needed else 0
+    for prompt, different in needed.items():
+        alike = min(len(os.path.commonprefix(list(different))), *(len(one) - (len(different) > 1) for one in different))
+        size += len(prompt) + sum(map(len, different)) - alike * (len(different) - 1)
     prefix = min(len(os.path.commonprefix(list(needed))), *(len(prompt) - 1 for prompt in needed)) if needed else 0
     saved = prefix * (len(needed) - 1)
     assert row.layout.prefix == (prefix if saved and saved >= size / 32 else 0)
     assert len(row.token_ids) == row.layout.num_tokens == size - (saved if row.layout.prefix else 0)
+    pairs = list(zip(row.sources.tolist(), row.labels.tolist(), strict=True))
+    if row.distinct is None:
+        assert len(pairs) - len(set(pairs)) < max(len(pairs) / 32, 1)
+    else:
+        first, which = (numbers.tolist() for numbers in row.distinct)
+        assert [pairs[number] for number in first] == list(dict.fromkeys(pairs))
+        assert [pairs[first[number]] for number in which] == pairs
 
 
 def test_a_batch_without_any_completion_token_still_makes_a_row():

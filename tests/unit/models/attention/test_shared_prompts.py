@@ -12,7 +12,11 @@ from tests.support.float64 import KeepFloat64
 from tests.unit.models.families import SUPPORTED, VOCABULARY, build
 
 # prompt and completion tokens of each sample; the same letter is the same prompt. Windows of the families are 3.
-SAMPLES = [("a", 9, 3), ("b", 1, 4), ("a", 9, 1), ("c", 6, 5), ("b", 1, 2), ("a", 9, 8), ("d", 4, 0), ("a", 9, 2)]
+SAMPLES = [
+    *[("a", 9, 3), ("b", 1, 4), ("a", 9, 1), ("c", 6, 5), ("b", 1, 3), ("a", 9, 8), ("d", 4, 0), ("a", 9, 2)],
+    *[("c", 6, 5), ("b", 1, 4)],
+]
+ALIKE = {4: (1, 2), 8: (3, 5), 9: (1, 4)}  # a sample, the one whose completion it begins like, for so many tokens
 # fp32: sums in another order, through two layers. bf16 rounds every hidden state to 8 bits, here differently.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 0.05}
 
@@ -21,6 +25,8 @@ def samples() -> tuple[Jagged, Jagged]:
     generator = torch.Generator().manual_seed(3)
     prompts = {name: torch.randint(0, VOCABULARY, (size,), generator=generator) for name, size, _ in SAMPLES}
     completions = [torch.randint(0, VOCABULARY, (size,), generator=generator) for _, _, size in SAMPLES]
+    for index, (other, size) in ALIKE.items():
+        completions[index][:size] = completions[other][:size]
     return Jagged.from_rows([prompts[name] for name, _, _ in SAMPLES]), Jagged.from_rows(completions)
 
 
@@ -44,7 +50,8 @@ def one_by_one(model, prompts, completions):
 
 def shared(model, prompts, completions):
     row = PackedRow.of(prompts, completions, model.device)
-    assert row.layout.children
+    # Four different completions of a; two of b, which begin with the same two tokens; and one of c.
+    assert row.layout.parents == (0, 0, 0, 0, 1, 1) and row.layout.roots[:3] == (9, 3, 11) and row.distinct is not None
     return model.row_logprobs(row, 1.0)
 
 
@@ -117,10 +124,10 @@ def test_layers_without_a_cutting_window_copy_no_prompt(name, num_layers):
     model.attention = Backend("flash_attn", FlashAttnKernel(kernel))
     shared(model, *samples())
     calls = [(query[0], key[0]) for query, key, *_ in kernel.calls]
-    # Prompts of 9 and 1, the single sample of 6 + 5 tokens, completions of 14 and 6: all of them with themselves, then
-    # completions with prompts; in the other layers the first three, then completions with a copy of prompts each.
-    copied = [(21, 21), (20, 20 + 4 * 9 + 2 * 1)] * (2 - num_layers)
-    assert sorted(calls) == sorted([(41, 41), (20, 10)] * num_layers + copied)
+    # Roots of 9, 1 + 2 and 6 + 5 tokens, what is left of completions of 14 and 3: all of them with themselves, then
+    # completions with roots; in the other layers the first three, then completions with a copy of a root each.
+    copied = [(23, 23), (17, 17 + 4 * 9 + 2 * 3)] * (2 - num_layers)
+    assert sorted(calls) == sorted([(40, 40), (17, 12)] * num_layers + copied)
 
 
 def test_a_row_without_completion_tokens_has_a_gradient_of_nothing():
