@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hybrid_rl.rewards import EngineJudge, group_reward
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.trajectory_stream import limits_of
+from hybrid_rl.rollout.turns import EngineTurns
 from tests.support.inside.rollouts import asks_of, is_idle, refuse_turn_rewards, set_settings, settings_of
 from tests.support.tiny import ids_of
 from tests.unit.rollout.agents import (
@@ -48,6 +50,14 @@ def nothing_is_left():
     yield
     clear_interrupt()
     assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which trajectories end, which stands until a test moves it: a slow machine ends none."""
+    told = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(EngineTurns, "seconds", lambda turns: told.seconds)
+    return told
 
 
 def is_empty(rig):
@@ -156,9 +166,14 @@ def test_a_budget_is_used_to_its_last_token():
     assert report.metrics.result()["agents/ended_length"] == 1.0
 
 
-def test_an_agent_past_its_time_keeps_its_turns():
+def test_an_agent_past_its_time_keeps_its_turns(clock):
+    answered = []
+
     async def agent(episode):
         await once(episode)
+        answered.append(episode)
+        if len(answered) == len(TASKS):
+            clock.seconds = 1.0
         if episode.prompt == PROMPTS[1]:
             await asyncio.sleep(60)
         if episode.prompt == PROMPTS[2]:  # with the engine at work
@@ -175,13 +190,14 @@ def test_an_agent_past_its_time_keeps_its_turns():
     assert report.metrics.result()["agents/ended_time"] == 0.5
 
 
-def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog):
+def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog, clock):
     """It goes on until that was said: how long the machine takes does not matter."""
     monkeypatch.setattr("hybrid_rl.rollout.episodes.CANCEL_SECONDS", 0.05)
     asked = []
 
     async def agent(episode):
         await once(episode)
+        clock.seconds = 1.0
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         while "goes on" not in caplog.text:
@@ -195,11 +211,16 @@ def test_an_agent_that_refuses_to_end_is_left_alone(monkeypatch, caplog):
     assert "goes on; what it does is not used" in caplog.text
 
 
-def test_what_an_agent_raises_after_a_limit_is_no_failure():
+def test_what_an_agent_raises_after_a_limit_is_no_failure(clock):
+    answered = []
+
     async def agent(episode):
         episode.trajectory.add_reward(1.0)
         try:
             await once(episode)
+            answered.append(episode)
+            if len(answered) == len(TASKS):
+                clock.seconds = 1.0
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             raise ValueError("the connection was closed") from None
@@ -603,15 +624,23 @@ def test_each_row_ends_by_itself():
     assert "floor.py" not in failure.detail
 
 
-def test_a_row_past_its_time_ends_alone():
+def test_a_row_past_its_time_ends_alone(clock):
+    ready, others = asyncio.Event(), []
+
     async def rollout(rows, client):
         async def one(row):
             trajectory = client.trajectory(row)
             turn = await client.generate(ids_of(row["prompt"]), trajectory, max_tokens=2)
             if row["answer"] == "1":
+                await ready.wait()
+                clock.seconds = 1.0
+                # Longer than the limit, after which all timers look at the clock: before this one wakes.
                 await asyncio.sleep(0.3)
             with contextlib.suppress(TrajectoryEndedError):
                 await client.generate([*turn.prompt_ids, *turn.token_ids, 3], trajectory, max_tokens=2)
+            others.append(row)
+            if len(others) == len(rows) - 1:
+                ready.set()
             return trajectory
 
         return await asyncio.gather(*map(one, rows))
