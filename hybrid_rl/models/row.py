@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,10 @@ from hybrid_rl.memory.transfer import upload
 # that is in no sample may have an embedding of zeros, at which some norms have an infinite slope: 0 * inf is NaN.
 ROW_STEP = 128
 SMALLEST_FILLED_ROW = 1024
-# A prefix is shared, and a label looked up once, if that saves this part of the row's tokens, or of its labels.
+# A prefix is shared if that saves this part of the row's tokens.
 LEAST_SAVED = 1 / 32
+# The head computes what is wanted several times once if that saves this part of it.
+LEAST_REPEATED = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,9 @@ class PackedRow:
     """A micro-batch as one row of T tokens, with the M completion tokens whose logprobs are wanted.
 
     token_ids, positions: int64 [T]; labels: int64 [M], the completion tokens in the order of completion_ids; sources:
-    int64 [M], the place whose hidden state predicts each of them. distinct: of labels that are the same in the same
-    place the first, int64 [D], and which of those each label is, int64 [M]; None if next to all differ.
+    int64 [M], the place whose hidden state predicts each of them. distinct: of equal labels with one
+    source the first, int64 [D], and which of those each label is, int64 [M]; None if next to all differ. `row_logprobs`
+    uses it.
     """
 
     token_ids: Tensor
@@ -158,7 +162,7 @@ class PackedRow:
         prefix = _prefix(prompt_rows, groups, LEAST_SAVED if least_saved is None else least_saved)
         sizes = [len(prompt_rows[group.first]) - prefix for group in groups]
         roots = [size + group.stem for size, group in zip(sizes, groups, strict=True)]
-        children = [group.rests() for group in groups]
+        children = [group.children for group in groups]
         filler = _filler(prefix + sum(roots) + sum(map(sum, children)))
         layout = Layout(
             (*roots, *([filler] if filler else [])),
@@ -172,18 +176,27 @@ class PackedRow:
         for group in groups:
             parts += [prompt_rows[group.first][prefix:], completion_rows[group.first][: group.stem]]
         parts += [first[:1].expand(filler)]
-        parts += [
-            completion_rows[alike[0]][group.stem :] for group in groups if group.is_shared for alike in group.alike
-        ]
+        for group in groups:
+            parts += [completion_rows[alike[0]][group.stem :] for alike in group.alike if group.children]
         sources = _sources(layout, groups, sizes, completions)
         columns = (torch.cat(parts), layout.positions(), completions.values, sources)
         token_ids, positions, labels, places = upload(columns, device)
         row = cls(token_ids, positions, labels, places, layout)
-        first_of, which = _distinct(sources, completions.values)
-        if len(which) - len(first_of) < max(LEAST_SAVED * len(which), 1):
+        # Of long completions that have no more in common than a few first tokens too little repeats.
+        is_long = completions.values.numel() * LEAST_REPEATED > len(completions)
+        if is_long and not any(group.repeats for group in groups):
             return row
-        first_of, which = upload((first_of, which), device)
+        distinct = _distinct(sources, completions.values)
+        if distinct is None:
+            return row
+        first_of, which = upload(distinct, device)
         return replace(row, distinct=(first_of, which))
+
+
+def take(values: Tensor, places: Tensor) -> Tensor:
+    """Return values[places], whose gradient has the same bits every time, however often a place is taken: on the CPU
+    the gradient of indexing adds up in any order if several threads run, on GPUs that of `index_select`."""
+    return values.index_select(0, places) if values.device.type == "cpu" else values[places]
 
 
 def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]], prefix: int) -> Tensor:
@@ -201,8 +214,9 @@ def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[
         of_prompt, of_stem = (sum(weights[index][side] for index in samples) for side in (0, 1))
         of_prefix += of_prompt
         roots += [(of_prompt, lengths[group.first] - prefix), (of_stem, group.stem)]
-        rests = [sum(weights[index][1] for index in alike) for alike in group.alike]
-        children += zip(rests, group.rests(), strict=False)
+        if group.children:
+            of_children = [sum(weights[index][1] for index in alike) for alike in group.alike]
+            children += zip(of_children, group.children, strict=True)
     filler = _filler(prefix + sum(length for _, length in (*roots, *children)))
     values, counts = zip((of_prefix, prefix), *roots, (0.0, filler), *children, strict=True)
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
@@ -210,13 +224,15 @@ def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[
 
 @dataclass(frozen=True)
 class _Group:
-    """Samples of one prompt. alike: those that have the same completion, too, for each that is different; stem: tokens
-    with which all completions begin, which stand with the prompt: all of them if there is one completion; lengths: of
-    each completion."""
+    """The samples of one prompt: a root, with children if their completions differ.
+
+    alike: samples by completion: those in one list have the same. stem: tokens of completions in the root: those with
+    which all begin, or the whole of the only one. children: tokens of each different completion after the stem.
+    """
 
     alike: list[list[int]]
     stem: int
-    lengths: list[int]
+    children: list[int]
 
     @property
     def first(self) -> int:
@@ -224,43 +240,47 @@ class _Group:
         return self.alike[0][0]
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the root has children."""
-        return len(self.alike) > 1
-
-    def rests(self) -> list[int]:
-        """Tokens of each child."""
-        return [length - self.stem for length in self.lengths] if self.is_shared else []
+    def repeats(self) -> bool:
+        """Whether tokens of several samples stand in one place."""
+        return max(map(len, self.alike)) > 1 or (self.stem > 0 and len(self.children) > 1)
 
 
 def _groups(prompts: Jagged, completions: Jagged) -> list[_Group]:
-    """Return the samples by prompt, groups of several different completions first. A sample without completion tokens
+    """Return the samples by prompt, those with children first, as a layout has them. A sample without completion tokens
     is left out, unless all are."""
-    rows = list(completions)
-    wanted = [index for index, length in enumerate(completions.lengths.tolist()) if length] or [0]
+    rows = [row.numpy() for row in completions]
+    wanted = [index for index, row in enumerate(rows) if len(row)] or [0]
     groups = []
     for samples in prompt_groups(prompts, wanted):
-        alike = [[samples[number] for number in same] for same in _same([rows[index] for index in samples])]
-        different = [rows[same[0]] for same in alike]
-        stem = common_prefix(different) if len(different) > 1 else len(different[0])
-        groups.append(_Group(alike, stem, list(map(len, different))))
-    return sorted(groups, key=lambda group: not group.is_shared)
+        same = _same([rows[index].tobytes() for index in samples])
+        alike = [[samples[number] for number in numbers] for numbers in same.values()]
+        different = [rows[numbers[0]] for numbers in alike]
+        if len(different) == 1:
+            groups.append(_Group(alike, len(different[0]), []))
+            continue
+        # What the least and the greatest in any order begin with, all begin with.
+        least, greatest = (np.frombuffer(end, dtype=np.int64) for end in (min(same), max(same)))
+        longest = min(map(len, different)) - 1
+        differs = least[:longest] != greatest[:longest]
+        stem = int(differs.argmax()) if differs.any() else longest
+        groups.append(_Group(alike, stem, [len(row) - stem for row in different]))
+    return sorted(groups, key=lambda group: not group.children)
 
 
 def _prefix(prompts: Sequence[Tensor], groups: Sequence[_Group], least_saved: float) -> int:
     """Return the tokens that all prompts begin with, 0 if sharing them saves less than a part of the row."""
     rows = [prompts[group.first] for group in groups]
-    num_tokens = sum(len(row) + group.stem + sum(group.rests()) for row, group in zip(rows, groups, strict=True))
+    num_tokens = sum(len(row) + group.stem + sum(group.children) for row, group in zip(rows, groups, strict=True))
     prefix = common_prefix(rows)
     return prefix if prefix * (len(rows) - 1) >= max(least_saved * num_tokens, 1) else 0
 
 
-def common_prefix(sequences: Sequence[Tensor]) -> int:
-    """Return how many tokens all sequences begin with, of which every one that has tokens has at least one more."""
-    length = max(min(map(len, sequences)) - 1, 0)
+def common_prefix(prompts: Sequence[Tensor]) -> int:
+    """Return how many tokens all prompts begin with, of which every one that has tokens has at least one more."""
+    length = max(min(map(len, prompts)) - 1, 0)
     alike = torch.ones(length, dtype=torch.bool)
-    for sequence in sequences[1:]:
-        alike &= sequence[:length] == sequences[0][:length]
+    for prompt in prompts[1:]:
+        alike &= prompt[:length] == prompts[0][:length]
     return int(alike.cumprod(0).sum())
 
 
@@ -273,36 +293,42 @@ def _sources(layout: Layout, groups: Sequence[_Group], sizes: Sequence[int], com
     """Return the place before each token of the completions: in the root for the stem and the token after it, then in
     the child."""
     starts = lengths_to_offsets(layout.lengths).tolist()
-    # By sample: the place before its first token, the one before its first token if all of it were in the child, and
-    # the tokens that come from the root.
-    table = torch.zeros(3, len(completions), dtype=torch.int64)
+    # By sample: the place before its first token, tokens in the root, and the place before its first token if all of it
+    # were in the child (not read if there is none).
+    in_root, stems, in_child = ([0] * len(completions) for _ in range(3))
     child = layout.first_child
     for root, (group, size) in enumerate(zip(groups, sizes, strict=True), layout.first_root):
         for alike in group.alike:
-            before = starts[root] + size - 1
-            table[:, alike] = torch.tensor([[before], [starts[child] - group.stem - 1], [group.stem]])
-            child += group.is_shared
+            for index in alike:
+                in_root[index] = starts[root] + size - 1
+                stems[index] = group.stem
+                in_child[index] = starts[child] - group.stem - 1
+            child += bool(group.children)
     rows = completions.row_index()
     places = torch.arange(rows.numel()) - completions.offsets[:-1][rows]
-    in_root, in_child, stem = table[:, rows]
-    return places + torch.where(places <= stem, in_root, in_child)
+    before, stem, before_child = torch.tensor([in_root, stems, in_child])[:, rows]
+    # The token after the stem comes from the root, too.
+    return places + torch.where(places <= stem, before, before_child)
 
 
-def _distinct(sources: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first of each different pair, int64 [D], in order, and which of them each pair is, int64 [M]."""
+def _distinct(sources: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the first of each different pair, int64 [D], in order, and which of them each pair is, int64 [M]; None if
+    few repeat."""
     keys = sources * (labels.amax() + 1) + labels if len(labels) else labels
     values, which = torch.unique(keys, return_inverse=True)
-    first = torch.full_like(values, len(keys)).scatter_reduce_(0, which, torch.arange(len(keys)), "amin")
-    order = first.argsort()
+    if len(which) - len(values) < max(LEAST_REPEATED * len(which), 1):
+        return None
+    first = torch.full_like(values, len(which)).scatter_reduce_(0, which, torch.arange(len(which)), "amin")
+    order = first.argsort()  # they came in order of their numbers
     return first[order], order.argsort()[which]
 
 
-def _same(sequences: Sequence[Tensor]) -> list[list[int]]:
+def _same(sequences: Sequence[bytes]) -> dict[bytes, list[int]]:
     """Return the numbers of sequences that are the same, in order of first appearance."""
     found: dict[bytes, list[int]] = {}
     for number, sequence in enumerate(sequences):
-        found.setdefault(sequence.numpy().tobytes(), []).append(number)
-    return list(found.values())
+        found.setdefault(sequence, []).append(number)
+    return found
 
 
 def prompt_groups(prompts: Jagged, samples: Sequence[int]) -> list[list[int]]:
@@ -314,4 +340,5 @@ def prompt_groups(prompts: Jagged, samples: Sequence[int]) -> list[list[int]]:
     the time is the same within 3 %.
     """
     rows = list(prompts)
-    return [[samples[number] for number in same] for same in _same([rows[index] for index in samples])]
+    same = _same([rows[index].numpy().tobytes() for index in samples])
+    return [[samples[number] for number in numbers] for numbers in same.values()]

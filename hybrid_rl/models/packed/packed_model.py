@@ -32,7 +32,7 @@ from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.lora.model_weights import weights_of
 from hybrid_rl.models.packed.repeated_layers import APART, CompiledBlocks, transformer_blocks
-from hybrid_rl.models.row import Layout, PackedRow
+from hybrid_rl.models.row import Layout, PackedRow, take
 from hybrid_rl.weights.plain import running
 
 logger = logging.getLogger("hybrid_rl")
@@ -198,7 +198,7 @@ class PackedModel:
             first, which = row.distinct
             once = row.at(first)
             logprobs, entropy = self.token_logprobs(self._row_hidden(once), once.labels, temperature)
-            return logprobs[which], entropy[which]
+            return take(logprobs, which), take(entropy, which)
 
     def row_distribution(self, row: PackedRow, temperature: float) -> Tensor:
         """Return ln p of every entry of the vocabulary at the place of each label of a row, float32 [M, V];
@@ -223,7 +223,7 @@ class PackedModel:
 
     def _row_hidden(self, row: PackedRow) -> Tensor:
         attention = self.attention.context(row.layout, self.device)
-        return self.hidden_states(row.token_ids, row.positions, attention)[row.sources]
+        return take(self.hidden_states(row.token_ids, row.positions, attention), row.sources)
 
     def _training(self) -> AbstractContextManager[None]:
         return _nested(activations_on_host() if self._activation_offload else nullcontext(), self._compiled.active())

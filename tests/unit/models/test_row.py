@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybrid_rl.batch import Jagged
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.row import Layout, PackedRow, place_weights, prompt_groups
+from hybrid_rl.models.row import Layout, PackedRow, place_weights, prompt_groups, take
 from tests.support.engines.attention_contract import visible_keys
 from tests.unit.models.families import build
 
@@ -77,6 +77,18 @@ def test_hand_computed_row_of_completions_that_are_alike():
     weights = [(1.0, 2.0), (0.0, 8.0), (1.0, 3.0), (2.0, 4.0), (0.5, 16.0)]
     expected = [4, 4, 9, 9, 0.5, 24, 24, 6, 3, 3]
     assert place_weights(prompts, completions, weights, prefix=0).tolist() == expected
+
+
+def test_the_gradient_of_what_is_taken_often_has_the_same_bits_every_time():
+    """With several threads, as the prompt's last place is taken by all completions."""
+    values, places = torch.randn(1500, 576, requires_grad=True), torch.randint(0, 40, (1200,))
+    weights, num_threads = torch.randn(1200, 576), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = (torch.autograd.grad((take(values, places) * weights).sum(), values)[0] for _ in range(20))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_labels_are_looked_up_once_if_that_saves_a_32nd_of_them():
