@@ -113,7 +113,7 @@ help: ## show this list
 run: $(RUN_STAMP) ## train the quickstart model with GRPO (ARGS="...")
 	@$(BIN)/python recipes/grpo.py $(ARGS)
 
-real: $(RUN_STAMP) ## train SmolLM2-135M-Instruct on sums with GRPO; fetches 93 MB once (ARGS="...")
+real: $(RUN_STAMP) ## train SmolLM2-135M-Instruct on sums; fetches 93 MB once (ARGS="...")
 	@$(BIN)/python -m hybrid_rl quickstart --model smollm2 $(ARGS)
 
 test: check test-rest ## `make check`, then every other test of the package on this machine but kernels, pins and sweep

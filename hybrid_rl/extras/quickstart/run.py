@@ -61,14 +61,16 @@ class Curve(Callback):
 def settings_of(file: Path, arguments: Sequence[str]) -> tuple[TrainerConfig, frozenset[str]]:
     """Read the settings of a recipe under `key=value` arguments, as `load_config` does. A run made shorter than the
     recipe's warm-up of the learning rate has a shorter warm-up too, unless one is given; an algorithm that learns from
-    demonstrations draws no other groups."""
+    demonstrations draws no groups."""
     config, given = load_config(file, arguments=arguments)
     _, own = load_config(arguments=arguments)
     steps, warmup, changes = config.max_steps, config.optimizer.warmup_steps, dict[str, int]()
     if steps is not None and 0 < steps <= warmup and "optimizer.warmup_steps" not in own:
         changes["warmup_steps"] = steps // 10
-    if "demonstrations" in config.advantage.needs and "algorithm.max_refills" not in own:
-        changes["max_refills"] = 0
+    if "demonstrations" in config.advantage.needs:
+        defaults = type(config.algorithm)()
+        groups = {"max_refills": defaults.max_refills, "num_generations": defaults.num_generations}
+        changes |= {key: value for key, value in groups.items() if f"algorithm.{key}" not in own}
     return load_config(file, changes, arguments) if changes else (config, given)
 
 

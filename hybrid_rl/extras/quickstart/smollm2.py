@@ -1,6 +1,7 @@
 """The quickstart with a real model: SmolLM2-135M-Instruct learns sums that are asked in plain words.
 
-A row is `{"prompt": [{"role": "user", "content": "What is 27 + 35? Answer with the number only."}], "answer": "62"}`.
+The prompt of a row is what the user asks, "What is 27 + 35? Answer with the number only.", and how the answer begins,
+"27 + 35 = ": left to itself the model begins in many ways, and would learn first to say a number at all.
 """
 
 from __future__ import annotations
@@ -49,15 +50,12 @@ def build_sums(seed: int) -> Task:
 
 def _row(left: int, right: int) -> dict[str, Any]:
     question = f"What is {left} + {right}? Answer with the number only."
-    return {"prompt": [{"role": "user", "content": question}], "answer": str(left + right)}
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": f"{left} + {right} = "}]
+    return {"prompt": messages, "answer": str(left + right)}
 
 
 def right_sum(prompts: list[Any], completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return TRL-style rewards: 1.0 if the last number of the completion is the answer, else 0.0.
-
-    So `62` is right, and so is `27 + 35 = 62`, in which the model as published is most often right. Were that wrong, it
-    would learn first to say any number by itself, and then hardly ever say the right one.
-    """
+    """Return TRL-style rewards: 1.0 if the last number of the completion is the answer, else 0.0."""
     numbers = [re.findall(r"\d+", completion[-1]["content"]) for completion in completions]
     return [float(found[-1:] == [expected]) for found, expected in zip(numbers, answer, strict=True)]
 

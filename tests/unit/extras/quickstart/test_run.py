@@ -64,6 +64,6 @@ def test_a_run_of_a_few_steps_has_a_shorter_warm_up_unless_one_is_given() -> Non
 
 
 def test_demonstrations_draw_no_other_groups() -> None:
-    for name, expected in (("grpo", 40), ("sft", 0)):
+    for name, expected in (("maxrl", 40), ("sft", 0)):
         config, given = settings_of(SETTINGS.with_name("smollm2.yaml"), [f"algorithm={name}"])
         assert resolve(config, given).algorithm.max_refills == expected

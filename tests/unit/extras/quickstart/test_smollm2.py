@@ -30,7 +30,10 @@ def test_a_held_out_sum_is_not_trained_in_the_other_order_either(seed: int) -> N
     assert len(heldout) == len(set(heldout)) == 150 and len(trained) == len(set(trained))
     assert not set(heldout) & set(map(frozenset, trained))
     assert len(trained) + sum(len(pair) for pair in heldout) == 61 * 61  # with both orders of what is held out
-    assert all(sum(operands(row)) == int(row["answer"]) for row in [*task.train, *task.heldout])
+    for row in [*task.train, *task.heldout]:
+        left, right = operands(row)
+        assert row["prompt"][1] == {"role": "assistant", "content": f"{left} + {right} = "}
+        assert left + right == int(row["answer"])
     assert task == build_sums(seed) != build_sums(seed + 1)
 
 
@@ -70,6 +73,6 @@ def test_the_whole_with_a_tiny_model(
     out = capsys.readouterr().out
     run = tmp_path / "runs" / "smollm2-quickstart"
     rows = json.loads((run / "comparison.json").read_text())
-    assert [(row["name"], row["steps"]) for row in rows] == [("SmolLM2-135M-Instruct", 0), ("trained with grpo", 2)]
+    assert [(row["name"], row["steps"]) for row in rows] == [("SmolLM2-135M-Instruct", 0), ("trained with maxrl", 2)]
     assert "What is " in out and "step 0" in out and "step 2" in out
     assert "quickstart --model smollm2 algorithm=gspo" in out and "report" in out
