@@ -1,6 +1,8 @@
 """Seconds of the forward and backward pass of a micro-batch whose prompts begin alike, with and without sharing that.
 
-Prints one line of JSON per number of threads. Without --model the weights are random.
+With --different the completions of a prompt are that many different ones, and the peer is a micro-batch of the same
+lengths whose completions all differ. Prints one line of JSON per number of threads. Without --model the weights are
+random.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def arguments() -> Namespace:
     parser.add_argument("--completion", type=report.positive, default=32, help="longest; lengths are drawn up to it")
     parser.add_argument("--prompts", type=report.positive, default=8)
     parser.add_argument("--generations", type=report.positive, default=8)
+    parser.add_argument("--different", type=report.positive, help="different completions of a prompt; left out = all")
     parser.add_argument("--repeats", type=report.positive, default=5)
     return parser.parse_args()
 
@@ -49,13 +52,14 @@ def main() -> None:
 
 def measure(model: CausalLM, given: Namespace, threads: int) -> None:
     """Take turns, and print the line."""
-    prompts, completions = samples(given, model.vocab_size)
-    sides = {"ours": None, "peer": NEVER}
+    prompts, repeated, different = samples(given, model.vocab_size)
+    alike = given.different is not None
+    sides = {"ours": (repeated, None), "peer": (different, None) if alike else (repeated, NEVER)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     num_tokens = {}
     for turn in range(given.repeats + 1):
-        for side, least_saved in sides.items():
-            row = PackedRow.of(prompts, completions, model.device, least_saved)
+        for side, (answers, least_saved) in sides.items():
+            row = PackedRow.of(prompts, answers, model.device, least_saved)
             num_tokens[side] = row.layout.num_tokens
             start = time.perf_counter()
             model.row_logprobs(row, 1.0)[0].sum().backward()
@@ -84,8 +88,9 @@ def random_model(given: Namespace) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=1024, num_attention_heads=4, num_key_value_heads=2, **sizes))
 
 
-def samples(given: Namespace, vocab_size: int) -> tuple[Jagged, Jagged]:
-    """Random tokens: prompts, each with its completions, of lengths from one to the longest."""
+def samples(given: Namespace, vocab_size: int) -> tuple[Jagged, Jagged, Jagged]:
+    """Random tokens: prompts, the completions of each, of lengths from one to the longest and repeated as asked for,
+    and others of the same lengths, none repeated."""
     generator = torch.Generator().manual_seed(given.seed)
 
     def tokens(count: int) -> list[int]:
@@ -93,10 +98,14 @@ def samples(given: Namespace, vocab_size: int) -> tuple[Jagged, Jagged]:
 
     prefix = tokens(given.prefix)
     prompts = [[*prefix, *tokens(given.question)] for _ in range(given.prompts)]
-    number = given.prompts * given.generations
-    lengths = torch.randint(1, given.completion + 1, (number,), generator=generator).tolist()
+    number = given.different or given.generations
+    lengths = torch.randint(1, given.completion + 1, (given.prompts, number), generator=generator).tolist()
+    groups = [[tokens(length) for length in own] for own in lengths]
+    repeated = [group[place % number] for group in groups for place in range(given.generations)]
+    different = [tokens(len(completion)) for completion in repeated]
     rows = [prompt for prompt in prompts for _ in range(given.generations)]
-    return Jagged.from_rows(rows, torch.int64), Jagged.from_rows([tokens(n) for n in lengths], torch.int64)
+    found = [Jagged.from_rows(part, torch.int64) for part in (rows, repeated, different)]
+    return found[0], found[1], found[2]
 
 
 if __name__ == "__main__":
