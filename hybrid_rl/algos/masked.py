@@ -26,6 +26,12 @@ def row_sum(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     return values.new_zeros(num_rows).index_add_(0, rows, values)
 
 
+def of_tokens(values: Tensor, rows: Tensor) -> Tensor:
+    """Return for each token the value of its sample, [T], of `values` [num_rows]. Its gradient has the same bits every
+    time: on the CPU that of indexing adds up in any order if several threads run, on GPUs that of `index_select`."""
+    return values.index_select(0, rows) if values.device.type == "cpu" else values[rows]
+
+
 def row_mean(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Average `values` [T] over the tokens of each sample that are in the mask, bool [T]: [num_rows]; 0 for a sample
     without any. In their dtype, of float16 and bfloat16 in float32. rows: int64 [T]."""

@@ -52,7 +52,7 @@ class TokenCost:
     pair_cost: float
 
     def forward_flops(self, batch: AnyBatch) -> float:
-        """Compute the floating-point operations of a forward pass over a batch, each prompt of a group once: 2 per
+        """Compute the floating-point operations of a forward pass over a batch, as `group_costs` counts it: 2 per
         parameter and token, and those of attention."""
         return 2.0 * self.num_parameters * float(group_costs(batch, self.pair_cost).sum())
 
@@ -61,9 +61,10 @@ def group_costs(batch: AnyBatch, pair_cost: float) -> Tensor:
     """Compute what a forward and backward pass of each group costs, in tokens; float64 [G], groups in order of first
     appearance.
 
-    As micro-batches compute it: the prompt P of completions C_i once, which makes P + sum(C_i) tokens and
-    P^2 / 2 + sum((P + C_i)^2 - P^2) / 2 pairs. Samples of a group whose prompts are equally long are taken to share
-    theirs. A group that must be cut under a token cap costs some copies of its prompt more.
+    As micro-batches compute it if nothing but the prompt is shared: P once for completions C_i, which makes
+    P + sum(C_i) tokens and P^2 / 2 + sum((P + C_i)^2 - P^2) / 2 pairs. Samples of a group whose prompts are equally
+    long are taken to share theirs. What completions have in common costs less, and so does the prefix of all prompts; a
+    group that must be cut under a token cap costs some copies of its prompt more.
     """
     number = numbered(batch["group"])
     prompts, completions = batch["prompt_length"], batch["completion_length"]

@@ -3,7 +3,7 @@
 Linear attention, convolutions and state spaces carry something from every token to the next, in a packed row also from
 one sample to the next. For such architectures the sequences of a row are laid next to each other, padded on the right
 by their own last token: whatever is causal cannot tell that from a sequence alone. The prompt of a group is computed
-once per sample, and the architecture's own attention runs, as its config names it.
+once per different completion, and the architecture's own attention runs, as its config names it.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def check_classifier(module: PreTrainedModel, name: str) -> None:
 def last_token_row(
     sequences: Sequences, pad_token_id: int | None, device: torch.device, least_saved: float | None = None
 ) -> PackedRow:
-    """Lay N sequences out as one row, whose `sources` are the places of their last tokens. Equal prompts are computed
-    once. least_saved: as of `PackedRow.of`."""
+    """Lay N sequences out as one row, whose `sources` are the places of their last tokens. What they share is
+    computed once. least_saved: as of `PackedRow.of`."""
     stripped = [_without_padding(prompt, completion, pad_token_id) for prompt, completion in sequences]
     prompts = Jagged.from_rows([list(prompt) for prompt, _ in stripped], torch.int64)
     # The place that predicts one more token is the place of the last one.

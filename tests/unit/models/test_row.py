@@ -172,6 +172,11 @@ def test_every_label_is_predicted_from_its_own_past(prompts, samples):
     saved = prefix * (len(needed) - 1)
     assert row.layout.prefix == (prefix if saved and saved >= size / 32 else 0)
     assert len(row.token_ids) == row.layout.num_tokens == size - (saved if row.layout.prefix else 0)
+    weights = [(number + 1.0, 0.25 * number) for number in range(len(chosen))]
+    counted = place_weights(jagged(chosen), jagged(completions), weights, prefix=row.layout.prefix)
+    taken = [number for number, completion in enumerate(completions) if completion] or [0]
+    total = sum(weights[n][0] * len(chosen[n]) + weights[n][1] * len(completions[n]) for n in taken)
+    assert len(counted) == row.layout.num_tokens and float(counted.double().sum()) == total
     pairs = list(zip(row.sources.tolist(), row.labels.tolist(), strict=True))
     if row.distinct is None:
         assert len(pairs) - len(set(pairs)) < max(len(pairs) / 32, 1)

@@ -91,6 +91,7 @@ def test_packed_scores_are_those_of_the_padded_forward(family, dtype):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, FAMILY_VOCABULARY, (n,), generator=generator).tolist() for n in (5, 3, 9)]
     sequences = [(prompts[0], [7, 8, 2]), (prompts[0], [4]), (prompts[1], []), (prompts[2], [3, 3, 5, 6, 1])]
+    sequences += [(prompts[0], [7, 8, 2]), (prompts[2], [3, 3, 7])]
     plain, whole = copy.deepcopy(module), [[*prompt, *rest] for prompt, rest in sequences]
     if family in EAGER:  # masked rows of padding are NaN in float64
         expected = torch.cat([padded_scores(plain, [ids]) for ids in whole])

@@ -27,8 +27,8 @@ from tests.unit.models.families import SUPPORTED, VOCABULARY, build
 
 # Families whose checkpoints transformers' own AutoModelForTokenClassification reads.
 KNOWN = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2", "phi", *MODELS)
-PROMPTS = ([5, 6, 7], [5, 6, 7], [9], [30, 31, 32, 33])  # the first two are shared
-COMPLETIONS = ([11, 12, 13, 14], [15], [16, 17], [])
+PROMPTS = ([5, 6, 7], [5, 6, 7], [9], [30, 31, 32, 33], [5, 6, 7], [9], [9])  # three are shared, and three more
+COMPLETIONS = ([11, 12, 13, 14], [15], [16, 17], [], [11, 12, 13, 14], [16, 18], [16, 17])
 
 
 def load_value_model(path: str) -> PreTrainedModel:
