@@ -224,18 +224,18 @@ class Sides:
                 if turn < TURNS - 1:
                     time.sleep(waited(plan.delays[:, turn]))
                     prompts = [
-                        (*prompt, *answer.completion_ids, *told[turn])
-                        for prompt, answer, told in zip(prompts, answers, plan.told, strict=True)
+                        (*prompt, *answer.completion_ids, *results[turn])
+                        for prompt, answer, results in zip(prompts, answers, plan.told, strict=True)
                     ]
 
 
 def main() -> None:
     """Measure with every number of threads."""
-    given = arguments()
-    for threads in given.threads:
+    options = arguments()
+    for threads in options.threads:
         torch.set_num_threads(threads)
         with tempfile.TemporaryDirectory() as folder:
-            measure(given, threads, Path(folder))
+            measure(options, threads, Path(folder))
 
 
 def measure(given: Namespace, threads: int, folder: Path) -> None:
@@ -294,16 +294,16 @@ def measure(given: Namespace, threads: int, folder: Path) -> None:
 def by_trl(side: peers.Side, plan: Plan) -> Rollout:
     """Have TRL follow a plan. It computes every prompt again in every turn, which nothing counts."""
     words = [[list(ids) for ids in row] for row in plan.told]
-    found = side.follow(answers=plan.answers.tolist(), delays=plan.delays.tolist(), told=words)
-    if found["num_turns"] != TURNS:
-        raise peers.SideFailed(f"TRL made {found['num_turns']} turns instead of {TURNS}")
-    return Rollout(found["wall_seconds"], found["cpu_seconds"], None, None)
+    reply = side.follow(answers=plan.answers.tolist(), delays=plan.delays.tolist(), told=words)
+    if reply["num_turns"] != TURNS:
+        raise peers.SideFailed(f"TRL made {reply['num_turns']} turns instead of {TURNS}")
+    return Rollout(reply["wall_seconds"], reply["cpu_seconds"], None, None)
 
 
 def turn_of(sides: Sides, given: Namespace) -> float:
     """Return the seconds of a turn of all trajectories as one batch, without tools: the median of three rollouts."""
-    found = [sides.timed(sides.without_tools, plan_of(given, number, 0.0)) for number in range(3)]
-    return float(np.median([rollout.wall_seconds for rollout in found])) / TURNS
+    rollouts = [sides.timed(sides.without_tools, plan_of(given, number, 0.0)) for number in range(3)]
+    return float(np.median([rollout.wall_seconds for rollout in rollouts])) / TURNS
 
 
 def take_turns(

@@ -52,12 +52,14 @@ def measure(options: argparse.Namespace, threads: int) -> None:
         model.save_pretrained(root / "model")
         build_tokenizer().save_pretrained(root / "model")
         del model
-        found = {name: ours(options, work, root, is_async=name == "background") for name in ("blocking", "background")}
+        results = {
+            name: ours(options, work, root, is_async=name == "background") for name in ("blocking", "background")
+        }
         versions, trl = ({}, None) if options.compare != "trl" else theirs(options, work, root, threads)
-    stalls = {name: its["stall_seconds"] for name, its in found.items()}
+    stalls = {name: its["stall_seconds"] for name, its in results.items()}
     medians = {name: statistics.median(its) for name, its in stalls.items()}
     details: dict[str, Any] = {
-        name: {**its, "stall_seconds": spread(its["stall_seconds"])} for name, its in found.items()
+        name: {**its, "stall_seconds": spread(its["stall_seconds"])} for name, its in results.items()
     }
     if trl is not None:
         details["trl"] = {**trl, "stall_seconds": spread(trl["stall_seconds"])}
@@ -161,10 +163,10 @@ def theirs(options: argparse.Namespace, work: Work, root: Path, threads: int) ->
     )
     with peers.trl(job, peers.trl_python(options.trl_python)) as side:
         side.wait_ready()
-        found = [side.step() for _ in range(FIRST + options.saves)]
+        steps = [side.step() for _ in range(FIRST + options.saves)]
         folder = max((root / "trl").glob("checkpoint-*"), key=os.path.getmtime)
         num_bytes = _bytes_of(folder)
-    stalls = [step["save_seconds"] for step in found[FIRST:]]
+    stalls = [step["save_seconds"] for step in steps[FIRST:]]
     progress(f"TRL: {statistics.median(stalls):.3f} s")
     return side.ready["versions"], {"stall_seconds": stalls, "bytes": num_bytes}
 

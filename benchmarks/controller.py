@@ -388,22 +388,22 @@ def main() -> None:
     parser.add_argument("--simulated", type=report.positive, nargs="+", default=list(SIMULATED_RANKS))
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of a step that the controller may take")
     parser.add_argument("--out", type=Path, help="file for the lines; default: by date, in benchmarks/results")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     from hybrid_rl.controller.ray_backend import RayCluster
 
     cluster = RayCluster()
-    lines = [line for num_ranks in given.ranks for line in measure(num_ranks, cluster, given)]
+    lines = [line for num_ranks in arguments.ranks for line in measure(num_ranks, cluster, arguments)]
     cluster.close()
     # With the most ranks, because the fixed cost of a call matters least there.
     last = [line for line in lines if "send_seconds_per_rank" in line][-1]
     costs = last["send_seconds_per_rank"], last["receive_seconds_per_rank"]
-    lines += [simulate(num_ranks, *costs, steps=max(1, given.steps // 10)) for num_ranks in given.simulated]
-    show(lines, given.budget)
+    lines += [simulate(num_ranks, *costs, steps=max(1, arguments.steps // 10)) for num_ranks in arguments.simulated]
+    show(lines, arguments.budget)
     folder = Path(__file__).parent / "results"
-    out = given.out or folder / f"cpu-{datetime.now(UTC):%Y-%m-%d}-controller.jsonl"
+    out = arguments.out or folder / f"cpu-{datetime.now(UTC):%Y-%m-%d}-controller.jsonl"
     about = {
         "hardware": report.hardware(1, {"ray": importlib.metadata.version("ray")}),
-        "settings": report.settings(given, out=None),
+        "settings": report.settings(arguments, out=None),
     }
     with out.open("w") as file:
         file.writelines(json.dumps(line | about) + "\n" for line in lines)

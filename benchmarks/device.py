@@ -70,10 +70,10 @@ def parser_of(doc: str | None, *, repeats: int) -> ArgumentParser:
 
 def parse(parser: ArgumentParser) -> Namespace:
     """Parse the arguments. Ends the script if the device does not exist."""
-    given = parser.parse_args()
-    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
+    arguments = parser.parse_args()
+    if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} finds no CUDA device; --device cpu --tiny shows that the script runs")
-    return given
+    return arguments
 
 
 def config_of(shape: Shape, max_positions: int) -> Qwen2Config:
@@ -186,17 +186,17 @@ def copy_bandwidth(given: Namespace) -> float:
 def peaks(device: str) -> tuple[float | None, float | None]:
     """Peak bf16 FLOP/s and bytes/s of the device; None where it is not in the table."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
-    found = [PEAKS[key] for key in PEAKS if key in name]
-    return found[0] if found else (None, None)
+    entries = [PEAKS[key] for key in PEAKS if key in name]
+    return entries[0] if entries else (None, None)
 
 
 def hardware(device: str) -> dict[str, Any]:
     """The machine, its GPU included."""
-    found = report.hardware(torch.get_num_threads(), {})
+    machine = report.hardware(torch.get_num_threads(), {})
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    return found
+        machine |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return machine
 
 
 def print_line(

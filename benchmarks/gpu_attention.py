@@ -44,20 +44,20 @@ def arguments() -> Namespace:
     parser.add_argument("--head-dim", type=report.positive, default=64)
     parser.add_argument("--block-size", type=report.positive, default=16)
     parser.add_argument("--attention", nargs="+", default=["sdpa", "varlen", "flash_attn"], help="training backends")
-    given = device.parse(parser)
-    if given.tiny:
-        given.heads, given.head_dim, given.repeats = 4, 16, 1
-    return given
+    options = device.parse(parser)
+    if options.tiny:
+        options.heads, options.head_dim, options.repeats = 4, 16, 1
+    return options
 
 
 def main() -> None:
     """Both halves."""
-    given = arguments()
-    for name, lengths_of in (TINY_LENGTHS if given.tiny else LENGTHS).items():
-        measure_training(given, name, lengths_of(torch.Generator().manual_seed(given.seed)))
-    copied = device.copy_bandwidth(given)
-    for name, (count, tokens) in (TINY_DECODES if given.tiny else DECODES).items():
-        measure_decode(given, name, count, tokens, copied)
+    options = arguments()
+    for name, lengths_of in (TINY_LENGTHS if options.tiny else LENGTHS).items():
+        measure_training(options, name, lengths_of(torch.Generator().manual_seed(options.seed)))
+    copied = device.copy_bandwidth(options)
+    for name, (count, tokens) in (TINY_DECODES if options.tiny else DECODES).items():
+        measure_decode(options, name, count, tokens, copied)
 
 
 def line(
@@ -125,14 +125,14 @@ def both_ways(attend: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[
 def contexts(given: Namespace, lengths: list[int], dtype: torch.dtype) -> dict[str, Any]:
     """Return the backends that run here, each with its plan for these lengths."""
     needs = backends.AttentionNeeds(torch.device(given.device), dtype, given.head_dim, None)
-    found = {}
+    plans = {}
     for name in given.attention:
         obstacles = backends.obstacles(name, needs)
         if obstacles:
             report.progress(f"{name} is left out: {'; '.join(obstacles)}")
         else:
-            found[name] = backends.choose_backend(name, needs).context(Layout(tuple(lengths)), given.device)
-    return found
+            plans[name] = backends.choose_backend(name, needs).context(Layout(tuple(lengths)), given.device)
+    return plans
 
 
 # ---------------------------------------------------------------------------------------------------------- decode

@@ -31,20 +31,22 @@ def main() -> None:
     """One line."""
     parser = device.parser_of(__doc__, repeats=50)
     parser.add_argument("--engine", choices=("vllm", "inplace"), default="vllm")
-    given = device.parse(parser)
-    if given.tiny:
-        given.repeats = 3
-    if given.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    arguments = device.parse(parser)
+    if arguments.tiny:
+        arguments.repeats = 3
+    if arguments.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         left_out = {"left_out": "vllm is not installed"}
-        device.print_line(given, "gpu_cycles vllm", ours=None, peer=None, ratio=None, unit="bytes", details=left_out)
+        device.print_line(
+            arguments, "gpu_cycles vllm", ours=None, peer=None, ratio=None, unit="bytes", details=left_out
+        )
         return
-    readings = train(given)
-    grown = {name: growth(values, given) for name, values in readings.items()}
+    readings = train(arguments)
+    grown = {name: growth(values, arguments) for name, values in readings.items()}
     details: dict[str, Any] = {"host_bytes": grown["host"], "bar": BAR_BYTES, "bar_met": grown["device"] < BAR_BYTES}
-    name = f"gpu_cycles {given.engine} {given.repeats}"
-    ours = grown["device"] if not given.tiny else None
+    name = f"gpu_cycles {arguments.engine} {arguments.repeats}"
+    ours = grown["device"] if not arguments.tiny else None
     device.print_line(
-        given, name, ours=ours, peer=None, ratio=None, unit="bytes", details=details | {"readings": readings}
+        arguments, name, ours=ours, peer=None, ratio=None, unit="bytes", details=details | {"readings": readings}
     )
 
 

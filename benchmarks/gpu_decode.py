@@ -41,30 +41,31 @@ def arguments() -> Namespace:
     parser.add_argument("--mean-tokens", type=report.positive, default=200, help="of the heavy tail before its cut")
     parser.add_argument("--max-tokens", type=report.positive, default=1024)
     parser.add_argument("--cache-gib", type=report.positive, default=16, help="of every side's KV cache")
-    given = device.parse(parser)
-    if given.tiny:
-        given.samples, given.repeats, given.prompt_tokens, given.mean_tokens, given.max_tokens = 16, 1, 5, 4, 12
-    return given
+    options = device.parse(parser)
+    if options.tiny:
+        options.samples, options.repeats = 16, 1
+        options.prompt_tokens, options.mean_tokens, options.max_tokens = 5, 4, 12
+    return options
 
 
 def main() -> None:
     """The sides, then the lines."""
-    given = arguments()
-    if given.side is not None:
-        measure(given)
+    options = arguments()
+    if options.side is not None:
+        measure(options)
         return
     if importlib.util.find_spec("vllm") is None:
         left_out = {"left_out": "vllm is not installed"}
-        device.print_line(given, "gpu_decode", ours=None, peer=None, ratio=None, unit="", details=left_out)
+        device.print_line(options, "gpu_decode", ours=None, peer=None, ratio=None, unit="", details=left_out)
         return
-    found = {side: run_side(side) for side in SIDES}
-    for work in found["plain"]:
+    results = {side: run_side(side) for side in SIDES}
+    for work in results["plain"]:
         for side, (bar, aim) in BARS.items():
-            ours, peer = median(found[side][work]["rates"]), median(found["plain"][work]["rates"])
-            details = {name: sides[work] for name, sides in found.items()}
+            ours, peer = median(results[side][work]["rates"]), median(results["plain"][work]["rates"])
+            details = {name: sides[work] for name, sides in results.items()}
             details |= {"bar": bar, "aim": aim, "bar_met": ours / peer >= bar}
             device.print_line(
-                given,
+                options,
                 f"gpu_decode {work} {side}",
                 ours=ours,
                 peer=peer,
@@ -82,15 +83,15 @@ def run_side(side: str) -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"heavy-tail"')]
     if done.returncode or not lines:
         raise SystemExit(f"{side} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    results: dict[str, Any] = json.loads(lines[-1])
+    return results
 
 
 def measure(given: Namespace) -> None:
     """All works on one side; one line of JSON with its rates."""
     lengths = lengths_of(given)
     rollout = {"plain": plain_side, "vllm": vllm_side, "inplace": inplace_side}[given.side](given)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for work, tokens in lengths.items():
         rates = []
         for repeat in range(given.repeats + 1):
@@ -100,12 +101,12 @@ def measure(given: Namespace) -> None:
             if made != sum(tokens):
                 raise SystemExit(f"{given.side} made {made} tokens of {sum(tokens)}")
             rates.append(made / seconds)
-        found[work] = {
+        results[work] = {
             "rates": rates[1:],
             "first_rate": rates[0],
             "tokens": sum(tokens),
         }  # the first compiles, captures
-    print(json.dumps(found), flush=True)
+    print(json.dumps(results), flush=True)
 
 
 def lengths_of(given: Namespace) -> dict[str, list[int]]:

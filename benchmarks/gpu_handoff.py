@@ -34,17 +34,19 @@ def main() -> None:
     """Both lines."""
     parser = device.parser_of(__doc__, repeats=5)
     parser.add_argument("--shape", choices=tuple(SHAPES), help="default: the largest that fits")
-    given = device.parse(parser)
-    if given.tiny:
-        given.repeats = 1
+    arguments = device.parse(parser)
+    if arguments.tiny:
+        arguments.repeats = 1
     if importlib.util.find_spec("vllm") is None:
         for name in ("handoff", "bandwidth"):
             left_out = {"left_out": "vllm is not installed"}
-            device.print_line(given, f"gpu_handoff {name}", ours=None, peer=None, ratio=None, unit="", details=left_out)
+            device.print_line(
+                arguments, f"gpu_handoff {name}", ours=None, peer=None, ratio=None, unit="", details=left_out
+            )
         return
-    given.shape = "tiny" if given.tiny else given.shape or largest(given)
-    shape = device.TINY_FOR_VLLM if given.tiny else SHAPES[given.shape]
-    measure(given, device.plain_model(given, shape, MAX_LENGTH, torch.float32))
+    arguments.shape = "tiny" if arguments.tiny else arguments.shape or largest(arguments)
+    shape = device.TINY_FOR_VLLM if arguments.tiny else SHAPES[arguments.shape]
+    measure(arguments, device.plain_model(arguments, shape, MAX_LENGTH, torch.float32))
 
 
 def largest(given: Namespace) -> str:

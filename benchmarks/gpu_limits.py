@@ -20,12 +20,12 @@ from benchmarks import device  # noqa: E402
 
 def main() -> None:
     """All lines."""
-    given = device.parse(device.parser_of(__doc__, repeats=7))
-    flops, memory = device.peaks(given.device)
-    show(given, "device copy", device.copy_bandwidth(given), memory, "bytes/s")
-    for name, rate in pinned_rates(given).items():
-        show(given, name, rate, None, "bytes/s")
-    show(given, "bf16 product", product_rate(given), flops, "FLOP/s")
+    arguments = device.parse(device.parser_of(__doc__, repeats=7))
+    flops, memory = device.peaks(arguments.device)
+    show(arguments, "device copy", device.copy_bandwidth(arguments), memory, "bytes/s")
+    for name, rate in pinned_rates(arguments).items():
+        show(arguments, name, rate, None, "bytes/s")
+    show(arguments, "bf16 product", product_rate(arguments), flops, "FLOP/s")
 
 
 def show(given: Namespace, name: str, ours: float, peer: float | None, unit: str) -> None:

@@ -33,11 +33,11 @@ Call = Callable[[], tuple[Tensor, Tensor]]
 
 def main() -> None:
     """Every head."""
-    given = device.parse(device.parser_of(__doc__, repeats=5))
-    if given.tiny:
-        given.repeats = 1
-    for name, sizes in (TINY if given.tiny else HEADS).items():
-        measure(given, name, *sizes)
+    arguments = device.parse(device.parser_of(__doc__, repeats=5))
+    if arguments.tiny:
+        arguments.repeats = 1
+    for name, sizes in (TINY if arguments.tiny else HEADS).items():
+        measure(arguments, name, *sizes)
 
 
 def measure(given: Namespace, name: str, rows: int, depth: int, vocab: int) -> None:

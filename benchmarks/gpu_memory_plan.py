@@ -32,22 +32,25 @@ def main() -> None:
     parser.add_argument("--prompts", type=report.positive, default=16)
     parser.add_argument("--num-generations", type=report.positive, default=8)
     parser.add_argument("--completion-tokens", type=report.positive, default=512)
-    given = device.parse(parser)
-    if given.tiny:
-        given.repeats, given.prompts, given.num_generations, given.completion_tokens = 1, 2, 2, 8
-    name = f"gpu_memory_plan {given.shape} {given.engine}"
-    if given.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    arguments = device.parse(parser)
+    if arguments.tiny:
+        arguments.repeats, arguments.prompts, arguments.num_generations, arguments.completion_tokens = 1, 2, 2, 8
+    name = f"gpu_memory_plan {arguments.shape} {arguments.engine}"
+    if arguments.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         left_out = {"left_out": "vllm is not installed"}
-        device.print_line(given, name, ours=None, peer=None, ratio=None, unit="percent", details=left_out)
+        device.print_line(arguments, name, ours=None, peer=None, ratio=None, unit="percent", details=left_out)
         return
-    found, details = train(given)
-    for one in found:
-        report.progress(f"{one.phase:18}{one.what:20}{one.predicted:>16,}{one.measured:>16,}{one.share:>8.1%}")
-    peaks = [100 * one.share for one in found if one.what == PEAK]
+    deviations, details = train(arguments)
+    for deviation in deviations:
+        report.progress(
+            f"{deviation.phase:18}{deviation.what:20}"
+            f"{deviation.predicted:>16,}{deviation.measured:>16,}{deviation.share:>8.1%}"
+        )
+    peaks = [100 * deviation.share for deviation in deviations if deviation.what == PEAK]
     details["bar"], details["bar_met"] = BAR, bool(peaks) and max(peaks) <= BAR
-    details["predictions"] = [asdict(one) for one in found]
+    details["predictions"] = [asdict(deviation) for deviation in deviations]
     ours = max(peaks) if peaks else None
-    device.print_line(given, name, ours=ours, peer=None, ratio=None, unit="percent", details=details)
+    device.print_line(arguments, name, ours=ours, peer=None, ratio=None, unit="percent", details=details)
 
 
 def train(given: Namespace) -> tuple[list[Deviation], dict[str, Any]]:

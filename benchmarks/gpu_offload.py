@@ -39,12 +39,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(device.SHAPES), default="0.5B")
     parser.add_argument("--prompts", type=report.positive, default=16)
     parser.add_argument("--num-generations", type=report.positive, default=8)
-    given = device.parse(parser)
-    if given.tiny:
-        given.prompts, given.num_generations, given.repeats = 2, 2, 1
-    measure_copies(given)
+    arguments = device.parse(parser)
+    if arguments.tiny:
+        arguments.prompts, arguments.num_generations, arguments.repeats = 2, 2, 1
+    measure_copies(arguments)
     gc.collect()
-    measure_steps(given)
+    measure_steps(arguments)
 
 
 def measure_copies(given: Namespace) -> None:
@@ -98,17 +98,17 @@ def states_of(given: Namespace) -> list[Tensor]:
 
 def measure_steps(given: Namespace) -> None:
     """The line of steps."""
-    found = {name: steps(given, moved) for name, moved in (("off", []), ("on", MOVED))}
+    results = {name: steps(given, moved) for name, moved in (("off", []), ("on", MOVED))}
     device.print_line(
         given,
         f"gpu_offload step {given.shape}",
-        ours=median(found["on"]["seconds"]),
-        peer=median(found["off"]["seconds"]),
-        ratio=report.ratio_of_medians(peer=found["off"]["seconds"], ours=found["on"]["seconds"]),
+        ours=median(results["on"]["seconds"]),
+        peer=median(results["off"]["seconds"]),
+        ratio=report.ratio_of_medians(peer=results["off"]["seconds"], ours=results["on"]["seconds"]),
         unit="s/step",
         details={
             name: {"seconds": report.spread(of["seconds"]), "peak_memory_bytes": of["peak_memory_bytes"]}
-            for name, of in found.items()
+            for name, of in results.items()
         },
         offload=MOVED,
     )

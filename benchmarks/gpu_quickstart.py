@@ -27,13 +27,13 @@ SEED = 42
 
 def main() -> None:
     """One line."""
-    given = device.parse(device.parser_of(__doc__, repeats=1))
+    arguments = device.parse(device.parser_of(__doc__, repeats=1))
     torch.set_num_threads(1)
-    start = untrained() if given.tiny else Start.of(SEED)
+    start = untrained() if arguments.tiny else Start.of(SEED)
     report.progress(f"warm start: {start.warm.accuracy:.1%}")
-    start.model.to(given.device, device.DTYPES[given.dtype])
-    changes: dict[str, Any] = {"dtype": given.dtype}
-    if given.tiny:
+    start.model.to(arguments.device, device.DTYPES[arguments.dtype])
+    changes: dict[str, Any] = {"dtype": arguments.dtype}
+    if arguments.tiny:
         changes |= {"max_steps": 2, "warmup_steps": 1, "eval_steps": 2, "prompts_per_step": 4}
     with tempfile.TemporaryDirectory() as folder:
         outcome = start.run("grpo", Path(folder), **changes)
@@ -45,9 +45,9 @@ def main() -> None:
         "seconds": outcome.seconds,
         "warm_start": start.warm.accuracy,
     }
-    ours = None if given.tiny else outcome.accuracy
+    ours = None if arguments.tiny else outcome.accuracy
     device.print_line(
-        given,
+        arguments,
         "gpu_quickstart accuracy",
         ours=ours,
         peer=peer,

@@ -29,13 +29,13 @@ def main() -> None:
     """A line per size of pieces."""
     parser = device.parser_of(__doc__, repeats=7)
     parser.add_argument("--gib", type=report.positive, default=16, help="of the region")
-    given = device.parse(parser)
-    num_bytes = 1 << 16 if given.tiny else given.gib << 30
-    plain = plain_seconds(given, num_bytes)
-    peer_copy = copy_rate(given, torch.zeros(num_bytes, dtype=torch.uint8, device=given.device))
-    empty_cache(given)
-    for chunk_bytes in CHUNKS[:1] if given.tiny else CHUNKS:
-        measure(given, num_bytes, chunk_bytes, plain, peer_copy)
+    arguments = device.parse(parser)
+    num_bytes = 1 << 16 if arguments.tiny else arguments.gib << 30
+    plain = plain_seconds(arguments, num_bytes)
+    peer_copy = copy_rate(arguments, torch.zeros(num_bytes, dtype=torch.uint8, device=arguments.device))
+    empty_cache(arguments)
+    for chunk_bytes in CHUNKS[:1] if arguments.tiny else CHUNKS:
+        measure(arguments, num_bytes, chunk_bytes, plain, peer_copy)
 
 
 def measure(given: Namespace, num_bytes: int, chunk_bytes: int, plain: list[float], peer_copy: float) -> None:

@@ -61,22 +61,22 @@ def arguments() -> Namespace:
     parser.add_argument("--max-tokens", type=report.positive, default=512, help="limit of a completion")
     parser.add_argument("--mean-tokens", type=report.positive, default=64, help="of a heavy tail without the limit")
     parser.add_argument("--equal-tokens", type=report.positive, default=256, help="of every completion where equal")
-    given = device.parse(parser)
-    if given.tiny:
-        given.prompts, given.num_generations, given.repeats = [2], 2, 1
-        given.prompt_tokens, given.max_tokens, given.mean_tokens, given.equal_tokens = 5, 12, 4, 6
-    return given
+    options = device.parse(parser)
+    if options.tiny:
+        options.prompts, options.num_generations, options.repeats = [2], 2, 1
+        options.prompt_tokens, options.max_tokens, options.mean_tokens, options.equal_tokens = 5, 12, 4, 6
+    return options
 
 
 def main() -> None:
     """Every work with every number of prompts."""
-    given = arguments()
-    for work in ("heavy-tail", "equal") if given.work == "all" else (given.work,):
-        ends = 1 / given.mean_tokens if work == "heavy-tail" else None
-        limit = given.max_tokens if work == "heavy-tail" else given.equal_tokens
-        module = device.model_of(given, max_positions=given.prompt_tokens + given.max_tokens, ends=ends)
-        for num_prompts in given.prompts:
-            measure(given, module, work, num_prompts, limit)
+    options = arguments()
+    for work in ("heavy-tail", "equal") if options.work == "all" else (options.work,):
+        ends = 1 / options.mean_tokens if work == "heavy-tail" else None
+        limit = options.max_tokens if work == "heavy-tail" else options.equal_tokens
+        module = device.model_of(options, max_positions=options.prompt_tokens + options.max_tokens, ends=ends)
+        for num_prompts in options.prompts:
+            measure(options, module, work, num_prompts, limit)
 
 
 def measure(given: Namespace, module: Any, work: str, num_prompts: int, limit: int) -> None:

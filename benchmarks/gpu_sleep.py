@@ -29,14 +29,14 @@ def main() -> None:
     parser = device.parser_of(__doc__, repeats=7)
     parser.add_argument("--shape", choices=tuple(device.SHAPES), default="0.5B")
     parser.add_argument("--cache-gib", type=report.positive, default=8, help="of the KV cache")
-    given = device.parse(parser)
-    if given.tiny:
-        given.repeats = 1
+    arguments = device.parse(parser)
+    if arguments.tiny:
+        arguments.repeats = 1
     if importlib.util.find_spec("vllm") is None:
         left_out = {"left_out": "vllm is not installed"}
-        device.print_line(given, "gpu_sleep", ours=None, peer=None, ratio=None, unit="s", details=left_out)
+        device.print_line(arguments, "gpu_sleep", ours=None, peer=None, ratio=None, unit="s", details=left_out)
         return
-    measure(given)
+    measure(arguments)
 
 
 def measure(given: Namespace) -> None:

@@ -60,31 +60,31 @@ def arguments() -> Namespace:
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--shape", choices=tuple(device.SHAPES), default="0.5B")
     parser.add_argument("--layers", type=report.positive, help="default: all, or as many as fit 80 GB")
-    given = device.parse(parser)
-    if given.tiny:
-        given.prompts, given.num_generations, given.repeats = 2, 2, 1
-    return given
+    options = device.parse(parser)
+    if options.tiny:
+        options.prompts, options.num_generations, options.repeats = 2, 2, 1
+    return options
 
 
 def main() -> None:
     """Every work with every backend."""
-    given = arguments()
-    given.layers = given.layers or FITTING_LAYERS.get(given.shape)
-    product = product_rate(given)
-    for name in WORKS if given.work == "all" else (given.work,):
-        work = (TINY if given.tiny else WORKS)[name]
+    options = arguments()
+    options.layers = options.layers or FITTING_LAYERS.get(options.shape)
+    product = product_rate(options)
+    for name in WORKS if options.work == "all" else (options.work,):
+        work = (TINY if options.tiny else WORKS)[name]
         sdpa: float | None = None
-        for attention in given.attention:
-            found = measure(given, work, attention, product)
-            sdpa = found["seconds"] if attention == "sdpa" else sdpa
+        for attention in options.attention:
+            medians = measure(options, work, attention, product)
+            sdpa = medians["seconds"] if attention == "sdpa" else sdpa
             device.print_line(
-                given,
-                f"gpu_step {given.shape} {name} {attention}",
-                ours=found["seconds"],
+                options,
+                f"gpu_step {options.shape} {name} {attention}",
+                ours=medians["seconds"],
                 peer=sdpa,
-                ratio=None if sdpa is None else sdpa / found["seconds"],
+                ratio=None if sdpa is None else sdpa / medians["seconds"],
                 unit="s/step",
-                details=found | {"bar": BAR, "aim": AIM},
+                details=medians | {"bar": BAR, "aim": AIM},
                 work=vars(work),
             )
 
@@ -122,12 +122,12 @@ def measure(given: Namespace, work: Work, attention: str, product: float) -> dic
             attention=attention,
         )
         with trainer:
-            found = [one_step(trainer, given, shape, product) for _ in range(num_steps)][-given.repeats :]
+            steps = [one_step(trainer, given, shape, product) for _ in range(num_steps)][-given.repeats :]
     del trainer, model
     gc.collect()
     if torch.device(given.device).type == "cuda":
         torch.cuda.empty_cache()
-    return {key: median(f[key] for f in found) if found[0][key] is not None else None for key in found[0]}
+    return {key: median(f[key] for f in steps) if steps[0][key] is not None else None for key in steps[0]}
 
 
 def one_step(trainer: Trainer, given: Namespace, shape: tuple[int, int], product: float) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def one_step(trainer: Trainer, given: Namespace, shape: tuple[int, int], product
     forward = sum(forward_flops(p + c, shape) for p, c in zip(prompts, completions, strict=True))
     peak = device.peaks(given.device)[0]
     update = metrics["timing/update"]
-    found: dict[str, Any] = {
+    measures: dict[str, Any] = {
         "seconds": seconds,
         "completion_tokens_per_second": sum(completions) / seconds,
         "tokens_per_second": (sum(prompts) + sum(completions)) / seconds,
@@ -149,7 +149,7 @@ def one_step(trainer: Trainer, given: Namespace, shape: tuple[int, int], product
         "step_mfu": None if peak is None else 4 * forward / seconds / peak,
         "mismatch_prob_difference": metrics["mismatch/prob_difference_mean"],
     }
-    return found | {name: metrics[name] for name in TIMINGS}
+    return measures | {name: metrics[name] for name in TIMINGS}
 
 
 def flops_shape(model: Any) -> tuple[int, int]:

@@ -32,13 +32,13 @@ def main() -> None:
     parser = device.parser_of(__doc__, repeats=7)
     parser.add_argument("--ranks", type=report.positive, default=8, help="that hold the rows")
     parser.add_argument("--layers", type=report.positive, default=NUM_LAYERS)
-    given = device.parse(parser)
-    if given.tiny:
-        given.layers, given.repeats = 1, 1
-    copied = device.copy_bandwidth(given)
+    arguments = device.parse(parser)
+    if arguments.tiny:
+        arguments.layers, arguments.repeats = 1, 1
+    copied = device.copy_bandwidth(arguments)
     for name in PAIRS:
         for hashed in (False, True):
-            measure(given, name, hashed, copied)
+            measure(arguments, name, hashed, copied)
 
 
 def measure(given: Namespace, name: str, hashed: bool, copied: float) -> None:

@@ -37,24 +37,24 @@ def arguments() -> Namespace:
     parser.add_argument("--trl-gen", choices=("padded", "continuous"), default="padded", help="how TRL generates")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: an environment made here")
     parser.add_argument("--model", help="folder of a chat model, for --work chat-sums")
-    given = parser.parse_args()
-    if (given.model is not None) != (given.work == CHAT_SUMS.name):
+    options = parser.parse_args()
+    if (options.model is not None) != (options.work == CHAT_SUMS.name):
         parser.error(f"--model goes with --work {CHAT_SUMS.name}, and the other way round")
-    if given.micro_batch is not None and Work("").num_samples % given.micro_batch:
-        parser.error(f"--micro-batch {given.micro_batch} does not divide {Work('').num_samples} completions")
-    return given
+    if options.micro_batch is not None and Work("").num_samples % options.micro_batch:
+        parser.error(f"--micro-batch {options.micro_batch} does not divide {Work('').num_samples} completions")
+    return options
 
 
 def main() -> None:
     """Measure every work with every number of threads."""
-    given = arguments()
-    levels.enter(given.cpu_level)
-    python = peers.trl_python(given.trl_python)
-    for name in ALL if given.work == "all" else (given.work,):
-        for threads in given.threads:
+    options = arguments()
+    levels.enter(options.cpu_level)
+    python = peers.trl_python(options.trl_python)
+    for name in ALL if options.work == "all" else (options.work,):
+        for threads in options.threads:
             torch.set_num_threads(threads)
             with tempfile.TemporaryDirectory() as folder:
-                measure(WORKS[name], threads, given, python, Path(folder))
+                measure(WORKS[name], threads, options, python, Path(folder))
 
 
 def measure(work: Work, threads: int, given: Namespace, python: Path, folder: Path) -> None:

@@ -104,33 +104,33 @@ def print_result(arguments: Namespace, threads: int, tensor_parallel: int, trans
             process.start()
         sending.close()
         try:
-            found: dict[str, Any] = receiving.recv()
+            results: dict[str, Any] = receiving.recv()
             for process in ranks:
                 process.join()
         finally:
             for process in ranks:
                 process.kill()
-    ours, verified, peer = found["ours"], found["verified"], found["peer"]
-    plan, extra = found["plan"], max(found["ours"].extra_bytes)
+    ours, verified, peer = results["ours"], results["verified"], results["peer"]
+    plan, extra = results["plan"], max(results["ours"].extra_bytes)
     report.print_line(
         "handoff",
         ours=median(ours.seconds),
         peer=median(peer.seconds),
         ratio=report.ratio_of_medians(peer.seconds, ours.seconds),
         unit="seconds",
-        hardware=report.hardware(threads, {"vllm": found["vllm"]}),
+        hardware=report.hardware(threads, {"vllm": results["vllm"]}),
         settings=report.settings(
             arguments, threads=threads, tensor_parallel=tensor_parallel, transport=transport, ranks=NUM_RANKS
         ),
         details={
-            "model_bytes_bfloat16": found["model_bytes"],
+            "model_bytes_bfloat16": results["model_bytes"],
             "ours_seconds": report.spread(ours.seconds),
             "ours_with_verification_seconds": report.spread(verified.seconds),
             "ratio_with_verification": report.ratio_of_medians(peer.seconds, verified.seconds),
             "peer_seconds": report.spread(peer.seconds),
             "ours_extra_peak_bytes": extra,
             "peer_extra_peak_bytes": max(peer.extra_bytes),
-            "bucket_bytes": found["bucket_bytes"],
+            "bucket_bytes": results["bucket_bytes"],
             "plan_of_rank_0": plan,
         },
     )
@@ -146,9 +146,9 @@ def run_rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=TIMEOUT)
     gather = object_gather(NUM_RANKS, TIMEOUT)
     bench = Bench(rank, gather, arguments, tensor_parallel, transport)
-    found = bench.run(arguments.handoffs)
+    results = bench.run(arguments.handoffs)
     if rank == 0:
-        sending.send(found)
+        sending.send(results)
     bench.close()
     dist.destroy_process_group()
 

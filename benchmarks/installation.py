@@ -33,13 +33,13 @@ def main() -> None:
     parser.add_argument("--install-only", action="store_true")
     parser.add_argument("--uv", action="store_true")
     asked = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {asked.old: [], asked.new: []}
+    measurements: dict[str, list[dict[str, float]]] = {asked.old: [], asked.new: []}
     for _ in range(asked.runs):
-        for version, runs in found.items():
+        for version, runs in measurements.items():
             runs.append(measure(version, with_uv=asked.uv, only_install=asked.install_only))
             print(json.dumps({"version": version, "load": os.getloadavg()[0], **runs[-1]}), flush=True)
-    for name in found[asked.old][0]:
-        old, new = (statistics.median(run[name] for run in found[version]) for version in (asked.old, asked.new))
+    for name in measurements[asked.old][0]:
+        old, new = (statistics.median(run[name] for run in measurements[version]) for version in (asked.old, asked.new))
         print(f"{name}: {old:.0f} s -> {new:.0f} s, {new / old:.2f} of the time (medians of {asked.runs})")
 
 

@@ -48,27 +48,31 @@ def arguments() -> Namespace:
     parser.add_argument("--max-operand", type=report.positive, default=4)
     parser.add_argument("--max-completion-length", type=report.positive, default=4)
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: an environment made here")
-    given = parser.parse_args()
-    if given.steps % given.eval_every:
-        parser.error(f"--eval-every {given.eval_every} does not divide --steps {given.steps}: the end is not evaluated")
-    return given
+    options = parser.parse_args()
+    if options.steps % options.eval_every:
+        parser.error(
+            f"--eval-every {options.eval_every} does not divide --steps {options.steps}: the end is not evaluated"
+        )
+    return options
 
 
 def main() -> None:
     """Run every seed with every number of threads."""
-    given = arguments()
-    python = peers.trl_python(given.trl_python)
-    work = Work("sums", max_operand=given.max_operand, max_completion_length=given.max_completion_length, reward="sum")
-    for threads in given.threads:
+    options = arguments()
+    python = peers.trl_python(options.trl_python)
+    work = Work(
+        "sums", max_operand=options.max_operand, max_completion_length=options.max_completion_length, reward="sum"
+    )
+    for threads in options.threads:
         torch.set_num_threads(threads)
         runs: list[dict[str, Curve]] = []
         versions: dict[str, str] = {}
-        for seed in range(given.seed, given.seed + given.seeds):
+        for seed in range(options.seed, options.seed + options.seeds):
             with tempfile.TemporaryDirectory() as folder:
-                curves, versions = run_seed(work, seed, threads, given, python, Path(folder))
+                curves, versions = run_seed(work, seed, threads, options, python, Path(folder))
             runs.append(curves)
             report.progress(f"seed {seed}: {', '.join(final_words(*pair) for pair in curves.items())}")
-        details = {**compare(runs, given.goal), "runs": [{n: vars(c) for n, c in run.items()} for run in runs]}
+        details = {**compare(runs, options.goal), "runs": [{n: vars(c) for n, c in run.items()} for run in runs]}
         report.print_line(
             "learning",
             ours=details["seconds"]["hybrid_rl"]["median"],
@@ -76,7 +80,7 @@ def main() -> None:
             ratio=details["seconds_ratio"],
             unit=f"seconds of training to {runs[0]['trl'].num_samples[-1]} samples",
             hardware=report.hardware(threads, versions),
-            settings=report.settings(given, threads=threads, shape=vars(work)),
+            settings=report.settings(options, threads=threads, shape=vars(work)),
             details=details,
         )
 
@@ -164,12 +168,12 @@ def reaching(runs: list[dict[str, Curve]], name: str, goal: float) -> dict[str, 
     """How many seeds reached the goal, and the medians of samples and seconds over those that did."""
     samples = [report.reached_at(run[name].accuracies, run[name].num_samples, goal) for run in runs]
     seconds = [report.reached_at(run[name].accuracies, run[name].seconds, goal) for run in runs]
-    found = {"num_samples": [s for s in samples if s is not None], "seconds": [s for s in seconds if s is not None]}
+    costs = {"num_samples": [s for s in samples if s is not None], "seconds": [s for s in seconds if s is not None]}
     return {
         "accuracy": goal,
-        "num_reached": len(found["seconds"]),
+        "num_reached": len(costs["seconds"]),
         "num_seeds": len(runs),
-        **{f"median_{key}": median(values) if values else None for key, values in found.items()},
+        **{f"median_{key}": median(values) if values else None for key, values in costs.items()},
     }
 
 

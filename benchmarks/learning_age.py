@@ -114,8 +114,8 @@ def learn(model: Any, accuracy: float, task: Task, seed: int, given: Namespace) 
                 if step % given.eval_every == 0:
                     for name, curve in curves.items():
                         judged.load_state_dict(trainers[name].module.state_dict())
-                        found = greedy_accuracy(judged, tokenizer, task.heldout, MAX_COMPLETION_TOKENS)
-                        curve.accuracies.append(found)
+                        heldout_accuracy = greedy_accuracy(judged, tokenizer, task.heldout, MAX_COMPLETION_TOKENS)
+                        curve.accuracies.append(heldout_accuracy)
                         curve.num_samples.append(step * given.prompts * given.generations)
                         curve.seconds.append(sum(seconds[name]))
         finally:
@@ -150,16 +150,16 @@ def compare(runs: Sequence[Run], goal: float) -> dict[str, Any]:
     seconds: when the faster of the two had trained on all samples."""
     base = [run[BASE] for run in runs]
     of_base = report.t_interval([curve.accuracies[-1] for curve in base])
-    found: dict[str, Any] = {}
+    comparisons: dict[str, Any] = {}
     for name in runs[0]:
         own = [run[name] for run in runs]
         pairs = list(zip(own, base, strict=True))
         ends = [min(curve.seconds[-1] for curve in pair) for pair in pairs]
-        at_equal = [[accuracy_at(one, end) for one in pair] for pair, end in zip(pairs, ends, strict=True)]
+        at_equal = [[accuracy_at(curve, end) for curve in pair] for pair, end in zip(pairs, ends, strict=True)]
         reached = [report.reached_at(curve.accuracies, curve.seconds, goal) for curve in own]
         seconds = [value for value in reached if value is not None]
         final = report.t_interval([curve.accuracies[-1] for curve in own])
-        found[name] = {
+        comparisons[name] = {
             "final_accuracy": final,
             "is_within": of_base["low"] is not None and of_base["low"] <= final["mean"] <= of_base["high"],
             "accuracy_by_samples": [
@@ -176,7 +176,7 @@ def compare(runs: Sequence[Run], goal: float) -> dict[str, Any]:
             "mean_age": fmean(curve.mean_age for curve in own),
             "ess_tokens": fmean(curve.ess for curve in own),
         }
-    return found
+    return comparisons
 
 
 def accuracy_at(curve: Curve, seconds: float) -> float:
@@ -196,29 +196,33 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--generations", type=report.positive, default=8, help="samples of a prompt")
     parser.add_argument("--goal", type=float, default=0.75, help="accuracy to reach")
     parser.add_argument("--reward-seconds", type=float, default=0.0, help="mean wait of a group's reward")
-    given = parser.parse_args(argv)
-    if given.steps % given.eval_every:
-        parser.error(f"--eval-every {given.eval_every} does not divide --steps {given.steps}: the end is not evaluated")
-    if BASE not in given.variants:
+    options = parser.parse_args(argv)
+    if options.steps % options.eval_every:
+        parser.error(
+            f"--eval-every {options.eval_every} does not divide --steps {options.steps}: the end is not evaluated"
+        )
+    if BASE not in options.variants:
         parser.error(f"--variants must have {BASE!r}, with which the others are compared")
-    return given
+    return options
 
 
 def main() -> None:
     """Run all seeds, and compare."""
-    given = arguments()
+    options = arguments()
     runs: dict[int, Run] = {}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(given.processes, given.seeds), mp_context=context) as pool:
-        futures = {pool.submit(run_seed, seed, given): seed for seed in range(given.seed, given.seed + given.seeds)}
+    with ProcessPoolExecutor(min(options.processes, options.seeds), mp_context=context) as pool:
+        futures = {
+            pool.submit(run_seed, seed, options): seed for seed in range(options.seed, options.seed + options.seeds)
+        }
         for future in as_completed(futures):
             seed = futures[future]
             runs[seed] = future.result()
             curves = {name: asdict(curve) for name, curve in runs[seed].items()}
-            print_line("learning_age seed", {"seed": seed, "curves": curves}, given)
+            print_line("learning_age seed", {"seed": seed, "curves": curves}, options)
             ends = (f"{name} {c.accuracies[-1]:.3f} in {c.seconds[-1]:.1f} s" for name, c in runs[seed].items())
             report.progress(f"seed {seed}: {'; '.join(ends)}")
-    print_line("learning_age", compare([runs[seed] for seed in sorted(runs)], given.goal), given)
+    print_line("learning_age", compare([runs[seed] for seed in sorted(runs)], options.goal), options)
 
 
 def print_line(benchmark: str, details: dict[str, Any], given: Namespace) -> None:

@@ -81,17 +81,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=report.positive, default=5, help="of decoding, each side, after one")
     parser.add_argument("--tiny", action="store_true", help="smallest sizes: to see that it runs")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL and peft; default: one made here")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     lines: list[str] = []
-    for threads in given.threads:
+    for threads in arguments.threads:
         torch.set_num_threads(threads)
         with tempfile.TemporaryDirectory() as folder:
-            if "handoff" in given.parts:
-                lines += measure_handoff(given, threads, Path(folder))
-            if "memory" in given.parts:
-                lines += measure_memory(given, threads, Path(folder))
-        if "decode" in given.parts:
-            lines += measure_decode(given, threads)
+            if "handoff" in arguments.parts:
+                lines += measure_handoff(arguments, threads, Path(folder))
+            if "memory" in arguments.parts:
+                lines += measure_memory(arguments, threads, Path(folder))
+        if "decode" in arguments.parts:
+            lines += measure_decode(arguments, threads)
     report.progress("\n" + "\n".join(lines))
 
 
@@ -243,11 +243,11 @@ def measure_memory(given: Namespace, threads: int, folder: Path) -> Iterator[str
     base = replace(base, beta=BETA, num_steps=min(base.num_steps, 3))  # memory is at its most in the second
     python = peers.trl_python(given.trl_python)
     yield f"{'memory of a step':20}{'peak GB':>16}{'seconds':>10}{'update':>10}"
-    found: dict[str, Variant] = {}
+    variants: dict[str, Variant] = {}
     for library, start in (("ours", peers.ours), ("trl", lambda job: peers.trl(job, python))):
         for kind, lora in (("full", None), ("lora", LORA)):
             name = f"{library} {kind}"
-            found[name] = variant = Variant(f"memory {name}", start, replace(base, lora=lora))
+            variants[name] = variant = Variant(f"memory {name}", start, replace(base, lora=lora))
             if variant.peak_bytes is None:
                 yield f"{name:20}{'failed':>16}"
                 continue
@@ -259,8 +259,8 @@ def measure_memory(given: Namespace, threads: int, folder: Path) -> Iterator[str
         "memory full against trl": ("ours full", "trl full"),
     }
     for name, sides in pairs.items():
-        ours, peer = (found[side] for side in sides)
-        details = {side: found[side].summary for side in sides}
+        ours, peer = (variants[side] for side in sides)
+        details = {side: variants[side].summary for side in sides}
         print_pair(name, ours.peak_bytes, peer.peak_bytes, "bytes above imports", ours, given, details)
 
 
@@ -278,11 +278,11 @@ def measure_decode(given: Namespace, threads: int) -> Iterator[str]:
         for batch in decoding.batches:
             sides = {"adapter": adapted, "merged": merged}
             with ExitStack() as stack:
-                found = rates(sides, batch, decoding.num_tokens, given.rounds)
+                speeds = rates(sides, batch, decoding.num_tokens, given.rounds)
                 stack.enter_context(plain(adapted, trained=False))
-                found |= rates({"base": adapted}, batch, decoding.num_tokens, max(1, given.rounds // 2))
-            middle = {side: median(values) for side, values in found.items()}
-            pairs = [a / b for a, b in zip(found["adapter"], found["merged"], strict=True)]
+                speeds |= rates({"base": adapted}, batch, decoding.num_tokens, max(1, given.rounds // 2))
+            middle = {side: median(values) for side, values in speeds.items()}
+            pairs = [a / b for a, b in zip(speeds["adapter"], speeds["merged"], strict=True)]
             report.print_line(
                 f"lora decode {name} batch {batch}",
                 ours=middle["adapter"],
@@ -292,7 +292,7 @@ def measure_decode(given: Namespace, threads: int) -> Iterator[str]:
                 hardware=report.hardware(threads, {}),
                 settings=report.settings(given, threads=threads, shape=vars(decoding.shape), dtype=decoding.dtype),
                 details={
-                    **{side: report.spread(values) for side, values in found.items()},
+                    **{side: report.spread(values) for side, values in speeds.items()},
                     "ratio_of_pairs": report.spread(pairs),
                     "merging_seconds": seconds,
                     "twin_bytes": num_bytes,
@@ -335,17 +335,17 @@ def rates(models: dict[str, nn.Module], batch: int, num_tokens: int, num_rounds:
         packed = CausalLM(model)  # type: ignore[arg-type]
         engines[name] = InPlaceEngine(packed, InPlaceRolloutConfig(max_num_seqs=batch), max_length=8 + num_tokens)
         engines[name].wake(TAGS)
-    found: dict[str, list[float]] = {name: [] for name in models}
+    speeds: dict[str, list[float]] = {name: [] for name in models}
     for number in range(1 + num_rounds):
         for name, engine in engines.items():
             engine.update_weights(TensorSource.of(models[name]), number)
             start = time.perf_counter()
             count = sum(len(sample.completion_ids) for sample in generated(engine, batch, num_tokens, number))
             if number:
-                found[name].append(count / (time.perf_counter() - start))
+                speeds[name].append(count / (time.perf_counter() - start))
     for engine in engines.values():
         engine.close()
-    return found
+    return speeds
 
 
 def generated(engine: InPlaceEngine, batch: int, num_tokens: int, number: int) -> Sequence[Any]:

@@ -29,13 +29,13 @@ SIZES = (1, 2, 4, 8)
 
 def configs() -> dict[str, tuple[PreTrainedConfig, str]]:
     """Config and vLLM's class, by name."""
-    found: dict[str, tuple[PreTrainedConfig, str]] = {}
+    models: dict[str, tuple[PreTrainedConfig, str]] = {}
     for folder in sorted(MODELS.iterdir()):
         config = AutoConfig.from_pretrained(folder)
-        found[folder.name] = (config, config.architectures[0])
+        models[folder.name] = (config, config.architectures[0])
     # transformers' own defaults are DeepSeek-V3's; the last two keys are in its config.json, and vLLM reads them.
     deepseek = DeepseekV3Config(topk_method="noaux_tc", scoring_func="sigmoid")  # type: ignore[call-arg]
-    return {**found, "deepseek-v3": (deepseek, "DeepseekV3ForCausalLM")}
+    return {**models, "deepseek-v3": (deepseek, "DeepseekV3ForCausalLM")}
 
 
 def main() -> None:

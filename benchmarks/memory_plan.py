@@ -46,17 +46,17 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", choices=tuple(CONFIGS), default=list(CONFIGS))
     parser.add_argument("--engines", nargs="+", choices=("inplace", "vllm"), default=["inplace"])
     parser.add_argument("--markdown", help="a file for the table of peaks")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = {}
-    for name, size, keys in cases(given):
+    rows_by_name = {}
+    for name, size, keys in cases(arguments):
         rows = measure(size, keys)
-        found[name] = rows
+        rows_by_name[name] = rows
         for line in table(rows):
             report.progress(f"{name:28}{line}")
-        print_line(name, rows, given)
-    if given.markdown is not None:
-        Path(given.markdown).write_text("\n".join(markdown(found)) + "\n")
+        print_line(name, rows, arguments)
+    if arguments.markdown is not None:
+        Path(arguments.markdown).write_text("\n".join(markdown(rows_by_name)) + "\n")
 
 
 def cases(given: Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -82,7 +82,7 @@ def measure(size: str, keys: dict[str, Any]) -> list[Row]:
     if config.num_ranks == 1:
         return compared(planned, MeasuredStep(size, keys).run())
     assert config.num_ranks != "auto"
-    of_ranks = [compared(planned, found) for found in run_ranks(on_rank, config.num_ranks, size, keys)]
+    of_ranks = [compared(planned, measurement) for measurement in run_ranks(on_rank, config.num_ranks, size, keys)]
     return max(of_ranks, key=largest)
 
 
@@ -103,7 +103,7 @@ def largest(rows: Sequence[Row]) -> float:
 
 def print_line(name: str, rows: Sequence[Row], given: Namespace) -> None:
     """The line of a case."""
-    found = [{"phase": r.phase, "what": r.what, "predicted": r.predicted, "measured": r.measured} for r in rows]
+    predictions = [{"phase": r.phase, "what": r.what, "predicted": r.predicted, "measured": r.measured} for r in rows]
     report.print_line(
         f"memory_plan {name}",
         ours=100 * largest(rows),
@@ -112,7 +112,7 @@ def print_line(name: str, rows: Sequence[Row], given: Namespace) -> None:
         unit="percent",
         hardware=report.hardware(1, {}),
         settings=report.settings(given),
-        details={"bar": 100 * MOST, "bar_met": largest(rows) <= MOST, "predictions": found},
+        details={"bar": 100 * MOST, "bar_met": largest(rows) <= MOST, "predictions": predictions},
     )
 
 

@@ -94,15 +94,17 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for step in range(FIRST_RUN + options.steps):
             for name, process in processes.items():
                 process.send("step")
-                taken, found = process.recv()
+                taken, step_metrics = process.recv()
                 if step >= FIRST_RUN:
                     seconds[name].append(taken)
-                    metrics[name].append(found)
+                    metrics[name].append(step_metrics)
     means = {name: statistics.fmean(its) for name, its in seconds.items()}
     medians = {name: statistics.median(its) for name, its in seconds.items()}
 
     def mean(metric: str) -> dict[str, float]:
-        return {name: round(statistics.fmean(one.get(metric, 0.0) for one in its), 4) for name, its in metrics.items()}
+        return {
+            name: round(statistics.fmean(values.get(metric, 0.0) for values in its), 4) for name, its in metrics.items()
+        }
 
     first = options.variants[0]
     return {
@@ -164,8 +166,8 @@ def take_steps(pipe: Connection, options: argparse.Namespace, folder: Path, name
             except EOFError:
                 return
             start = time.perf_counter()
-            found = dict(trainer.step().metrics)
-            pipe.send((time.perf_counter() - start, found))
+            metrics = dict(trainer.step().metrics)
+            pipe.send((time.perf_counter() - start, metrics))
 
 
 def keys_of(options: argparse.Namespace, name: str) -> dict[str, Any]:

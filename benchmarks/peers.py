@@ -139,12 +139,12 @@ def trl_agents(job: Job, python: Path) -> Side:
 
 def check_versions(ours: Side, peer: Side) -> None:
     """Refuse to compare a TRL of another series, or sides on different versions of torch or transformers."""
-    found = peer.ready["versions"]
-    if not found["trl"].startswith(f"{TRL_SERIES}."):
-        raise SideFailed(f"trl {found['trl']} is installed; this benchmark was written for {TRL_SERIES}")
+    versions = peer.ready["versions"]
+    if not versions["trl"].startswith(f"{TRL_SERIES}."):
+        raise SideFailed(f"trl {versions['trl']} is installed; this benchmark was written for {TRL_SERIES}")
     for name, version in ours.ready["versions"].items():
-        if _public(found[name]) != _public(version):
-            raise SideFailed(f"{name} is {version} on our side and {found[name]} on TRL's; install the same")
+        if _public(versions[name]) != _public(version):
+            raise SideFailed(f"{name} is {version} on our side and {versions[name]} on TRL's; install the same")
 
 
 def _public(version: str) -> str:

@@ -83,7 +83,7 @@ def measure(case: Case, given: Namespace) -> dict[str, Any]:
         cpu_seconds.append(time.process_time() - cpu_begin)
         reports.append(report_of(plan, trace, layout))
         received.append(gathered(layout, rank))
-    written = fmean(found.total.written_bytes for found in reports)
+    written = fmean(rank_report.total.written_bytes for rank_report in reports)
     num_elements = sum(spec.num_bytes // spec.dtype.itemsize for spec in sources)
     return {
         "model": case.model,
@@ -95,15 +95,15 @@ def measure(case: Case, given: Namespace) -> dict[str, Any]:
         "plan_cpu_seconds": report.spread(cpu_seconds),
         "layout_seconds": layout_seconds,
         "num_copies": len(trace.copies),
-        "num_pieces": max(found.num_pieces for found in reports),
-        "num_buckets": max(found.num_buckets for found in reports),
+        "num_pieces": max(rank_report.num_pieces for rank_report in reports),
+        "num_buckets": max(rank_report.num_buckets for rank_report in reports),
         # A rank reads its own part and its host's parts in place; parts from other hosts are cast before sending.
-        "local_read_bytes": fmean(found.local.read_bytes for found in reports),
-        "host_read_bytes": fmean(found.host.read_bytes for found in reports),
-        "remote_sent_bytes": fmean(found.remote.written_bytes for found in reports),
+        "local_read_bytes": fmean(rank_report.local.read_bytes for rank_report in reports),
+        "host_read_bytes": fmean(rank_report.host.read_bytes for rank_report in reports),
+        "remote_sent_bytes": fmean(rank_report.remote.written_bytes for rank_report in reports),
         "written_bytes": written,
-        "minimum_written_bytes": fmean(found.minimum.written_bytes for found in reports),
-        "staging_bytes": max(found.staging_bytes for found in reports),
+        "minimum_written_bytes": fmean(rank_report.minimum.written_bytes for rank_report in reports),
+        "staging_bytes": max(rank_report.staging_bytes for rank_report in reports),
         "gather_host_bytes": fmean(links["host"].read_bytes for links in received),
         "gather_remote_bytes": fmean(links["remote"].read_bytes for links in received),
         # Every tensor in full in the trainer's dtype, again in the engine's, and the rank's share by load_weights.
@@ -140,14 +140,14 @@ def main() -> None:
     parser = report.parser_of(__doc__)
     parser.add_argument("--models", nargs="+", default=sorted({case.model for case in CASES}), help="which models")
     parser.add_argument("--repeats", type=report.positive, default=5, help="ranks that are planned")
-    given = parser.parse_args()
-    found = []
+    arguments = parser.parse_args()
+    lines = []
     for case in CASES:
-        if case.model not in given.models:
+        if case.model not in arguments.models:
             continue
         report.progress(f"{case.model}, tensor parallel {case.tp}, {case.num_ranks} ranks")
-        line = measure(case, given)
-        found.append(line)
+        line = measure(case, arguments)
+        lines.append(line)
         report.print_line(
             "plan",
             ours=line["written_bytes"],
@@ -155,10 +155,10 @@ def main() -> None:
             ratio=line["gather_written_bytes"] / line["written_bytes"],
             unit="bytes written per rank",
             hardware=report.hardware(1, {}),
-            settings=report.settings(given),
+            settings=report.settings(arguments),
             details=line,
         )
-    show(found)
+    show(lines)
 
 
 if __name__ == "__main__":

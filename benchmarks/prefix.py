@@ -43,11 +43,11 @@ def arguments() -> Namespace:
 
 def main() -> None:
     """Measure with every number of threads."""
-    given = arguments()
-    model = CausalLM(load_model(given.model, dtype="float32") if given.model else random_model(given))
-    for threads in given.threads:
+    options = arguments()
+    model = CausalLM(load_model(options.model, dtype="float32") if options.model else random_model(options))
+    for threads in options.threads:
         torch.set_num_threads(threads)
-        measure(model, given, threads)
+        measure(model, options, threads)
 
 
 def measure(model: CausalLM, given: Namespace, threads: int) -> None:
@@ -104,8 +104,8 @@ def samples(given: Namespace, vocab_size: int) -> tuple[Jagged, Jagged, Jagged]:
     repeated = [group[place % number] for group in groups for place in range(given.generations)]
     different = [tokens(len(completion)) for completion in repeated]
     rows = [prompt for prompt in prompts for _ in range(given.generations)]
-    found = [Jagged.from_rows(part, torch.int64) for part in (rows, repeated, different)]
-    return found[0], found[1], found[2]
+    batches = [Jagged.from_rows(part, torch.int64) for part in (rows, repeated, different)]
+    return batches[0], batches[1], batches[2]
 
 
 if __name__ == "__main__":

@@ -74,13 +74,13 @@ def arguments() -> Namespace:
 
 def main() -> None:
     """Measure every work with every number of threads."""
-    given = arguments()
-    levels.enter(given.cpu_level)
-    for name in ALL if given.work == "all" else (given.work,):
-        for threads in given.threads:
+    options = arguments()
+    levels.enter(options.cpu_level)
+    for name in ALL if options.work == "all" else (options.work,):
+        for threads in options.threads:
             torch.set_num_threads(threads)
             with tempfile.TemporaryDirectory() as folder:
-                measure(WORKS[name], threads, given, Path(folder))
+                measure(WORKS[name], threads, options, Path(folder))
 
 
 def measure(work: Work, threads: int, given: Namespace, folder: Path) -> None:
@@ -92,9 +92,9 @@ def measure(work: Work, threads: int, given: Namespace, folder: Path) -> None:
     unit = "completion tokens per second"
     if given.compare == "vllm" and importlib.util.find_spec("vllm") is None:
         machine = report.hardware(threads, {})
-        found = {"vllm": "not installed"}
+        notes = {"vllm": "not installed"}
         report.print_line(
-            "rollout", ours=None, peer=None, ratio=None, unit=unit, hardware=machine, settings=settings, details=found
+            "rollout", ours=None, peer=None, ratio=None, unit=unit, hardware=machine, settings=settings, details=notes
         )
         return
     job = Job(work, str(folder / "model"), str(folder), given.warmup + given.rounds, threads, given.seed, 0.0)
@@ -134,18 +134,18 @@ def take_turns(
     weights change a little before every round; prompts are those of the first round then."""
     work = job.work
     texts = [row["prompt"] for row in rows(work, work.prompts_per_step * job.num_steps, job.seed + 1)]
-    found: tuple[list[Rollout], list[Rollout]] = ([], [])
+    rollouts: tuple[list[Rollout], list[Rollout]] = ([], [])
     for number in range(job.num_steps):
         mine = texts[0 if nudged else number * work.prompts_per_step :][: work.prompts_per_step]
         prompts = [tokenizer.encode(text) for text in mine]
         if nudged is not None:
             nudge(nudged, number)
-        sides = [*zip((ours, peer), found, strict=True)]
+        sides = [*zip((ours, peer), rollouts, strict=True)]
         for generator, done in sides if number % 2 else reversed(sides):
             done.append(timed(generator, prompts, number))
-        rates = [done[-1].tokens_per_second for done in found]
+        rates = [done[-1].tokens_per_second for done in rollouts]
         report.progress(f"round {number + 1} of {job.num_steps}: ours {rates[0]:.0f}, peer {rates[1]:.0f} tokens/s")
-    return found[0][warmup:], found[1][warmup:]
+    return rollouts[0][warmup:], rollouts[1][warmup:]
 
 
 def timed(generator: Generator, prompts: Prompts, number: int) -> Rollout:
@@ -246,15 +246,15 @@ def continuous(model: Any, work: Work) -> Generator:
     def run(prompts: Prompts, number: int) -> list[int]:
         torch.manual_seed(number)
         every = [list(prompt) for prompt in prompts for _ in range(work.num_generations)]
-        found = model.generate_batch(
+        answers = model.generate_batch(
             every,
             generation_config=config,
             continuous_batching_config=ContinuousBatchingConfig(**sizes),
             progress_bar=False,
         )
-        if len(found) != len(every):
-            raise peers.SideFailed(f"generate_batch answered {len(found)} of {len(every)} requests")
-        return [len(sample.generated_tokens) for sample in found.values()]
+        if len(answers) != len(every):
+            raise peers.SideFailed(f"generate_batch answered {len(answers)} of {len(every)} requests")
+        return [len(sample.generated_tokens) for sample in answers.values()]
 
     return run
 

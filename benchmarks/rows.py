@@ -89,9 +89,9 @@ def main() -> None:
     parser.add_argument("--length", type=report.positive, default=8, help="characters of a prompt, one token each")
     parser.add_argument("--repeats", type=report.positive, default=5)
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
-    given = parser.parse_args()
-    for kind in given.kinds:
-        measure(given, kind)
+    arguments = parser.parse_args()
+    for kind in arguments.kinds:
+        measure(arguments, kind)
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ class Scorer:
 
     def take(self) -> dict[str, float]:
         """What was seen since the last call."""
-        found = {"num_tokens": sum(self.lengths), "longest_tokens": max(self.lengths), "reward": fmean(self.rewards)}
+        summary = {"num_tokens": sum(self.lengths), "longest_tokens": max(self.lengths), "reward": fmean(self.rewards)}
         self.lengths, self.rewards = [], []
-        return found
+        return summary
 
 
 class Turns(TrainerCallback):

@@ -50,12 +50,12 @@ class PlannedTrainer(GRPOTrainer):
         if self._answer is not None:
             self.driver.send(**self._answer)
         self.plan = self.driver.receive()
-        delays, told = self.plan["delays"], self.plan["told"]
+        delays, results = self.plan["delays"], self.plan["told"]
         # In the order in which TRL calls them: all of a turn, then all of the next.
         self.returns = (
             (row[turn], "".join(VOCABULARY[token] for token in words[turn]))
             for turn in range(len(delays[0]))
-            for row, words in zip(delays, told, strict=True)
+            for row, words in zip(delays, results, strict=True)
         )
         self.turn = 0
         clock = StepClock()

@@ -30,19 +30,19 @@ Lengths = Sequence[Sequence[int]]  # by prompt and generation
 def ends(lengths: Lengths, order: Sequence[int], slots: int) -> dict[int, int]:
     """Return the engine step at which each prompt is whole. order: in which prompts start; all samples of a prompt wait
     together, and whoever ends makes room for the first that waits."""
-    places, found = [0] * slots, dict[int, int]()
+    places, end_steps = [0] * slots, dict[int, int]()
     for prompt in order:
         for length in lengths[prompt]:
             end = heapq.heappop(places) + length
             heapq.heappush(places, end)
-            found[prompt] = max(found.get(prompt, 0), end)
-    return found
+            end_steps[prompt] = max(end_steps.get(prompt, 0), end)
+    return end_steps
 
 
 def dealt(expected: Sequence[int | None], generations: int, ranks: int) -> list[list[int]]:
     """Return the prompts of each rank in the order in which they start. expected: lengths, None = not known."""
     call = RolloutCall(generations, SamplingParams(LIMIT), 0, TrainerState(1, 1, 0.0), "train/1", 0)
-    tasks = [RolloutTask(place, PromptRow(place, "", (1,), {}), one) for place, one in enumerate(expected)]
+    tasks = [RolloutTask(place, PromptRow(place, "", (1,), {}), length) for place, length in enumerate(expected)]
     return [[task.place for task in part] for part in TaskList(tasks, call, {}).dealt(ranks)]
 
 
@@ -59,16 +59,16 @@ def order_table(args: argparse.Namespace) -> None:
     print("|---|---|---|---|---|")
     for prompts in (32, 64, 128):
         for between, within in ((1.0, 0.4), (0.8, 0.6), (0.4, 0.8)):
-            rng, found = np.random.default_rng(0), list[tuple[float, float]]()
+            rng, ratios = np.random.default_rng(0), list[tuple[float, float]]()
             for _ in range(args.rounds):
                 before, now = draw(rng, prompts, args.generations, between, within)
                 total = sum(map(sum, now))
                 least = max(*map(max, now), total / (args.slots * args.ranks))
-                known = [rounded_mean(sum(one), len(one)) for one in before]
+                known = [rounded_mean(sum(lengths), len(lengths)) for lengths in before]
                 parts = [dealt(guess, args.generations, args.ranks) for guess in ([None] * prompts, known)]
                 steps = [max(max(ends(now, part, args.slots).values()) for part in ranks) for ranks in parts]
-                found.append((steps[0] / least, steps[1] / least))
-            mine = [statistics.fmean(column) for column in zip(*found, strict=True)]
+                ratios.append((steps[0] / least, steps[1] / least))
+            mine = [statistics.fmean(column) for column in zip(*ratios, strict=True)]
             each = prompts * args.generations / (args.slots * args.ranks)
             print(f"| {each:g} | {between} | {within} | {mine[0]:.2f} | {mine[1]:.2f} |")
 
@@ -85,10 +85,10 @@ def drop_table(args: argparse.Namespace) -> None:
             whole = ends(now, range(size + extra), (size + extra) * args.generations)
             taken = sorted(whole, key=lambda prompt: (whole[prompt], prompt))[:size]
             end = whole[taken[-1]]
-            mean = [statistics.fmean(one) for one in now]
+            mean = [statistics.fmean(lengths) for lengths in now]
             longest = {*sorted(whole, key=lambda prompt: -mean[prompt])[: (size + extra) // 10]}
             kept = sum(sum(now[prompt]) for prompt in taken)
-            made = sum(min(length, end) for one in now for length in one)
+            made = sum(min(length, end) for lengths in now for length in lengths)
             rows.append(
                 (
                     end,

@@ -125,7 +125,7 @@ class Replica:
 
     def hold(self) -> list[tuple[int, Group]]:
         """Break off what runs; return the tokens that are left of each sequence, what waits last."""
-        held = [(end - self.done, group) for end, _, group in sorted(self.running, key=lambda one: one[1])]
+        held = [(end - self.done, group) for end, _, group in sorted(self.running, key=lambda sequence: sequence[1])]
         held += self.waiting
         self.running, self.waiting = [], deque()
         return held
@@ -170,14 +170,14 @@ def simulate(setting: Setting, steps: int = 12, skipped: int = 4) -> Result:
             held += [(length, group) for length in lengths]
         for replica in replicas:
             replica.clock = clock
-        for place, one in enumerate(held):  # dealt out in turn, as the controller does
-            replicas[place % len(replicas)].waiting.append(one)
+        for place, sequence in enumerate(held):  # dealt out in turn, as the controller does
+            replicas[place % len(replicas)].waiting.append(sequence)
         before = max(replica.done for replica in replicas)
         for replica in replicas:
             replica.admit(step)
         clock = generate(setting, replicas, open_groups, step)
         decoded.append(max(replica.done for replica in replicas) - before)
-        held = [one for replica in replicas for one in replica.hold()]
+        held = [sequence for replica in replicas for sequence in replica.hold()]
         whole = [group for group in open_groups if not group.left]
         whole.sort(key=lambda group: (not must_end(setting, group, step), group.born))
         taken = set(whole[: setting.prompts])
@@ -240,7 +240,7 @@ def variants(setting: Setting) -> dict[str, Setting]:
     splits = sorted({max(1, round(setting.gpus * share)) for share in SPLITS} - {setting.gpus})
     pools = [replace(setting, generating=split, ahead=setting.prompts, max_staleness=1) for split in splits]
     partial_pools = [replace(pool, oversample=whole, max_staleness=4) for pool in pools]
-    found = {
+    settings = {
         "synchronous": setting,
         "partial, less": replace(setting, oversample=half, max_staleness=1),
         "partial": replace(setting, oversample=whole, max_staleness=3),
@@ -251,8 +251,8 @@ def variants(setting: Setting) -> dict[str, Setting]:
     }
     for name, its in (("separate pools", pools), ("separate pools, partial", partial_pools)):
         if its:
-            found[name] = min(its, key=lambda one: simulate(smaller(one), 6, 3).mean)
-    return found
+            settings[name] = min(its, key=lambda pool: simulate(smaller(pool), 6, 3).mean)
+    return settings
 
 
 def smaller(setting: Setting, gpus: int = 64) -> Setting:
@@ -275,15 +275,15 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     that generate in brackets. Numbers of GPUs with the same values share a row, with their mean of seconds."""
     names = [name for name in rows[0] if name not in ("work", "gpus", "synchronous_seconds", "generating")]
     head = ["work", "GPUs", "synchronous, s", *names]
-    found: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         values = [f"{row[name]:.1f}" for name in names]
         for place, name in enumerate(names):
             if name in row["generating"]:
                 values[place] += f" ({row['generating'][name] / row['gpus']:.0%})"
-        found.setdefault((row["work"], *values), []).append(row)
+        groups.setdefault((row["work"], *values), []).append(row)
     lines = [head, ["---"] * len(head)]
-    for (work, *values), alike in found.items():
+    for (work, *values), alike in groups.items():
         sizes = " to ".join(dict.fromkeys(f"{row['gpus']:,}" for row in (alike[0], alike[-1])))
         seconds = statistics.fmean(row["synchronous_seconds"] for row in alike)
         lines.append([work, sizes, f"{seconds:.0f}", *values])
@@ -308,11 +308,11 @@ def main() -> None:
         for gpus in options.gpus:
             setting = Setting(gpus=gpus, prompts=options.prompts_per_gpu * gpus, **its)
             settings = variants(setting)
-            results = {name: simulate(one, options.steps) for name, one in settings.items()}
+            results = {name: simulate(variant, options.steps) for name, variant in settings.items()}
             base = results["synchronous"].mean
             row = {"work": work, "gpus": gpus, "synchronous_seconds": round(base, 1)}
-            row |= {name: round(base / found.mean, 2) for name, found in results.items() if name != "synchronous"}
-            row["generating"] = {name: one.generating for name, one in settings.items() if one.generating}
+            row |= {name: round(base / result.mean, 2) for name, result in results.items() if name != "synchronous"}
+            row["generating"] = {name: variant.generating for name, variant in settings.items() if variant.generating}
             text = json.dumps(row) if options.json else "  ".join(f"{name} {value}" for name, value in row.items())
             print(text, flush=True)
 

@@ -63,22 +63,22 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 def main() -> int:
     """Run both sides, and report."""
-    given = arguments()
+    options = arguments()
     with tempfile.TemporaryDirectory(prefix="soak", dir="/tmp") as name:
-        root = given.keep or Path(name)
+        root = options.keep or Path(name)
         root.mkdir(parents=True, exist_ok=True)
-        kinds = [kind for kind in given.faults if not (kind == "rank killed" and given.ranks == 1)]
-        found = {}
+        kinds = [kind for kind in options.faults if not (kind == "rank killed" and options.ranks == 1)]
+        sides = {}
         for side in SIDES:
             folder = root / side.replace(" ", "-")
             (folder / "claims").mkdir(parents=True)
-            with small_disk(folder / "disk", DISK_BYTES + given.steps * DISK_BYTES_PER_STEP) as is_small:
+            with small_disk(folder / "disk", DISK_BYTES + options.steps * DISK_BYTES_PER_STEP) as is_small:
                 here = [kind for kind in kinds if kind != "disk full" or is_small] if side == SIDES[1] else []
-                found[side] = run_side(given, folder, here)
+                sides[side] = run_side(options, folder, here)
         skipped = sorted(set(EVERY) - set(here))
-    problems = problems_of(found, given.steps)
-    Console(stderr=True, width=120).print(table(found), *(f"skipped: {kind}" for kind in skipped), *problems, sep="\n")
-    details = {side: summary(one, given.steps) for side, one in found.items()}
+    problems = problems_of(sides, options.steps)
+    Console(stderr=True, width=120).print(table(sides), *(f"skipped: {kind}" for kind in skipped), *problems, sep="\n")
+    details = {side: summary(results, options.steps) for side, results in sides.items()}
     rewards = [details[side]["reward"]["mean"] for side in reversed(SIDES)]
     report.print_line(
         "soak",
@@ -87,7 +87,7 @@ def main() -> int:
         ratio=rewards[0] / rewards[1] if rewards[1] else None,
         unit="mean reward of the last steps, with faults and without",
         hardware=report.hardware(1, {}),
-        settings=report.settings(given),
+        settings=report.settings(options),
         details={**details, "skipped": skipped, "problems": problems},
     )
     return 1 if problems else 0
@@ -175,12 +175,12 @@ def last_of_each_step(record: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def growth(record: Sequence[dict[str, Any]], name: str, num_steps: int) -> dict[str, float]:
     """The median of a number, its slope per step, and what that makes over all steps, as a share of the median."""
-    found = [(line["step"], line[name]) for line in last_of_each_step(record) if name in line]
-    found = sorted(found)[int(WARM_SHARE * len(found)) :]
-    if len(found) < 2 or found[-1][0] == found[0][0]:
-        return {"median": found[0][1] if found else 0.0, "per_step": 0.0, "share": 0.0}
-    middle = statistics.median(value for _, value in found)
-    per_step = slope([value for _, value in found]) * (len(found) - 1) / (found[-1][0] - found[0][0])
+    points = [(line["step"], line[name]) for line in last_of_each_step(record) if name in line]
+    points = sorted(points)[int(WARM_SHARE * len(points)) :]
+    if len(points) < 2 or points[-1][0] == points[0][0]:
+        return {"median": points[0][1] if points else 0.0, "per_step": 0.0, "share": 0.0}
+    middle = statistics.median(value for _, value in points)
+    per_step = slope([value for _, value in points]) * (len(points) - 1) / (points[-1][0] - points[0][0])
     return {"median": middle, "per_step": per_step, "share": per_step * num_steps / middle if middle else 0.0}
 
 
@@ -227,7 +227,7 @@ def num_restarts(record: Sequence[dict[str, Any]]) -> float:
 def faults(side: dict[str, Any]) -> dict[str, dict[str, int]]:
     """Of each kind: how many were drawn, how many happened, and how many the run itself has counted or told."""
     drawn = Counter(side["schedule"].values())
-    happened = Counter(kind for kind, _ in {(one["kind"], one["step"]) for one in side["faults"]})
+    happened = Counter(kind for kind, _ in {(fault["kind"], fault["step"]) for fault in side["faults"]})
     return {
         kind: {"drawn": drawn[kind], "happened": happened[kind], "seen": num_seen(side, kind)} for kind in sorted(drawn)
     }
@@ -235,11 +235,11 @@ def faults(side: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 def num_seen(side: dict[str, Any], kind: str) -> int:
     """In how many steps of such faults the metrics, warnings or statuses of the run tell of one."""
-    happened = {one["step"] for one in side["faults"] if one["kind"] == kind}
+    happened = {fault["step"] for fault in side["faults"] if fault["kind"] == kind}
 
     def steps(*metrics: str) -> int:
-        told = {line["step"] for line in side["record"] if any(line.get(name, 0.0) for name in metrics)}
-        return len(told & happened)
+        seen_steps = {line["step"] for line in side["record"] if any(line.get(name, 0.0) for name in metrics)}
+        return len(seen_steps & happened)
 
     if kind.startswith("reward"):
         return steps("rewards/num_failed", "rewards/num_retried")
@@ -272,8 +272,8 @@ def problems_of(found: dict[str, dict[str, Any]], num_steps: int) -> list[str]:
         if gap > GAP_LIMIT:
             problems.append(f"{name}: logprobs of engine and trainer differ by {gap:.1e}")
     rewards = [last_rewards(found[side]["record"], num_steps) for side in SIDES]
-    if all(len(one) > 1 for one in rewards):
-        plain, faulty = (report.t_interval(one) for one in rewards)
+    if all(len(series) > 1 for series in rewards):
+        plain, faulty = (report.t_interval(series) for series in rewards)
         lowest = (plain["low"] or 0.0) - REWARD_TOLERANCE
         if (faulty["high"] or 0.0) < lowest:
             problems.append(f"with faults the reward ends at {faulty['mean']:.3f}, without at {plain['mean']:.3f}")
@@ -286,12 +286,12 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
     steps = max((line["step"] for side in found.values() for line in side["record"]), default=0)
     both = [summary(found[side], steps) for side in SIDES]
     for name in ("steps_trained", "starts", "restarts", "samples_without_reward", "rewards_retried", "tool_timeouts"):
-        shown.add_row(name, *(f"{one[name]:.0f}" for one in both))
-    shown.add_row("reward at the end", *(f"{one['reward']['mean']:.3f}" for one in both))
-    shown.add_row("seconds", *(f"{one['seconds']:.0f}" for one in both))
+        shown.add_row(name, *(f"{outcome[name]:.0f}" for outcome in both))
+    shown.add_row("reward at the end", *(f"{outcome['reward']['mean']:.3f}" for outcome in both))
+    shown.add_row("seconds", *(f"{outcome['seconds']:.0f}" for outcome in both))
     for name in (*HELD, "available_bytes"):
-        grown = (one["held"][name] for one in both)
-        shown.add_row(name, *(f"{one['median']:,.0f} ({one['per_step']:+,.2f} per step)" for one in grown))
+        grown = (outcome["held"][name] for outcome in both)
+        shown.add_row(name, *(f"{trend['median']:,.0f} ({trend['per_step']:+,.2f} per step)" for trend in grown))
     for kind, numbers in both[1]["faults"].items():
         shown.add_row(kind, "", ", ".join(f"{number} {word}" for word, number in numbers.items()))
     return shown

@@ -102,7 +102,7 @@ def right_calls(
             note("reward process killed", step)
             os.kill(os.getpid(), signal.SIGKILL)
     return [
-        sum(one["role"] == "tool" and one["content"] == RIGHT for one in said) / CALLS_IN_A_TRAJECTORY
+        sum(message["role"] == "tool" and message["content"] == RIGHT for message in said) / CALLS_IN_A_TRAJECTORY
         for said in completions
     ]
 

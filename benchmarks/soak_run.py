@@ -113,7 +113,7 @@ def held_by_run(folder: Path) -> dict[str, float]:
     """What this process and all below it hold: anonymous pages, threads, open files; files of the run and temporary
     ones; and what is available on the machine, bytes."""
     own = psutil.Process()
-    found = dict.fromkeys(("process_bytes", "num_threads", "num_descriptors", "num_processes"), 0.0)
+    totals = dict.fromkeys(("process_bytes", "num_threads", "num_descriptors", "num_processes"), 0.0)
     for process in [own, *own.children(recursive=True)]:
         root = Path("/proc") / str(process.pid)
         try:
@@ -123,13 +123,13 @@ def held_by_run(folder: Path) -> dict[str, float]:
             continue
         if "RssAnon" not in status:  # a zombie
             continue
-        found["process_bytes"] += int(status["RssAnon"].split()[0]) * 1024
-        found["num_threads"] += int(status["Threads"])
-        found["num_descriptors"] += num_descriptors
-        found["num_processes"] += 1
+        totals["process_bytes"] += int(status["RssAnon"].split()[0]) * 1024
+        totals["num_threads"] += int(status["Threads"])
+        totals["num_descriptors"] += num_descriptors
+        totals["num_processes"] += 1
     places = [folder / "disk", Path(os.environ["TMPDIR"])]
-    found["num_files"] = float(sum(len(files) for place in places for _, _, files in os.walk(place)))
-    return found | {"available_bytes": float(psutil.virtual_memory().available)}
+    totals["num_files"] = float(sum(len(files) for place in places for _, _, files in os.walk(place)))
+    return totals | {"available_bytes": float(psutil.virtual_memory().available)}
 
 
 class Warnings(logging.Handler):

@@ -132,12 +132,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=report.positive, default=8, help="that hold the rows")
     parser.add_argument("--repeats", type=report.positive, default=9)
     parser.add_argument("--dtypes", choices=PAIRS, nargs="+", default=list(PAIRS))
-    given = parser.parse_args()
-    torch.manual_seed(given.seed)
-    for threads in given.threads:
-        for name in given.dtypes:
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    for threads in arguments.threads:
+        for name in arguments.dtypes:
             for hashed in (False, True):
-                measure(given, threads, name, hashed)
+                measure(arguments, threads, name, hashed)
 
 
 if __name__ == "__main__":

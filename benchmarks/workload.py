@@ -166,14 +166,16 @@ def end_probabilities(model: Qwen2ForCausalLM, prompt_length: int, num_tokens: i
 
 def check_lengths(model: Qwen2ForCausalLM, work: Work) -> float:
     """The mean probability of EOS along a completion; raises ValueError if lengths would not be those of the work."""
-    found = float(end_probabilities(model, work.prompt_length or 6, work.max_completion_length).mean())
+    probability = float(end_probabilities(model, work.prompt_length or 6, work.max_completion_length).mean())
     if work.mean_length is None:
-        share_cut_short = found * work.max_completion_length
+        share_cut_short = probability * work.max_completion_length
         if share_cut_short > 1e-3:
             raise ValueError(f"{work.name}: {share_cut_short:.2g} of the completions would end early; fit for longer")
-    elif abs(found * work.mean_length - 1) > LENGTH_TOLERANCE:
-        raise ValueError(f"{work.name}: mean length {1 / found:.2f} instead of {work.mean_length}; fit for longer")
-    return found
+    elif abs(probability * work.mean_length - 1) > LENGTH_TOLERANCE:
+        raise ValueError(
+            f"{work.name}: mean length {1 / probability:.2f} instead of {work.mean_length}; fit for longer"
+        )
+    return probability
 
 
 def continuous_batching(work: Work) -> dict[str, Any]:
@@ -197,9 +199,9 @@ def save_fitted(work: Work, folder: Path, seed: int) -> float:
     """Save a model whose completions have the lengths of the work; returns its mean probability of EOS."""
     model = build_model(work, seed, max_positions=max(MAX_POSITIONS, work.longest_tokens))
     fit_lengths(model, work.end_probability)
-    found = check_lengths(model, work)
+    probability = check_lengths(model, work)
     save_model(model, folder)
-    return found
+    return probability
 
 
 def load(folder: str | Path, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:

@@ -100,7 +100,7 @@ def record(chosen: Sequence[str]) -> None:
     """Run these recipes and write their curves."""
     torch.set_num_threads(1)
     CURVES.mkdir(exist_ok=True)
-    found: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    curves: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for seed in AGENT_SEEDS:
         due = [name for name in chosen if name in AGENTS or seed in SEEDS]
         start = Start.of(seed) if set(due) - AGENTS.keys() else None
@@ -112,14 +112,14 @@ def record(chosen: Sequence[str]) -> None:
                 else:
                     outcome = start.run(name, Path(folder))
             curve = {str(step): round(accuracy, 4) for step, accuracy in sorted(outcome.curve.items())}
-            found[name][str(seed)] = curve
+            curves[name][str(seed)] = curve
             print(
                 f"{name}, seed {seed}: {outcome.curve[0]:.3f} -> {outcome.accuracy:.3f} in {outcome.steps} steps, "
                 f"{time.process_time() - began:.0f} CPU seconds",
                 flush=True,
             )
-            if len(found[name]) == len(AGENT_SEEDS if name in AGENTS else SEEDS):
-                said = {"settings": settings_digest(name), "accuracy": found[name]}
+            if len(curves[name]) == len(AGENT_SEEDS if name in AGENTS else SEEDS):
+                said = {"settings": settings_digest(name), "accuracy": curves[name]}
                 (CURVES / f"{name}.json").write_text(json.dumps(said, indent=2) + "\n")
 
 

@@ -32,12 +32,12 @@ def main(arguments: list[str], settings: Path, doc: str, *, compares: bool = Fal
     rewards, arguments = take("reward", arguments)
     files, arguments = take("config", arguments)
     file = files[-1] if files else None
-    config, given = load_config(file, arguments=arguments)
+    config, given_paths = load_config(file, arguments=arguments)
     recipe, _ = load_config(settings)
     of_recipe: dict[str, Any] = {"algorithm.name": recipe.algorithm.name}
     if recipe.lora.is_on:
         of_recipe["lora.r"] = recipe.lora.r
-    if missing := {path: value for path, value in of_recipe.items() if path not in given}:
+    if missing := {path: value for path, value in of_recipe.items() if path not in given_paths}:
         config, _ = load_config(file, missing, arguments)
     if config.model.path is not None:
         train_own(config, rewards)

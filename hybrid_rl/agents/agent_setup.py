@@ -134,10 +134,10 @@ def _kinds(factory: Any) -> list[EnvironmentKind]:
     named = factory if isinstance(factory, Mapping) else {None: factory}
     if not named:
         raise ConfigError("environment_factory is an empty dict; give at least one name and class, or leave it out")
-    for name, one in named.items():
-        if not callable(one):
+    for name, kind_factory in named.items():
+        if not callable(kind_factory):
             hint = "pass its class, so that each trajectory gets an instance of its own"
-            raise ConfigError(f"environment_factory has {one!r}, which cannot be called; {hint}")
+            raise ConfigError(f"environment_factory has {kind_factory!r}, which cannot be called; {hint}")
         if isinstance(factory, Mapping) and not isinstance(name, str):
             raise ConfigError(f"environment_factory has the name {name!r}; names are text, as in the dataset's column")
-    return [EnvironmentKind(name, one) for name, one in named.items()]
+    return [EnvironmentKind(name, kind_factory) for name, kind_factory in named.items()]

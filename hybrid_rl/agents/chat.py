@@ -173,18 +173,18 @@ class Chat:
         call = probe_call((*names, "probe_tool")[0])
         result = {"role": "tool", "name": (*names, "probe_tool")[0], "tool_call_id": PROBE_ID}
         asked = template.render([PROBE, call], tools, "closed") if has_calls else ""
-        what = ""
-        if missing := [one for one in names if one not in shown]:
-            what = f"the tool(s) {', '.join(missing)}"
+        omission = ""
+        if missing := [name for name in names if name not in shown]:
+            omission = f"the tool(s) {', '.join(missing)}"
         elif has_calls and "probe_argument" not in asked:
-            what = "the policy its own tool calls"
+            omission = "the policy its own tool calls"
         elif has_results and not template.renders(
             [PROBE, call, {**result, "content": "probe result"}], "probe result", tools=tools
         ):
-            what = "the result of a tool"
-        if what:
+            omission = "the result of a tool"
+        if omission:
             return (
-                f"the chat template of {template.name} does not show {what}; use the tokenizer of a model that was "
+                f"the chat template of {template.name} does not show {omission}; use the tokenizer of a model that was "
                 "trained to call tools, or another template (data.chat_template_path) that renders `tools`, "
                 "`message.tool_calls` and messages of the role `tool`"
             )
@@ -214,10 +214,10 @@ class Chat:
             return _Seam(tail, _first_difference(start, kept))
         if tail is None:
             return _Seam(None, "the answer is rendered differently as soon as messages follow it")
-        told = kept[len(start) :]
-        if _meaning(self.read(told, base.tools)) == _meaning(answer):
+        rendering = kept[len(start) :]
+        if _meaning(self.read(rendering, base.tools)) == _meaning(answer):
             return _Seam(tail, "")
-        return _Seam(tail, _first_difference(_answer_text(answer), told))
+        return _Seam(tail, _first_difference(_answer_text(answer), rendering))
 
     def _after_answer(self, base: Conversation, new: Sequence[Message], whole: str, ending: Ending) -> str | None:
         """The part of a rendering that follows the known answer's own text; None if it cannot be told."""
@@ -260,27 +260,27 @@ class Chat:
     ) -> Conversation | None:
         """The longest of the known conversations that these messages go on with; the latest of equals."""
         asked, shown = [_meaning(message) for message in messages], _plain(tools)
-        for _, _, one in sorted(((len(one.messages), i, one) for i, one in enumerate(known)), reverse=True):
-            fits = 0 < len(one.messages) <= len(messages) and one.token_ids and _plain(one.tools) == shown
-            if fits and all(_meaning(mine) == theirs for mine, theirs in zip(one.messages, asked, strict=False)):
-                return one
+        for _, _, base in sorted(((len(base.messages), i, base) for i, base in enumerate(known)), reverse=True):
+            fits = 0 < len(base.messages) <= len(messages) and base.token_ids and _plain(base.tools) == shown
+            if fits and all(_meaning(mine) == theirs for mine, theirs in zip(base.messages, asked, strict=False)):
+                return base
         return None
 
     def _report(self, difference: str) -> None:
-        told = (
+        description = (
             f"the chat template of {self.template.name} renders earlier turns differently as soon as messages follow: "
             f"{difference}"
         )
         if self.rewritten_history == "error":
             raise HistoryRewrittenError(
-                f'rewritten_history="error": {told}. Use a template that leaves earlier turns as they are '
+                f'rewritten_history="error": {description}. Use a template that leaves earlier turns as they are '
                 '(data.chat_template_path), or set rewritten_history to "fork" (train on each '
                 'rendering as a sample of its own) or "keep" (go on with the tokens as they were)'
             )
         if not self._was_told:
             self._was_told = True
             kept = "the tokens stay as they were" if self.rewritten_history == "keep" else "a new sample starts"
-            _logger.warning("%s: %s (rewritten_history=%r)", told, kept, self.rewritten_history)
+            _logger.warning("%s: %s (rewritten_history=%r)", description, kept, self.rewritten_history)
 
     def read(self, text: str, tools: Sequence[Message] = ()) -> dict[str, Any]:
         """Return the text of an answer, without the token that ends it, as an assistant message (see `parse`)."""
@@ -291,14 +291,14 @@ class Chat:
     def _parse_own(self, text: str, prefix: str, tools: Sequence[Message], digest: str) -> dict[str, Any]:
         """Parse by the description that the tokenizer ships."""
         try:
-            found = self.tokenizer.parse_response(text, prefix=prefix, tools=list(tools) or None)
-            calls = [checked_call(call.get("function", call)) for call in found.pop("tool_calls", None) or ()]
+            parts = self.tokenizer.parse_response(text, prefix=prefix, tools=list(tools) or None)
+            calls = [checked_call(call.get("function", call)) for call in parts.pop("tool_calls", None) or ()]
             # Descriptions of formats without quotes read 7 as a number, even if the tool takes a text.
             calls = [as_declared(call, argument_types(tools)) for call in calls]
         except Exception as error:  # a broken description may raise anything, as may broken JSON
             return {"role": "assistant", "content": self._without_end(text), CALL_ERROR: _told(error)}
-        content = found.pop("content", None)
-        message = {"role": "assistant", "content": content if isinstance(content, str) else "", **found}
+        content = parts.pop("content", None)
+        message = {"role": "assistant", "content": content if isinstance(content, str) else "", **parts}
         if calls:
             message["content"] = message["content"].strip()
         return self._with_calls(message, calls, self._without_end(text), digest)

@@ -79,15 +79,15 @@ class EnvironmentKind:
 def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
     """Return the methods of an object, static ones too, whose names do not begin with an underscore. Class methods make
     objects, and only RESERVED_METHODS may be such. Properties are not read."""
-    found: dict[str, Callable[..., Any]] = {}
+    methods: dict[str, Callable[..., Any]] = {}
     for name in dir(instance):
         static = inspect.getattr_static(instance, name, None)
         is_left_out = isinstance(static, property) or (isinstance(static, classmethod) and name not in RESERVED_METHODS)
         if not name.startswith("_") and not is_left_out:
             member = getattr(instance, name, None)
             if inspect.ismethod(member) or (isinstance(static, staticmethod) and inspect.isfunction(member)):
-                found[name] = member
-    return found
+                methods[name] = member
+    return methods
 
 
 class Environment:
@@ -241,13 +241,13 @@ class EnvironmentPool:
             self._num_making += 1
             if self._limit is None:
                 return
-            free = [one for kind in self._free.values() for one in kind]
+            free = [environment for kind in self._free.values() for environment in kind]
             spare = free[: max(0, len(self._used) + len(free) + self._num_making - self._limit)]
             for kind in self._free.values():
-                kind[:] = [one for one in kind if one not in spare]
-        for one in spare:
-            self._drop(one)
-        closing = [asyncio.wrap_future(one) for one in self._closing]
+                kind[:] = [environment for environment in kind if environment not in spare]
+        for environment in spare:
+            self._drop(environment)
+        closing = [asyncio.wrap_future(future) for future in self._closing]
         if closing:
             await asyncio.wait(closing, timeout=self._caller.timeout_seconds)
 
@@ -268,17 +268,17 @@ class EnvironmentPool:
         closing = environment.end()
         if closing is not None and not hangs:
             with self._lock:
-                self._closing = [*(one for one in self._closing if not one.done()), closing]
+                self._closing = [*(future for future in self._closing if not future.done()), closing]
 
     def close(self) -> None:
         """Close all environments, and wait until these and those given up before have ended, but not for what hangs."""
         with self._lock:
             closing, self._closing = self._closing, []
-            every = [*self._used, *(one for free in self._free.values() for one in free)]
+            every = [*self._used, *(environment for free in self._free.values() for environment in free)]
             self._used.clear()
             for free in self._free.values():
                 free.clear()
-        closing += [future for one in every if (future := one.end()) is not None]
+        closing += [future for environment in every if (future := environment.end()) is not None]
         wait(closing, END_SECONDS)
 
 

@@ -107,7 +107,7 @@ class RolloutClient:
 def checked_trajectories(answer: Any, num_rows: int) -> list[Trajectory]:
     """Return what a rollout_func has returned. Raises DataError unless it is a trajectory for each row, every one with
     a token of the policy or an error, and with one number per token."""
-    if not isinstance(answer, list | tuple) or not all(isinstance(one, Trajectory) for one in answer):
+    if not isinstance(answer, list | tuple) or not all(isinstance(entry, Trajectory) for entry in answer):
         raise DataError(
             f"rollout_func returned {answer!r:.200} of type {type(answer).__name__}; return a list of Trajectory, one "
             f"for each row, in the order of the rows"
@@ -117,7 +117,7 @@ def checked_trajectories(answer: Any, num_rows: int) -> list[Trajectory]:
             f"rollout_func returned a list of {len(answer)} for {counted(num_rows, 'row')}; return one trajectory for "
             f"each row, in the order of the rows"
         )
-    if len({id(one) for one in answer}) != num_rows:
+    if len({id(entry) for entry in answer}) != num_rows:
         raise DataError("rollout_func returned the same trajectory more than once; make one for each row")
     for place, trajectory in enumerate(answer):
         _check(trajectory, f"rollout_func returned for row {place} a trajectory")

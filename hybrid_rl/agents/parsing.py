@@ -48,14 +48,14 @@ def find_calls(text: str, call_format: CallFormat, types: ArgumentTypes) -> tupl
 
 def argument_types(tools: Sequence[Mapping[str, Any]]) -> ArgumentTypes:
     """Return the types that tool schemas declare. Formats without quotes need them: is `7` a number or a text?"""
-    found: dict[str, dict[str, frozenset[str]]] = {}
+    types: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         schemas = properties.items() if isinstance(properties, Mapping) else ()
-        found[str(function.get("name"))] = {key: _declared(schema) for key, schema in schemas}
-    return found
+        types[str(function.get("name"))] = {key: _declared(schema) for key, schema in schemas}
+    return types
 
 
 def format_of(template: str) -> CallFormat:
@@ -198,7 +198,7 @@ def _mistral(text: str, types: ArgumentTypes) -> tuple[list[str], list[ToolCall]
             raise MalformedCallError("the list of calls is empty")
         calls = [checked_call(value) for value in values]
         written = [str(value.get("id")) for value in values]
-        return [head], [replace(call, id=_usable_id(one)) for call, one in zip(calls, written, strict=True)]
+        return [head], [replace(call, id=_usable_id(call_id)) for call, call_id in zip(calls, written, strict=True)]
     calls, place = [], 0
     while True:
         name = _MISTRAL_NAME.match(body, place)

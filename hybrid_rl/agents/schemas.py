@@ -40,8 +40,8 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
             schema: dict[str, Any] = get_json_schema(function)
         except DocstringParsingException as error:
             of = NO_DESCRIPTION.search(str(error))
-            what = f"a description of {of.group(1)}" if of else "a docstring that transformers can read"
-            missing = [f"{what} (Google's format: below `Args:`, NAME: TEXT)" + ("" if of else f": {error}")]
+            lack = f"a description of {of.group(1)}" if of else "a docstring that transformers can read"
+            missing = [f"{lack} (Google's format: below `Args:`, NAME: TEXT)" + ("" if of else f": {error}")]
         except Exception as error:  # type hints are evaluated, which may raise anything
             missing = [f"something else ({type(error).__name__}: {error})"]
         else:

@@ -54,7 +54,7 @@ class ChatTemplate:
             text = self.render(messages, tools, "answer")
         except MessagesRefusedError:
             return False
-        return all(one in text for one in wanted)
+        return all(part in text for part in wanted)
 
     @cached_property
     def header(self) -> str:

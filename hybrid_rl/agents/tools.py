@@ -140,21 +140,21 @@ class ToolSet:
 
         A call that fails gives a message that says why. Raises AgentError if too many calls hang.
         """
-        found: dict[int, Outcome] = {}
+        outcome_at: dict[int, Outcome] = {}
         together: dict[int, tuple[Tool, dict[str, Any]]] = {}
         for place, call in enumerate(calls):
             try:
                 tool, arguments = self._read(call)
             except ToolCallError as error:
-                found[place] = Outcome(None, error)
+                outcome_at[place] = Outcome(None, error)
                 continue
             if tool.is_async:
                 together[place] = tool, arguments
             else:
-                found[place] = await self._run(tool, arguments)
+                outcome_at[place] = await self._run(tool, arguments)
         outcomes = await asyncio.gather(*(self._run(tool, arguments) for tool, arguments in together.values()))
-        found |= dict(zip(together, outcomes, strict=True))
-        return [_message(call, found[place], counts) for place, call in enumerate(calls)]
+        outcome_at |= dict(zip(together, outcomes, strict=True))
+        return [_message(call, outcome_at[place], counts) for place, call in enumerate(calls)]
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
         outcome = await tool.run(arguments)

@@ -200,22 +200,22 @@ class Trajectory:
         openings: dict[int, Sample] = {}
         for sample in self.samples:
             openings.setdefault(sample.line, sample)
-        told = [_plain(message) for message in messages]
+        plain_messages = [_plain(message) for message in messages]
         begun = [
-            (len(one.messages or one.prompt_ids), line)
-            for line, one in openings.items()
+            (len(opening.messages or opening.prompt_ids), line)
+            for line, opening in openings.items()
             if (
-                told[: len(one.messages)] == list(map(_plain, one.messages))
-                if one.messages and told
-                else tuple(prompt_ids[: len(one.prompt_ids)]) == one.prompt_ids
+                plain_messages[: len(opening.messages)] == list(map(_plain, opening.messages))
+                if opening.messages and plain_messages
+                else tuple(prompt_ids[: len(opening.prompt_ids)]) == opening.prompt_ids
             )
         ]
         if begun:
             return max(begun)[1]
         for known in reversed(self.conversations):
-            if known.sample is not None and _plain(known.messages[-1]) in told:
+            if known.sample is not None and _plain(known.messages[-1]) in plain_messages:
                 return known.sample.line
-        for sample in () if told else reversed(self.samples):
+        for sample in () if plain_messages else reversed(self.samples):
             if sample.token_ids and _holds(prompt_ids, sample.token_ids):
                 return sample.line
         return len(openings)
@@ -234,15 +234,15 @@ class Trajectory:
         turn, as `add_reward` takes them."""
         sample = sample or self.claim(prompt_ids)
         sample.is_awaited = False
-        if not any(one is sample for one in self.samples):
+        if not any(other is sample for other in self.samples):
             self.samples.append(sample)
-        if not sample.token_ids and (others := [one.line for one in self.samples if one.token_ids]):
+        if not sample.token_ids and (others := [other.line for other in self.samples if other.token_ids]):
             self.counts["forks" if sample.line in others else "sub_agents"] += 1
         sample.asked = sample.claimed
         sample.add_environment(prompt_ids[sample.num_tokens :])
         sample.add_policy(completion)
         self.counts["turns"] += 1
-        return next(place for place, one in enumerate(self.samples) if one is sample), len(sample.turns) - 1
+        return next(place for place, other in enumerate(self.samples) if other is sample), len(sample.turns) - 1
 
     def add_reward(self, value: float, turn: Turn | None = None) -> None:
         """Add to the reward of the trajectory, or of one of its recorded turns. Raises DataError for a turn that this

@@ -152,9 +152,9 @@ class _Weighing(Correction):
 
     def weigh(self, inputs: CorrectionInputs) -> Corrected:
         """Return the weights of all tokens, in the dtype of the logprobs."""
-        found = self._weigh(inputs)
-        weights = found.weights * self.staleness_decay ** inputs.ages.clamp(min=0).double()
-        return replace(found, weights=weights.to(inputs.logprobs.dtype))
+        corrected = self._weigh(inputs)
+        weights = corrected.weights * self.staleness_decay ** inputs.ages.clamp(min=0).double()
+        return replace(corrected, weights=weights.to(inputs.logprobs.dtype))
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
         """Return the weights before they decay, float64."""
@@ -201,8 +201,8 @@ class MaskedImportanceSampling(_Weighing):
 
     def _weigh(self, inputs: CorrectionInputs) -> Corrected:
         ratio = importance_ratio(inputs, level=self.correction_level)
-        found = masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
-        return self._veto(found, inputs, self.correction_veto)
+        corrected = masked_weights(ratio, inputs.mask, low=self.correction_low, high=self.correction_high)
+        return self._veto(corrected, inputs, self.correction_veto)
 
 
 @register
@@ -240,10 +240,10 @@ class KLRejection(_Weighing):
         divergence = mean_divergence(inputs, estimator=self.correction_estimator)
         if self.correction_high is None:
             none = torch.zeros_like(inputs.mask)
-            found = Corrected(inputs.mask.double(), none, none)
+            corrected = Corrected(inputs.mask.double(), none, none)
         else:
             ratio = importance_ratio(inputs, level="token")
-            found = truncated_weights(ratio, inputs.mask, cap=self.correction_high)
+            corrected = truncated_weights(ratio, inputs.mask, cap=self.correction_high)
         # Not `>`: a divergence that is not a number is left out.
-        found = leave_out(found, ~(divergence <= self.correction_threshold)[inputs.rows], inputs.mask)
-        return self._veto(found, inputs, self.correction_veto)
+        corrected = leave_out(corrected, ~(divergence <= self.correction_threshold)[inputs.rows], inputs.mask)
+        return self._veto(corrected, inputs, self.correction_veto)

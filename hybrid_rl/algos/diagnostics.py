@@ -51,18 +51,18 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, rows: Tensor, num_ro
     ratio = ratio_of(log_ratio)
     has_tokens = torch.zeros(num_rows, dtype=torch.bool, device=rows.device).index_fill(0, rows, True)
     ordered = ratio.sort().values
-    found = {
+    metrics = {
         "mismatch/ess_tokens": effective_sample_share(log_ratio),
         "mismatch/ess_samples": effective_sample_share(row_sum(log_ratio, rows, num_rows)[has_tokens]),
         "mismatch/perplexity_trainer": float((-mine.mean()).exp()),
         "mismatch/perplexity_engine": float((-theirs.mean()).exp()),
     }
     for percent in (1, 50, 99):
-        found[f"mismatch/ratio_p{percent:02d}"] = _quantile(ordered, percent / 100)
+        metrics[f"mismatch/ratio_p{percent:02d}"] = _quantile(ordered, percent / 100)
     for estimator in ("k1", "k3"):
-        found[f"mismatch/kl_{estimator}"] = float(kl_estimate(theirs, mine, estimator).mean())
-        found[f"mismatch/reverse_kl_{estimator}"] = float((ratio * kl_estimate(mine, theirs, estimator)).mean())
-    return found
+        metrics[f"mismatch/kl_{estimator}"] = float(kl_estimate(theirs, mine, estimator).mean())
+        metrics[f"mismatch/reverse_kl_{estimator}"] = float((ratio * kl_estimate(mine, theirs, estimator)).mean())
+    return metrics
 
 
 def staleness(ages: Tensor, mask: Tensor) -> dict[str, float]:
@@ -86,15 +86,15 @@ def ratios_by_age(trainer: Tensor, engine: Tensor, mask: Tensor, ages: Tensor) -
     if not bool((ages > 0).any()):
         return {}
     ratio = ratio_of(trainer[mask].double() - engine[mask].double())
-    found: dict[str, float] = {}
+    quantiles: dict[str, float] = {}
     for age, name in enumerate(AGES):
         ordered = ratio[ages == age].sort().values
         if len(ordered):
-            found |= {
+            quantiles |= {
                 f"staleness/ratio_p{percent:02d}_age_{name}": _quantile(ordered, percent / 100)
                 for percent in (5, 50, 95)
             }
-    return found
+    return quantiles
 
 
 def correction_diagnostics(found: Corrected, mask: Tensor, rows: Tensor, num_rows: int) -> dict[str, float]:

@@ -170,10 +170,10 @@ class _Weighted(KLTerm):
     @property
     def inert_options(self) -> Mapping[str, str]:
         """kl_horizon without a target, ref_model_mixup_alpha without steps."""
-        found = {} if self.kl_target is not None else {"kl_horizon": "beta is fixed; set kl_target"}
+        reasons = {} if self.kl_target is not None else {"kl_horizon": "beta is fixed; set kl_target"}
         if self.ref_model_sync_steps is None:
-            found["ref_model_mixup_alpha"] = "the reference does not move; set ref_model_sync_steps"
-        return found
+            reasons["ref_model_mixup_alpha"] = "the reference does not move; set ref_model_sync_steps"
+        return reasons
 
     @property
     def moves_reference(self) -> str:

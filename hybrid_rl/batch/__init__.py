@@ -37,6 +37,6 @@ __all__ = sorted(_MODULES)  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        found = globals()[name] = getattr(importlib.import_module(f"hybrid_rl.batch.{_MODULES[name]}"), name)
-        return found
+        attribute = globals()[name] = getattr(importlib.import_module(f"hybrid_rl.batch.{_MODULES[name]}"), name)
+        return attribute
     raise AttributeError(f"module 'hybrid_rl.batch' has no attribute {name!r}")

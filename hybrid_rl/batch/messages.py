@@ -9,7 +9,7 @@ from typing import Any
 
 def is_chat(value: Any) -> bool:
     """Whether a prompt or completion is a list of chat messages."""
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(_is_message(one) for one in value)
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(_is_message(message) for message in value)
 
 
 def prompt_text(prompt: Any) -> str:
@@ -40,8 +40,8 @@ def call_text(call: Mapping[str, Any]) -> str:
     function = call.get("function", call)
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
-        given = (f"{name}={json.dumps(value, ensure_ascii=False, default=str)}" for name, value in arguments.items())
-        return f"{function.get('name')}({', '.join(given)})"
+        pairs = (f"{name}={json.dumps(value, ensure_ascii=False, default=str)}" for name, value in arguments.items())
+        return f"{function.get('name')}({', '.join(pairs)})"
     return f"{function.get('name')}({arguments or ''})"
 
 

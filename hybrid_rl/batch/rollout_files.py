@@ -87,21 +87,21 @@ def load_rollout(folder: Path, step: int) -> Batch:
 
     Raises DataError if the step, or the file of a rank, is missing or damaged.
     """
-    found = [(rank, num_ranks, path) for at, rank, num_ranks, path in _files(Path(folder)) if at == step]
-    if not found:
+    files = [(rank, num_ranks, path) for at, rank, num_ranks, path in _files(Path(folder)) if at == step]
+    if not files:
         raise DataError(f"{folder} has no rollout of step {step}; it has steps {rollout_steps(folder)}")
-    sizes = sorted({num_ranks for _, num_ranks, _ in found})
+    sizes = sorted({num_ranks for _, num_ranks, _ in files})
     if len(sizes) > 1:
         raise DataError(
             f"{folder} has rollouts of step {step} from runs of {sizes} ranks; delete the files of all but one run"
         )
-    missing = sorted(set(range(sizes[0])) - {rank for rank, _, _ in found})
+    missing = sorted(set(range(sizes[0])) - {rank for rank, _, _ in files})
     if missing:
         raise DataError(
             f"{folder} lacks the rollout of step {step} from rank(s) {missing} of {sizes[0]}; copy their files there, "
             f"or leave this step out"
         )
-    parts = [load_batch(path) for _, _, path in sorted(found)]
+    parts = [load_batch(path) for _, _, path in sorted(files)]
     # A rank without samples may not know the columns of the others.
     batch = Batch.concat([part for part in parts if part.num_samples] or parts[:1])
     if "trajectory" not in batch:

@@ -114,11 +114,11 @@ class Sample:
         made = [True] * len(ids)
         if "completion_mask" in self._columns:
             made = self._columns["completion_mask"][self._index].tolist()
-        given = {name: column for name, column in TOKEN_COLUMNS.items() if column in self._columns}
-        numbers = zip(*(self._columns[column][self._index].tolist() for column in given.values()), strict=True)
-        rows = numbers if given else [()] * len(ids)
+        columns = {name: column for name, column in TOKEN_COLUMNS.items() if column in self._columns}
+        numbers = zip(*(self._columns[column][self._index].tolist() for column in columns.values()), strict=True)
+        rows = numbers if columns else [()] * len(ids)
         return tuple(
-            Token(text, token, is_policy, **dict(zip(given, row, strict=True)))
+            Token(text, token, is_policy, **dict(zip(columns, row, strict=True)))
             for text, token, is_policy, row in zip(texts, ids, made, rows, strict=True)
         )
 
@@ -270,5 +270,5 @@ def _advice(name: str) -> str:
         return f": it is a column, batch[{name!r}]"
     if name in TEXTS:
         return ": samples() has texts and rewards sample by sample, and to_pandas() as a table"
-    near = difflib.get_close_matches(name, [one for one in dir(Readable) if not one.startswith("_")], n=1)
+    near = difflib.get_close_matches(name, [member for member in dir(Readable) if not member.startswith("_")], n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; columns are read as {' or '.join(EXAMPLES)}"

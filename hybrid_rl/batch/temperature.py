@@ -20,12 +20,12 @@ def sampling_temperature(batch: AnyBatch) -> float:
             "versions saved none. If you know it, load the batch, add the column and save it again: "
             "batch.with_columns(temperature=torch.full((batch.num_samples,), 1.0, dtype=torch.float64))"
         )
-    found = batch["temperature"].unique().tolist()
-    if len(found) != 1:
-        raise DataError(f"the samples of a batch were made at the temperatures {found}; train on one at a time")
-    if not 0 < found[0] < math.inf:
+    temperatures = batch["temperature"].unique().tolist()
+    if len(temperatures) != 1:
+        raise DataError(f"the samples of a batch were made at the temperatures {temperatures}; train on one at a time")
+    if not 0 < temperatures[0] < math.inf:
         raise DataError(
-            f"the samples of a batch were made at the temperature {found[0]}; logits are divided by it, so "
+            f"the samples of a batch were made at the temperature {temperatures[0]}; logits are divided by it, so "
             "train on samples of a positive one"
         )
-    return float(found[0])
+    return float(temperatures[0])

@@ -48,9 +48,9 @@ class Trajectories:
         order = key_order(batch, index)
         sizes = index.bincount()
         ends = sizes.cumsum(0)
-        found = cls(index, order, order[ends - sizes], order[ends - 1])
-        found._check(batch)
-        return found
+        trajectories = cls(index, order, order[ends - sizes], order[ends - 1])
+        trajectories._check(batch)
+        return trajectories
 
     @property
     def num_trajectories(self) -> int:
@@ -71,8 +71,8 @@ class Trajectories:
             return
         ids = batch["trajectory"]
         turns = batch["turn"] if "turn" in batch else torch.zeros_like(ids)
-        one, next_one = self.order[:-1], self.order[1:]
-        twice = one[(ids[one] == ids[next_one]) & (turns[one] == turns[next_one])].tolist()
+        samples, next_samples = self.order[:-1], self.order[1:]
+        twice = samples[(ids[samples] == ids[next_samples]) & (turns[samples] == turns[next_samples])].tolist()
         if twice:
             raise DataError(
                 f"two samples are turn {int(turns[twice[0]])} of trajectory {int(ids[twice[0]])}; count the turns of a "

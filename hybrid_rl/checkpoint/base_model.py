@@ -55,8 +55,8 @@ def base_hashes(module: PreTrainedModel, dtype: torch.dtype, *, rank: int, gathe
 
 def config_numbers(module: PreTrainedModel) -> dict[str, Any]:
     """Return what a module's config says of its computation, as JSON has it: not how it is stored, run or decoded."""
-    found: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
-    return {key: value for key, value in _computing(found).items() if value is not None}
+    config: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=False))
+    return {key: value for key, value in _computing(config).items() if value is not None}
 
 
 def _computing(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,11 +107,11 @@ def keep_base(
     written.
     """
     hashes = base_hashes(module, dtype, rank=rank, gather=gather)
-    told = {"hashes": hashes, "config": config_numbers(module)}
+    record = {"hashes": hashes, "config": config_numbers(module)}
     if known is None and _is_at(module.name_or_path or "", module, dtype, hashes, rank, gather):
         known = module.name_or_path
     if known is not None:
-        return {"path": str(Path(known).resolve()) if Path(known).is_dir() else known, **told}
+        return {"path": str(Path(known).resolve()) if Path(known).is_dir() else known, **record}
     folder = run.resolve() / FOLDER.format(next(iter(hashes.values()))[:12])
     is_there = gather((folder / MANIFEST_FILE).is_file())[0]
 
@@ -123,7 +123,7 @@ def keep_base(
 
     if not is_there:
         write_model(folder, save, rank=rank, gather=gather)
-    return {"path": str(folder), **told}
+    return {"path": str(folder), **record}
 
 
 def base_of(folder: Path) -> str:
@@ -157,16 +157,16 @@ def _is_at(
     """Return whether a folder, or a model on the hub, has the weights of a module without its adapters. Collective."""
     if not name or not all(gather(Path(name).is_dir() or name.count("/") == 1)):
         return False
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     with plain(module, trained=False):
         with contextlib.suppress(ModelError):  # another model is there by now, or none
-            found = dict(lazy_weights(module, FolderSource(name)))
-        if not all(gather(bool(found))):
+            weights = dict(lazy_weights(module, FolderSource(name)))
+        if not all(gather(bool(weights))):
             return False
-        names = {id(t): name for name, t in module.state_dict(keep_vars=True).items() if name in found}
+        names = {id(t): name for name, t in module.state_dict(keep_vars=True).items() if name in weights}
 
         def read(_: str, parameter: Tensor) -> Tensor:
-            lazy = found[names[id(parameter)]]
+            lazy = weights[names[id(parameter)]]
             # As it is loaded: rounded to the run's dtype.
             return lazy.read(local_box(parameter)).to(dtype)  # type: ignore[no-any-return]
 
@@ -181,12 +181,12 @@ def _hashes(module: PreTrainedModel, dtype: torch.dtype, read: Read, rank: int, 
     for part in gather(mine):
         for name, sums in part.items():
             before = totals.get(name, [0] * len(dtypes))
-            totals[name] = [(one + other) % 2**64 for one, other in zip(before, sums, strict=True)]
-    found = {}
+            totals[name] = [(total + other) % 2**64 for total, other in zip(before, sums, strict=True)]
+    hashes = {}
     for place, kind in enumerate(dtypes):
         text = json.dumps(sorted((name, sums[place]) for name, sums in totals.items()))
-        found[str(kind).removeprefix("torch.")] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return found
+        hashes[str(kind).removeprefix("torch.")] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashes
 
 
 def _parameters(module: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

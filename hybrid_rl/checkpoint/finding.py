@@ -89,8 +89,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
     """Return the folders of a run that are named like checkpoints, whatever is in them, by their training steps."""
-    found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.glob("checkpoint-*") if path.is_dir())
-    return {int(match[1]): path for match, path in found if match is not None}
+    candidates = (
+        (re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.glob("checkpoint-*") if path.is_dir()
+    )
+    return {int(match[1]): path for match, path in candidates if match is not None}
 
 
 def set_later_aside(run: Path, checkpoint: Checkpoint | None) -> list[Path]:

@@ -103,7 +103,7 @@ def _is_readable(path: Path) -> bool:
 def _read(folder: Path) -> dict[str, Content] | None:
     """Return the contents by name in the folder; None if there is no manifest."""
     try:
-        found = read_manifest(folder)
+        manifest = read_manifest(folder)
     except ValueError as error:
         raise CheckpointError(f"{error}. Use another checkpoint, or delete the manifest to skip this check") from error
-    return None if found is None else found[0]
+    return None if manifest is None else manifest[0]

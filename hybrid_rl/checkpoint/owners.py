@@ -129,21 +129,21 @@ class FolderLock:
         was deleted, perhaps with the folder, is made again."""
         if self._is_released.is_set() or self._is_ours():
             return
-        found: int | None = None
+        descriptor: int | None = None
         if self._path.exists():
-            found = self._taken_back()
-            if found is None:
+            descriptor = self._taken_back()
+            if descriptor is None:
                 raise HybridRLError(
                     f"{self.folder} was taken over by {_owner_in(self._path) or 'another process'}: this run must not "
                     "write there any more; end one of the two (trainer.save(another folder) keeps the weights of this "
                     "one)"
                 )
         elif self.folder.is_dir():
-            found = self._acquire()
-        if found is not None:
+            descriptor = self._acquire()
+        if descriptor is not None:
             with self._guard:
                 os.close(self._descriptor)
-                self._descriptor = found
+                self._descriptor = descriptor
 
     def _taken_back(self) -> int | None:
         """Return the file, locked, of a folder that was away for a while (a disk that was not mounted) and still has
@@ -190,16 +190,16 @@ class FolderLock:
         """Write our name into the file; return False if the file must be opened again. Raises ConfigError."""
         try:
             has_lock = _lock(descriptor)
-            found = _owner_in(self._path)
+            owner = _owner_in(self._path)
             if not _is_at(descriptor, self._path):
                 return False
-            if found is None and has_lock is False:
+            if owner is None and has_lock is False:
                 time.sleep(0.05)  # another process is about to write to it
                 return False
-            if found is not None and self._is_held(found, has_lock):
+            if owner is not None and self._is_held(owner, has_lock):
                 raise ConfigError(
-                    f"{self.folder} is in use by {found}"
-                    + (" (this process)" if found == self._owner else "")
+                    f"{self.folder} is in use by {owner}"
+                    + (" (this process)" if owner == self._owner else "")
                     + f"; wait for it, end it, or choose another run_name. If it has ended, delete {self._path}"
                 )
             if has_lock is False:  # inherited by a child of a process that is gone

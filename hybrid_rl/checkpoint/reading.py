@@ -110,10 +110,10 @@ def read_optimizer_into(folder: Path, state: Mapping[str, Any]) -> dict[str, Any
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises OSError and ValueError."""
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not an object")
-    return found
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    return content
 
 
 def split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -133,10 +133,10 @@ def split(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor]
 
 def _joined(state: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
     """Join the tensors of `state` with everything else of `rest`."""
-    found = dict(rest)
+    joined = dict(rest)
     for key, value in state.items():
         if isinstance(value, Tensor):
-            found[key] = value
+            joined[key] = value
         elif isinstance(value, Mapping):
-            found[key] = _joined(value, rest.get(key, {}))
-    return found
+            joined[key] = _joined(value, rest.get(key, {}))
+    return joined

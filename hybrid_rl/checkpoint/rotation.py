@@ -22,10 +22,10 @@ def delete_oldest(run: Path, limit: int | None, keep: Collection[Path | None]) -
     """
     if limit is None:
         return []
-    found = {step: path for step, path in checkpoints_of(run).items() if is_whole(path)}
+    checkpoints = {step: path for step, path in checkpoints_of(run).items() if is_whole(path)}
     kept = {path.resolve() for path in keep if path is not None}
-    extra = max(0, len(found) - limit)
-    old = [path for _, path in sorted(found.items())[:-1] if path.resolve() not in kept][:extra]
+    extra = max(0, len(checkpoints) - limit)
+    old = [path for _, path in sorted(checkpoints.items())[:-1] if path.resolve() not in kept][:extra]
     deleted = []
     for path in old:
         try:

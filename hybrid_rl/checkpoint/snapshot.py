@@ -40,13 +40,13 @@ class Snapshot:
     def take(cls, save_model: SaveModel, optimizers: Mapping[str, Mapping[str, Any]], rank: int) -> Snapshot:
         """Copy what a checkpoint holds. optimizers: as in `write_checkpoint`, by folder. Collective, as save_model is.
         Raises OSError if the small files cannot be made, and whatever save_model raises."""
-        found = cls()
+        snapshot = cls()
         # Libraries write their small files into folders only.
         with temporary_folder("hrl-snapshot-", shared_memory()) as place:
             root = place / FILES
 
             def sink(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-                found._tensors[path.relative_to(root).as_posix()] = (tensors, metadata)
+                snapshot._tensors[path.relative_to(root).as_posix()] = (tensors, metadata)
 
             for part in optimizers:
                 (root / part / OPTIMIZER_FOLDER).mkdir(parents=True)
@@ -58,8 +58,8 @@ class Snapshot:
                     (root / part / OPTIMIZER_FOLDER / SCALARS_FILE).write_text(json.dumps(rest, indent=2))
             for path in sorted(root.rglob("*")):
                 if path.is_file():
-                    found._texts[path.relative_to(root).as_posix()] = path.read_bytes()
-        return found
+                    snapshot._texts[path.relative_to(root).as_posix()] = path.read_bytes()
+        return snapshot
 
     @property
     def num_bytes(self) -> int:

@@ -57,7 +57,7 @@ def write_checkpoint(
     nothing half-written is left.
     """
     optimizers = {} if state is None else {"": optimizer, **parts}
-    what = "model" if state is None else "checkpoint"
+    kind = "model" if state is None else "checkpoint"
     temporary, replaced = hidden_name(folder, "tmp"), hidden_name(folder, "old")
     is_leader = rank == 0
 
@@ -69,7 +69,7 @@ def write_checkpoint(
         put_in_place(folder, temporary, replaced)
 
     agree = functools.partial(agreed, gather, is_of_peer=is_disconnect)
-    with _explained(what, folder), replacing(folder, temporary, replaced, is_leader=is_leader):
+    with _explained(kind, folder), replacing(folder, temporary, replaced, is_leader=is_leader):
         common = Path(agree(lambda: _begin(folder, temporary, optimizers, state) if is_leader else None)[0])
         agree(lambda: save_model(common))
         known: dict[str, Content] = {}
@@ -156,8 +156,8 @@ def _begin(folder: Path, temporary: Path, parts: Iterable[str], state: Mapping[s
     is_checkpoint = (folder / STATE_FILE).exists()
     is_such = is_checkpoint if state is not None else (folder / MANIFEST_FILE).exists() and not is_checkpoint
     if folder.exists() and any(folder.iterdir()) and not is_such:
-        what = "a checkpoint" if state is not None else "a model that was saved by itself"
-        raise CheckpointError(f"{folder} exists and is not {what}; choose another folder")
+        kind = "a checkpoint" if state is not None else "a model that was saved by itself"
+        raise CheckpointError(f"{folder} exists and is not {kind}; choose another folder")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     for part in parts:

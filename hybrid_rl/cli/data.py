@@ -40,7 +40,7 @@ def show_data(
     config, _ = load_config(files[-1] if files else None, arguments=arguments)
     functions = [load_reward(reference) for reference in rewards]
     say_lookup(config.model.path)
-    found = preview(file, config=config, reward_funcs=functions or None, num_shown=rows)
-    print(json.dumps(found.to_dict(), indent=2) if as_json else found)
-    if not found.would_start:
+    data_preview = preview(file, config=config, reward_funcs=functions or None, num_shown=rows)
+    print(json.dumps(data_preview.to_dict(), indent=2) if as_json else data_preview)
+    if not data_preview.would_start:
         raise typer.Exit(1)

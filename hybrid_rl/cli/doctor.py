@@ -69,14 +69,14 @@ def run_doctor(settings: Settings = None) -> None:
         from hybrid_rl.run.prepare import find_hardware
         from hybrid_rl.workers.preflight import check
 
-        loaded, given = load_config(arguments=settings or [])
+        loaded, given_keys = load_config(arguments=settings or [])
         facts = _describe_machine(Path(loaded.output_dir))
     show(console, table(("this machine", ""), facts.items()))
     print()
     show(console, table(("optional", "", "for"), optional_parts()))
     print()
     hardware = find_hardware(loaded)
-    config = resolve(loaded, given, hardware=hardware)
+    config = resolve(loaded, given_keys, hardware=hardware)
     check_attention(config, hardware)
     probes = _probe_ranks(config)
     tests = list(probes[0].seconds)
@@ -98,15 +98,15 @@ def run_doctor(settings: Settings = None) -> None:
 
 def optional_parts() -> list[tuple[str, str, str]]:
     """Return name, version and use of the packages that only some runs need, and how to get those that are missing."""
-    found = []
+    parts = []
     for name, use, remedy in OPTIONAL:
         version = installed()["vllm"] if name == "vllm" else version_of(name)
         how = remedy or f"pip install {name}"
-        found.append((name, version, f"{use}; {how}" if version == NOT_INSTALLED else use))
+        parts.append((name, version, f"{use}; {how}" if version == NOT_INSTALLED else use))
     numa = ctypes.util.find_library("numa")
     use = "vLLM on CPUs"
-    found.append(("libnuma", numa or NOT_INSTALLED, use if numa else f"{use}; Debian and Ubuntu: apt install libnuma1"))
-    return found
+    parts.append(("libnuma", numa or NOT_INSTALLED, use if numa else f"{use}; Debian and Ubuntu: apt install libnuma1"))
+    return parts
 
 
 def what_is_normal(device_type: str) -> str:
@@ -139,12 +139,12 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     memory = psutil.virtual_memory()
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    found = {name: version for name, version in versions().items() if name not in OPTIONAL_NAMES}
-    if found["compiled extension"] == "missing":
-        found["compiled extension"] = NO_EXTENSION
+    facts = {name: version for name, version in versions().items() if name not in OPTIONAL_NAMES}
+    if facts["compiled extension"] == "missing":
+        facts["compiled extension"] = NO_EXTENSION
     if gpus and native.why_missing("cuda") is not None:
-        found["kernels for CUDA"] = NO_KERNELS
-    found |= {
+        facts["kernels for CUDA"] = NO_KERNELS
+    facts |= {
         "accelerators": ", ".join(f"{gpu.name} with {_gib(gpu.total_memory)}" for gpu in gpus) or _no_gpu(),
         "cores": f"{own_cores()} of {os.cpu_count()} for this process",
         "memory": f"{_gib(memory.available)} of {_gib(memory.total)} free",
@@ -152,10 +152,10 @@ def _describe_machine(output_dir: Path) -> dict[str, str]:
     }
     shared = Path("/dev/shm")
     if shared.is_dir():
-        found["shared memory, where ranks keep batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
-    found["limits"] = limits()
-    found["sandbox of programs"] = str(sandbox_strength())
-    return found
+        facts["shared memory, where ranks keep batches"] = f"{_gib(shutil.disk_usage(shared).free)} free"
+    facts["limits"] = limits()
+    facts["sandbox of programs"] = str(sandbox_strength())
+    return facts
 
 
 def _no_gpu() -> str:

@@ -75,20 +75,20 @@ def evaluate(
         raise ConfigError(
             f"{model} is an earlier evaluation, which is only read: leave out {', '.join(words)}, or name a model"
         )
-    found = load(model, out)
+    candidate = load(model, out)
     baseline = None if against is None else load(against, None if out is None else out.with_name(f"{out.name}-against"))
-    tests = {} if baseline is None else found.against(baseline)
+    tests = {} if baseline is None else candidate.against(baseline)
     if as_json:
-        print(json.dumps(_numbers(found, baseline, tests), indent=2))
+        print(json.dumps(_numbers(candidate, baseline, tests), indent=2))
         return
-    for evaluation in (found, *([] if baseline is None else [baseline])):
+    for evaluation in (candidate, *([] if baseline is None else [baseline])):
         _print(evaluation)
     if baseline is None:
         return
-    if differing := found.differences(baseline):
+    if differing := candidate.differences(baseline):
         print(f"Not only the models differ: {'; '.join(differing)}.\n")
     for name, test in tests.items():
-        print((f"{name}: " if name else "") + test.verdict(*_names(baseline, found)))
+        print((f"{name}: " if name else "") + test.verdict(*_names(baseline, candidate)))
 
 
 def _place(name: str) -> Path:
@@ -117,14 +117,14 @@ def _generate(model: str, words: Sequence[str], folder: Path | None, kept: str |
             "reward=FILE.py:FUNCTION is missing: the function that says what is right, or the name of a ready-made "
             f"one: {', '.join((*PLAIN_REWARDS, *MADE_REWARDS))}{anew}"
         )
-    config, given = load_config(files[-1] if files else None, arguments=settings)
+    config, given_keys = load_config(files[-1] if files else None, arguments=settings)
     if not paths and config.data.eval_path is None:
         raise ConfigError(f"the data is missing: give a file with prompts, such as gsm8k.jsonl{anew}")
     functions = [load_reward(reference) for reference in rewards]
     # Imported here, after what can be refused without it.
     from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
 
-    keys = {key.path: key.value for key in key_values(config) if key.path in given}
+    keys = {key.path: key.value for key in key_values(config) if key.path in given_keys}
     say_lookup(model)
     return evaluate_checkpoint(model, _named(paths), functions, folder=folder, **keys)
 
@@ -147,11 +147,11 @@ def _print(evaluation: Evaluation) -> None:
     rows: list[tuple[str, ...]] = []
     for name, samples in evaluation.sets.items():
         shares = samples.estimates()
-        for metric, found in shares.items():
-            rows.append((name, metric, *_shown(found), str(found.num_prompts)))
-        for budget, found in (samples.within() if shares else {}).items():
+        for metric, estimate in shares.items():
+            rows.append((name, metric, *_shown(estimate), str(estimate.num_prompts)))
+        for budget, estimate in (samples.within() if shares else {}).items():
             if budget != samples.budget:
-                rows.append((name, f"accuracy within {budget} tokens", *_shown(found), str(found.num_prompts)))
+                rows.append((name, f"accuracy within {budget} tokens", *_shown(estimate), str(estimate.num_prompts)))
         if not shares:
             unknown = "rewards other than 0 and 1, or none: set success_reward"
             why = unknown if samples.right is None else "no prompt has a reward"

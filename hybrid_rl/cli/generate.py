@@ -79,11 +79,11 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }
     settings = taken(settings or [], sampling)
-    given = prompts_of(prompt or [], file)
-    is_chat = given is None and sys.stdin.isatty()
-    if given is None and not is_chat:
-        given = [sys.stdin.read().strip("\n")]
-    with opened(folder, settings, sampling["max_completion_length"], given, system, raw=raw) as trainer:
+    prompts = prompts_of(prompt or [], file)
+    is_chat = prompts is None and sys.stdin.isatty()
+    if prompts is None and not is_chat:
+        prompts = [sys.stdin.read().strip("\n")]
+    with opened(folder, settings, sampling["max_completion_length"], prompts, system, raw=raw) as trainer:
         if not raw and trainer.tokenizer.chat_template is None:
             raw = True
             print("the model has no chat template, so it completes the bare text", file=sys.stderr)
@@ -92,7 +92,7 @@ def generate(
         if is_chat:
             Chat(trainer, sampling, raw=raw, system=system).run()
             return
-        asked = [as_prompt(one, system, raw=raw) for one in given or ()]
+        asked = [as_prompt(text_or_messages, system, raw=raw) for text_or_messages in prompts or ()]
         print_generations(trainer.generate(asked, **sampling), as_json=as_json)
 
 
@@ -129,11 +129,11 @@ def prompts_of(texts: Sequence[str], file: Path | None) -> list[Any] | None:
     file that cannot be read."""
     if not texts and file is None:
         return None
-    found: list[Any] = list(texts)
+    prompts: list[Any] = list(texts)
     if file is not None:
         try:
             lines = [line for line in file.read_text().splitlines() if line.strip()]
-            found += [json.loads(line)["prompt"] if file.suffix == ".jsonl" else line for line in lines]
+            prompts += [json.loads(line)["prompt"] if file.suffix == ".jsonl" else line for line in lines]
         except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"--file {file} cannot be read ({type(error).__name__}: {error}); give a text file with a prompt per "
@@ -141,7 +141,7 @@ def prompts_of(texts: Sequence[str], file: Path | None) -> list[Any] | None:
             ) from error
         if not lines:
             raise DataError(f"--file {file} is empty; write a prompt per line")
-    return found
+    return prompts
 
 
 def as_prompt(said: Any, system: str | None, *, raw: bool) -> Any:
@@ -159,14 +159,14 @@ def checkpoint_of(model: str) -> str:
         return model
     from hybrid_rl.checkpoint.finding import checkpoints_of
 
-    found = checkpoints_of(folder)
-    if not found:
+    checkpoints = checkpoints_of(folder)
+    if not checkpoints:
         raise ConfigError(
             f"{model} has no model (no config.json), no adapter and no checkpoint; save_steps=N makes a run write "
             "checkpoints"
         )
-    print(f"checkpoint: {found[max(found)]}", file=sys.stderr)
-    return str(found[max(found)])
+    print(f"checkpoint: {checkpoints[max(checkpoints)]}", file=sys.stderr)
+    return str(checkpoints[max(checkpoints)])
 
 
 @contextlib.contextmanager
@@ -213,21 +213,25 @@ def rows_of(config: TrainerConfig, given: Sequence[Any] | None, system: str | No
         from hybrid_rl.run.inputs import tokenizer_of
 
         raw = tokenizer_of(str(config.model.path), config).chat_template is None
-    return [{"prompt": as_prompt(one, system, raw=raw)} for one in given]
+    return [{"prompt": as_prompt(text_or_messages, system, raw=raw)} for text_or_messages in given]
 
 
 def print_generations(found: Sequence[Generation], *, as_json: bool) -> None:
     """Print completions: as they are if there is but one, else under their prompts."""
-    for number, one in enumerate(found):
+    for number, generation in enumerate(found):
         if as_json:
-            line = {"prompt": one.prompt, "completion": one.completion, "finish_reason": one.finish_reason}
-            print(json.dumps(line | {"num_tokens": len(one.completion_ids)}, ensure_ascii=False))
+            line = {
+                "prompt": generation.prompt,
+                "completion": generation.completion,
+                "finish_reason": generation.finish_reason,
+            }
+            print(json.dumps(line | {"num_tokens": len(generation.completion_ids)}, ensure_ascii=False))
         elif len(found) == 1:
-            print(one.completion)
+            print(generation.completion)
         else:
-            is_new = number == 0 or found[number - 1].prompt != one.prompt
-            last = one.prompt if isinstance(one.prompt, str) else one.prompt[-1]["content"]
-            print(f"{'=== ' + last + chr(10) if is_new else ''}--- {one.finish_reason}\n{one.completion}")
+            is_new = number == 0 or found[number - 1].prompt != generation.prompt
+            last = generation.prompt if isinstance(generation.prompt, str) else generation.prompt[-1]["content"]
+            print(f"{'=== ' + last + chr(10) if is_new else ''}--- {generation.finish_reason}\n{generation.completion}")
 
 
 @dataclass
@@ -245,8 +249,8 @@ class Chat:
         """Talk until the user ends it."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # arrow keys and earlier lines in input()
-        what = "each text is completed by itself" if self.raw else "it remembers what was said"
-        self.console.print(f"{what}; /help lists commands, Ctrl-D ends\n", style="dim")
+        notice = "each text is completed by itself" if self.raw else "it remembers what was said"
+        self.console.print(f"{notice}; /help lists commands, Ctrl-D ends\n", style="dim")
         while True:
             try:
                 line = input("> ").strip()

@@ -18,8 +18,8 @@ YES_OR_NO = "true or false"
 def take(name: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `name=VALUE`, which is not a key of the configuration, off the arguments: its values, and the rest."""
     start = f"{name}="
-    found = [argument.removeprefix(start) for argument in arguments if argument.startswith(start)]
-    return found, [argument for argument in arguments if not argument.startswith(start)]
+    values = [argument.removeprefix(start) for argument in arguments if argument.startswith(start)]
+    return values, [argument for argument in arguments if not argument.startswith(start)]
 
 
 def complete_setting(incomplete: str) -> list[str]:
@@ -30,10 +30,10 @@ def complete_setting(incomplete: str) -> list[str]:
     key, equals, start = incomplete.partition("=")
     if equals:
         return [f"{key}={value}" for value in values_of(key) if value.startswith(start)]
-    found = [name for name in names() if name.startswith(incomplete)]
+    keys = [name for name in names() if name.startswith(incomplete)]
     # Its values as well if there is but one: after a single word bash would write a space.
-    values = values_of(found[0]) if len(found) == 1 else []
-    return [f"{name}=" for name in found] + [f"{found[0]}={value}" for value in values]
+    values = values_of(keys[0]) if len(keys) == 1 else []
+    return [f"{name}=" for name in keys] + [f"{keys[0]}={value}" for value in values]
 
 
 def complete_word(incomplete: str) -> list[str]:

@@ -73,7 +73,7 @@ def option_error(option: str, words: Sequence[str]) -> ConfigError:
     settings = [setting if "=" in setting else f"{setting}=true" for setting in settings]
     text = f"there is no option {option}: settings are KEY=VALUE, without dashes. Write {shlex.join(settings)}"
     try:
-        load_config(None, arguments=[one for one in settings if not one.startswith(("reward=", "config="))])
+        load_config(None, arguments=[setting for setting in settings if not setting.startswith(("reward=", "config="))])
     except ConfigError as error:
         text = f"{text.partition(' Write')[0]} {error}"
     return ConfigError(text)

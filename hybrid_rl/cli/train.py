@@ -79,8 +79,8 @@ def load_reward(reference: str) -> Callable[..., Any]:
     if not file and reference in (*PLAIN_REWARDS, *MADE_REWARDS):
         from hybrid_rl import rewards
 
-        found = getattr(rewards, reference)
-        ready: Callable[..., Any] = found() if reference in MADE_REWARDS else found
+        reward = getattr(rewards, reference)
+        ready: Callable[..., Any] = reward() if reference in MADE_REWARDS else reward
         return ready
     if not file or not Path(file).is_file():
         known = (*PLAIN_REWARDS, *MADE_REWARDS)

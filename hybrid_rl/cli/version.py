@@ -21,11 +21,11 @@ def print_version() -> None:
 
 def installed() -> dict[str, str]:
     """Return the versions of packages by name, "not installed" if they are missing, without importing them."""
-    found = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+    versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
     # vLLM for CPUs is a distribution of another name.
     names = metadata.packages_distributions().get("vllm", ())
-    found["vllm"] = f"{metadata.version(names[0])} ({names[0]})" if names else NOT_INSTALLED
-    return found
+    versions["vllm"] = f"{metadata.version(names[0])} ({names[0]})" if names else NOT_INSTALLED
+    return versions
 
 
 def version_of(name: str) -> str:

@@ -75,9 +75,9 @@ def operator(name: str, device_type: str = "cpu") -> Callable[..., Any] | None:
 
 def built_operator(name: str) -> Callable[..., Any]:
     """Return the compiled operator for the CPU of this name; `operator` has shown that it is there."""
-    found = operator(name)
-    assert found is not None
-    return found
+    compiled_operator = operator(name)
+    assert compiled_operator is not None
+    return compiled_operator
 
 
 def keyed_uniform(seeds: Tensor, positions: Tensor, num_columns: int) -> Tensor:

@@ -62,8 +62,8 @@ NAMES = {
 
 def found_cluster(address: str) -> str:
     """Return the "host:port" that ray.init would take for "auto"; other addresses as they are."""
-    found = ray._private.services.canonicalize_bootstrap_address(address) if address == "auto" else None
-    return found or address
+    cluster_address = ray._private.services.canonicalize_bootstrap_address(address) if address == "auto" else None
+    return cluster_address or address
 
 
 def log_in(address: str) -> None:

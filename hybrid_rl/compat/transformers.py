@@ -254,10 +254,12 @@ def relevant_keys(model: PreTrainedModel, missing: set[str], unexpected: set[str
 def loaded_conversions(model: PreTrainedModel) -> list[Any] | None:
     """Return the conversions that a model was loaded with; None if it was not loaded from a checkpoint, or if those of
     an adapter, which load_adapter() puts in their place, are all that is left."""
-    found = getattr(model, "_weight_conversions", None)
-    if found is None or any("lora_" in pattern for one in found for pattern in one.source_patterns):
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None or any(
+        "lora_" in pattern for conversion in conversions for pattern in conversion.source_patterns
+    ):
         return None
-    return list(found)
+    return list(conversions)
 
 
 def remember_conversions(model: PreTrainedModel, conversions: Sequence[Any]) -> None:

@@ -169,22 +169,22 @@ def _check_engine(config: TrainerConfig, old: str) -> None:
         "old_logprobs=rollout": old == "rollout" and config.policy_loss.uses_old_logprobs,
         "correction": config.correction.is_active,
     }
-    found = [name for name, takes in takers.items() if takes]
-    if found and learns_from_demonstrations(config):
+    names = [name for name, takes in takers.items() if takes]
+    if names and learns_from_demonstrations(config):
         raise ConfigError(
-            f"{found[0]} compares with the engine that sampled, but advantage={estimator} learns from the dataset's "
+            f"{names[0]} compares with the engine that sampled, but advantage={estimator} learns from the dataset's "
             f"completions, which no engine sampled; leave it out, or choose another"
         )
-    if len(found) > 1 and "old_logprobs=rollout" in found:
-        found.remove("old_logprobs=rollout")
+    if len(names) > 1 and "old_logprobs=rollout" in names:
+        names.remove("old_logprobs=rollout")
         raise ConfigError(
-            f"{found[0]} compares trainer and engine, but with old_logprobs=rollout both are the engine, and the ratio "
-            f"itself starts from it; use recompute, or leave {found[0].partition('=')[0]} out"
+            f"{names[0]} compares trainer and engine, but with old_logprobs=rollout both are the engine, and the ratio "
+            f"itself starts from it; use recompute, or leave {names[0].partition('=')[0]} out"
         )
-    if len(found) > 1:
-        remedy = "leave correction out" if found[-1] == "correction" else "use policy_loss=clip or reinforce"
+    if len(names) > 1:
+        remedy = "leave correction out" if names[-1] == "correction" else "use policy_loss=clip or reinforce"
         raise ConfigError(
-            f"{found[0]} corrects for the engine's sampling itself, and {found[-1]} would do so a second time; {remedy}"
+            f"{names[0]} corrects for the engine's sampling itself, and {names[-1]} would do so a second time; {remedy}"
         )
 
 

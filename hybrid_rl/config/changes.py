@@ -16,21 +16,21 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Return the keys that differ as "kl.beta 0.0 -> 0.1, ...", "" if none does. before: as read from JSON. Keys that
     only one of them has are left out: they belong to a choice that is shown itself, or to another version."""
     after = json.loads(json.dumps(after))  # turns tuples into lists
-    found = [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in differing(before, after)]
-    more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-    return ", ".join(found[:MAX_SHOWN]) + more
+    texts = [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in differing(before, after)]
+    more = f" and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
+    return ", ".join(texts[:MAX_SHOWN]) + more
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return the paths of the keys of `after` that `before` lacks or has with another value."""
-    found: list[str] = []
+    paths: list[str] = []
     for name, new in after.items():
         old = before.get(name)
         if isinstance(new, Mapping) and new:
-            found += changed_keys(old if isinstance(old, Mapping) else {}, new, f"{prefix}{name}.")
+            paths += changed_keys(old if isinstance(old, Mapping) else {}, new, f"{prefix}{name}.")
         elif name not in before or old != new:
-            found.append(f"{prefix}{name}")
-    return found
+            paths.append(f"{prefix}{name}")
+    return paths
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

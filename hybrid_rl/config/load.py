@@ -70,7 +70,7 @@ def load_config(
     explicit: set[str] = set()
     asked, line, answered = by_path(layers), dict[str, Any](), set[str]()
     for place, layer in enumerate(layers):
-        given = dict[str, Any]()
+        settings = dict[str, Any]()
         for path, value, problem in _flatten(layer, leaves, tags, places):
             answer = extra("translate_setting")(path, value, asked) if problem else None
             if answer is not None:
@@ -81,18 +81,18 @@ def load_config(
                 line[path] = value
             if problem and (members_are_known or path.rpartition(".")[2] not in leaf_names()):
                 problems.add(path, problem)
-            elif path in given and not problem:
+            elif path in settings and not problem:
                 problems.add(path, f"{path} is given twice, as a leaf name and as a path; give it once")
             elif not problem:
-                given[path] = value
-        for path in given.keys() & flat.keys():
+                settings[path] = value
+        for path in settings.keys() & flat.keys():
             if leaves[path].metadata["takes_rest"]:  # separate keys, each of which is overridden by itself
-                given[path] = {**flat[path], **given[path]}
-        flat.update(given)
+                settings[path] = {**flat[path], **settings[path]}
+        flat.update(settings)
         if place == 1 and isinstance(config, TrainerConfig):  # it has every key; what is as it was nobody gave
-            explicit.update(path for path, value in given.items() if value != leaves[path].default)
+            explicit.update(path for path, value in settings.items() if value != leaves[path].default)
         else:
-            explicit.update(given if place else ())  # nobody gave the defaults of another library
+            explicit.update(settings if place else ())  # nobody gave the defaults of another library
     flat |= {f"{section}.{CHOICES[section].tag}": member for section, member in tags.items() if CHOICES[section].tag}
     values = {}
     for path, value in flat.items():
@@ -234,16 +234,16 @@ def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> t
     value: Any = None
     place = -1
     for index, layer in enumerate(layers):
-        given = layer.get(section)
-        found: Any = None
+        entry = layer.get(section)
+        member: Any = None
         if choice.tag is not None:
-            found = layer.get(choice.tag) if choice.tag != "name" else None
-            found = layer.get(f"{section}.{choice.tag}", found)
-            found = given.get(choice.tag, found) if isinstance(given, Mapping) else found
-        if given is not None and not isinstance(given, Mapping):
-            found = given
-        if found is not None:
-            value, place = found, index
+            member = layer.get(choice.tag) if choice.tag != "name" else None
+            member = layer.get(f"{section}.{choice.tag}", member)
+            member = entry.get(choice.tag, member) if isinstance(entry, Mapping) else member
+        if entry is not None and not isinstance(entry, Mapping):
+            member = entry
+        if member is not None:
+            value, place = member, index
     if value is None:
         return None, place
     if choice.tag is None:
@@ -260,11 +260,11 @@ def _tag(section: str, choice: Choice, layers: Sequence[Mapping[str, Any]]) -> t
 
 def _given(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of all layers, by leaf name; the last one wins."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
-            given |= _given([value]) if isinstance(value, Mapping) else {name.rsplit(".", 1)[-1]: value}
-    return given
+            values |= _given([value]) if isinstance(value, Mapping) else {name.rsplit(".", 1)[-1]: value}
+    return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +359,7 @@ def _with_home(value: Any) -> Any:
     """Return a path, or paths by name, with the user's folder in place of ~. No shell expands it in a file or after
     `key=`, and a folder named ~ would be made."""
     if isinstance(value, Mapping):
-        return {name: _with_home(one) for name, one in value.items()}
+        return {name: _with_home(path) for name, path in value.items()}
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 

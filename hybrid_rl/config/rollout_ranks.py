@@ -40,9 +40,9 @@ def with_rollout_ranks(config: TrainerConfig) -> TrainerConfig:
             Needs.BASELINE_REWARDS in config.advantage.needs
         ),
     }
-    for what, is_so in others.items():
+    for conflict, is_so in others.items():
         if is_so:
-            raise ConfigError(f"rollout_ranks={number} cannot be combined with {what}; leave one of them out")
+            raise ConfigError(f"rollout_ranks={number} cannot be combined with {conflict}; leave one of them out")
     return apart
 
 
@@ -65,8 +65,8 @@ def check_rollout_rewards(config: TrainerConfig, *, has_models: bool, has_judges
     the reward functions; has_judges: judges that the policy's engine runs."""
     number = rollout_ranks(config)
     if number and (has_models or has_judges):
-        what = "reward models" if has_models else "judges on the policy's engine"
+        conflict = "reward models" if has_models else "judges on the policy's engine"
         raise ConfigError(
-            f"rollout_ranks={number} cannot be combined with {what}, which would keep those ranks from generating; "
+            f"rollout_ranks={number} cannot be combined with {conflict}, which would keep those ranks from generating; "
             "serve the model elsewhere and call it from a reward function, or leave rollout_ranks out"
         )

@@ -132,12 +132,14 @@ def _dropping(config: TrainerConfig, buffer: HeldConfig) -> HeldConfig:
         raise ConfigError(
             "unfinished=drop holds no groups, but async_level=1 trains on groups that are held; leave one of them out"
         )
-    given = {
+    settings = {
         f"max_staleness={buffer.max_staleness}": buffer.max_staleness is not None,
         f"buffer_order={buffer.buffer_order}": buffer.buffer_order != "fifo",
     }
-    if found := [what for what, is_so in given.items() if is_so]:
-        raise ConfigError(f"{found[0]} would do nothing with unfinished=drop, which holds no groups; leave it out")
+    if inert_settings := [setting for setting, is_so in settings.items() if is_so]:
+        raise ConfigError(
+            f"{inert_settings[0]} would do nothing with unfinished=drop, which holds no groups; leave it out"
+        )
     # A sixteenth halves the tail already, and leaves out half of the longest tenth (benchmarks/simulate_tail.py).
     sixteenth = max(1, config.data.prompts_per_step // 16)
     return replace(buffer, oversample=sixteenth if buffer.oversample is None else buffer.oversample)

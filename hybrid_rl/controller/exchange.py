@@ -78,12 +78,12 @@ def collect(
 
     get: how references among them are loaded here.
     """
-    given = [answers[rank] for rank in answering(record, mesh)]
+    results = [answers[rank] for rank in answering(record, mesh)]
     if record.collect != "concat":
-        return given if record.collect == "all" else given[0]
-    tuples = [answer if isinstance(answer, tuple) else (answer,) for answer in given]
+        return results if record.collect == "all" else results[0]
+    tuples = [answer if isinstance(answer, tuple) else (answer,) for answer in results]
     if not all(isinstance(answer[0], Batch | BatchRef) for answer in tuples if answer) or not all(tuples):
-        kinds = sorted({type(answer).__name__ for answer in given})
+        kinds = sorted({type(answer).__name__ for answer in results})
         raise TypeError(
             f"{method}() is collected by concat: it must return a batch, or a tuple that begins with one, not {kinds}"
         )
@@ -97,7 +97,7 @@ def collect(
             batch = parts.batch.merge(batch)
     if isinstance(batch, BatchRef):
         batch = batch.with_get(get)
-    if not isinstance(given[0], tuple):
+    if not isinstance(results[0], tuple):
         return batch
     return (batch, *(list(column) for column in zip(*(answer[1:] for answer in tuples), strict=True)))
 

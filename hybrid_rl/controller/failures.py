@@ -80,10 +80,10 @@ def note_of_ranks(error: BaseException) -> BaseException:
 
 def is_of_ranks(error: BaseException) -> bool:
     """Whether a call on ranks ended with this error, or with one that it comes from."""
-    found: BaseException | None = error
-    while found is not None and not vars(found).get(OF_RANKS):
-        found = found.__cause__
-    return found is not None
+    cause: BaseException | None = error
+    while cause is not None and not vars(cause).get(OF_RANKS):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def is_disconnect(error: BaseException) -> bool:

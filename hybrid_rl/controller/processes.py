@@ -27,12 +27,12 @@ def end_processes(places: Sequence[Place], seconds: float) -> None:
 
 def family(pids: Sequence[int]) -> list[psutil.Process]:
     """Find these processes and all that they started."""
-    found = []
+    processes = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            found += [process, *process.children(recursive=True)]
-    return found
+            processes += [process, *process.children(recursive=True)]
+    return processes
 
 
 def is_running(process: psutil.Process) -> bool:

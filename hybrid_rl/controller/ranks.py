@@ -78,10 +78,10 @@ def take_device(gpu_ids: Sequence[str]) -> torch.device:
         return CPU
     if gpu_ids[0].startswith("MIG"):
         os.environ[VISIBLE], place = gpu_ids[0], 0
-    found = torch.cuda.device_count()
-    if place >= found:
+    num_devices = torch.cuda.device_count()
+    if place >= num_devices:
         raise ConfigError(
-            f"this rank was given GPU {gpu_ids[0]}, and PyTorch finds {found} here ({VISIBLE}="
+            f"this rank was given GPU {gpu_ids[0]}, and PyTorch finds {num_devices} here ({VISIBLE}="
             f"{os.environ.get(VISIBLE)!r}); start Ray with as many GPUs as there are, and check nvidia-smi's output"
         )
     _taken = (torch.device("cuda", place), gpu_ids[0])
@@ -198,9 +198,9 @@ def object_gather(num_ranks: int, timeout: timedelta) -> Callable[[Any], list[An
 
 
 def _gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+    objects: list[Any] = [None] * group.size()
+    dist.all_gather_object(objects, value, group=group)
+    return objects
 
 
 class BlockGather:
@@ -225,9 +225,9 @@ class BlockGather:
         """Gather equally many 64-bit integers of each rank: one message, and nothing is pickled."""
         if self._group is None:
             return [list(values)]
-        found = torch.empty(self._size * len(values), dtype=torch.int64)
-        dist.all_gather_into_tensor(found, torch.tensor(values, dtype=torch.int64), group=self._group)
-        rows: list[list[int]] = found.view(self._size, -1).tolist()
+        numbers = torch.empty(self._size * len(values), dtype=torch.int64)
+        dist.all_gather_into_tensor(numbers, torch.tensor(values, dtype=torch.int64), group=self._group)
+        rows: list[list[int]] = numbers.view(self._size, -1).tolist()
         return rows
 
 

@@ -148,31 +148,31 @@ class _Connection:
                 )
             return cls(address, is_ours=False)
         connection = cls(address or os.environ.get("RAY_ADDRESS") or None)
-        found = connection.address
+        cluster_address = connection.address
         try:
             connection.resources.enter_context(session.sigterm_exits())
-            if found is None:
+            if cluster_address is None:
                 connection._start(object_store_memory_bytes)
             else:
-                found = ray_names.found_cluster(found)
-                is_checked = session.check_reachable(found)  # Ray itself would try for minutes
+                cluster_address = ray_names.found_cluster(cluster_address)
+                is_checked = session.check_reachable(cluster_address)  # Ray itself would try for minutes
                 with environment_kept(), ray_names.quiet():
                     if is_checked:
-                        ray_names.log_in(found)
-                    ray.init(address=found, log_to_driver=False, configure_logging=False)
+                        ray_names.log_in(cluster_address)
+                    ray.init(address=cluster_address, log_to_driver=False, configure_logging=False)
         except BaseException as error:
             connection.close()
             if not isinstance(error, Exception):  # a signal
                 raise
             is_kept_out = isinstance(error, ray_names.AuthenticationError)
-            told = NOT_LET_IN if is_kept_out else f"{type(error).__name__}: {error}"
-            if found is None:
+            reason = NOT_LET_IN if is_kept_out else f"{type(error).__name__}: {error}"
+            if cluster_address is None:
                 raise NoRoomError(
-                    f"Ray could not be started on this machine: {told}. A busy machine may take too long for it; "
+                    f"Ray could not be started on this machine: {reason}. A busy machine may take too long for it; "
                     "try again when there is less to do"
                 ) from error
-            where = f" (found at {found})" if found != connection.address else ""
-            raise ConfigError(f"ray address {connection.address!r}{where} cannot be used: {told}") from error
+            where = f" (found at {cluster_address})" if cluster_address != connection.address else ""
+            raise ConfigError(f"ray address {connection.address!r}{where} cannot be used: {reason}") from error
         return connection
 
     def _start(self, object_store_memory_bytes: int | None) -> None:
@@ -196,8 +196,8 @@ class _Connection:
         try:
             self.resources.enter_context(session.alive_thread(start))
         finally:  # also if a signal breaks it off: `close` ends what is there by then
-            started = {one: one.name() for one in psutil.Process().children() if one not in before}
-            self.vital = {one: name for one, name in started.items() if name in VITAL}
+            started = {process: process.name() for process in psutil.Process().children() if process not in before}
+            self.vital = {process: name for process, name in started.items() if name in VITAL}
         self.is_loopback = ray.util.get_node_ip_address() == LOOPBACK
         if not self.is_loopback:
             raise RuntimeError(
@@ -209,7 +209,9 @@ class _Connection:
         """List the vital processes that are gone, by name and pid."""
         if self.is_closed or not ray.is_initialized():
             return ""
-        return ", ".join(f"{name} (pid {one.pid})" for one, name in self.vital.items() if not is_running(one))
+        return ", ".join(
+            f"{name} (pid {process.pid})" for process, name in self.vital.items() if not is_running(process)
+        )
 
     def let_go(self) -> None:
         """Release one user's hold; the last one ends the connection."""
@@ -273,11 +275,13 @@ class RayActors:
                 ).remote(ray.put, ray.get, self.is_handle, ray.get_gpu_ids, node.address)
             )
         self._actors = started
-        found = _get_all([actor.identity.remote() for actor in started], options.start_seconds, f"{role} processes")
+        identities = _get_all(
+            [actor.identity.remote() for actor in started], options.start_seconds, f"{role} processes"
+        )
         here = ray.get_runtime_context().get_node_id()
         places = [
             replace(Place(i, node_of[i], by_id[node_of[i]].address, *identity), is_here=node_of[i] == here)
-            for i, identity in enumerate(found)
+            for i, identity in enumerate(identities)
         ]
         placement.check_addresses(places)
         self._places = placement.rank_order(places)
@@ -327,14 +331,14 @@ class RayActors:
 
     @session.sigterm_waits()
     def health(self, ranks: Collection[int]) -> Mapping[int, Health]:
-        found = {}
+        health_by_rank = {}
         for rank, reference in list(self._asked.items()):
             if ray.wait([reference], timeout=0)[0]:
                 del self._asked[rank]
                 with contextlib.suppress(Exception):
-                    found[rank] = ray.get(reference)
+                    health_by_rank[rank] = ray.get(reference)
         self._asked |= {rank: self._control(rank, "health") for rank in ranks if rank not in self._asked}
-        return found
+        return health_by_rank
 
     @session.sigterm_waits()
     def interrupt(self, ranks: Collection[int], call_id: int) -> None:

@@ -72,8 +72,8 @@ class Driver:
     @classmethod
     def here(cls) -> Driver:
         """Describe this process."""
-        found = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
-        return cls(tuple(entry for entry in found if os.path.exists(entry)), tuple(sys.argv))
+        entries = dict.fromkeys(os.path.abspath(entry) for entry in sys.path)
+        return cls(tuple(entry for entry in entries if os.path.exists(entry)), tuple(sys.argv))
 
     def adopt(self) -> None:
         """Find modules in this process where the driver does, after all that it finds already."""
@@ -127,9 +127,9 @@ def _offender(
     except Exception as error:
         if depth < MAX_DEPTH:
             for name, part in _parts(value):
-                found = _offender(part, is_handle, path + name, depth + 1)
-                if found is not None:
-                    return found
+                offender = _offender(part, is_handle, path + name, depth + 1)
+                if offender is not None:
+                    return offender
         return path, value, error
     return None
 

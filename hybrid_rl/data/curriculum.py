@@ -81,12 +81,12 @@ class CurriculumSampler(PromptSampler):
     def metrics(self) -> dict[str, float]:
         """Return the share of prompts that were measured, their mean rate, and the share never or always solved."""
         known = self._rates[~np.isnan(self._rates)]
-        found = {"curriculum/measured": len(known) / len(self._rates)}
+        metrics = {"curriculum/measured": len(known) / len(self._rates)}
         if len(known):
-            found["curriculum/success_rate"] = float(known.mean(dtype=np.float64))
-            found["curriculum/never_solved"] = float((known == 0).mean())
-            found["curriculum/always_solved"] = float((known == 1).mean())
-        return found
+            metrics["curriculum/success_rate"] = float(known.mean(dtype=np.float64))
+            metrics["curriculum/never_solved"] = float((known == 0).mean())
+            metrics["curriculum/always_solved"] = float((known == 1).mean())
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of draws and all rates (float32, in base64), as plain JSON values."""

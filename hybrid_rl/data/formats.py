@@ -73,8 +73,8 @@ def recognise(columns: Sequence[str], first: Mapping[str, Any]) -> Format | None
 
 def hint(columns: Sequence[str]) -> str:
     """Return what to set for a dataset without a column `prompt`; empty if no column has a name that is known."""
-    found = [name for name in PROMPT_HABITS if name in columns]
-    return f"set data.prompt_column={found[0]}" if found else ""
+    names = [name for name in PROMPT_HABITS if name in columns]
+    return f"set data.prompt_column={names[0]}" if names else ""
 
 
 def final_number(text: Any) -> str:
@@ -97,10 +97,10 @@ def boxed(text: Any) -> str:
     """
     if not isinstance(text, str):
         raise ValueError(f"{shorten(text)} is of type {type(text).__name__}, not a text with \\boxed{{...}}")
-    found = list(_BOX.finditer(text))
-    if not found:
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
         raise ValueError(f"no \\boxed{{...}} in {shorten(text)}")
-    start = found[-1].end()
+    start = boxes[-1].end()
     if text[start : start + 1] != "{":
         answer = re.match(r"[^\s$.]+", text[start:])
         if answer is None:
@@ -129,10 +129,10 @@ def decoded_mapping(value: Any) -> Any:
 
 
 def _ground_truth(value: Any) -> Any:
-    found = decoded_mapping(value)
-    if not isinstance(found, Mapping) or "ground_truth" not in found:
+    mapping = decoded_mapping(value)
+    if not isinstance(mapping, Mapping) or "ground_truth" not in mapping:
         raise ValueError(f"{shorten(value)} has no ground_truth")
-    return found["ground_truth"]
+    return mapping["ground_truth"]
 
 
 VERL = Format(

@@ -62,8 +62,8 @@ def reasoning_gym(what: str) -> Any:
 def _task(dataset: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of a task."""
     if isinstance(dataset, Mapping):
-        given = {str(key): value for key, value in dataset.items()}
-        return str(given.pop(PREFIX)), {**DEFAULTS, **given}
+        settings = {str(key): value for key, value in dataset.items()}
+        return str(settings.pop(PREFIX)), {**DEFAULTS, **settings}
     name, _, query = dataset.removeprefix(f"{PREFIX}:").partition("?")
     arguments: dict[str, Any] = dict(DEFAULTS)
     for key, text in parse_qsl(query, keep_blank_values=True):

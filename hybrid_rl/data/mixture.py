@@ -135,8 +135,8 @@ class MixedSampler(PromptSampler):
 
     def assigned(self) -> Mapping[str, float] | None:
         """Return the weights if they were assigned since the last call, else None."""
-        found, self._assigned = self._assigned, None
-        return found
+        weights, self._assigned = self._assigned, None
+        return weights
 
     def take(self, num_prompts: int) -> list[PromptRow]:
         """Return the next prompts, in the order in which datasets were drawn."""
@@ -170,11 +170,11 @@ class MixedSampler(PromptSampler):
             sampler.observe([rows[place] for place in places], [rates[place] for place in places])
 
     def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, sampler in self._samplers.items():
-            found[f"data/{name}/epoch"] = sampler.epoch
-            found |= {f"data/{name}/{key}": value for key, value in sampler.metrics().items()}
-        return found
+            metrics[f"data/{name}/epoch"] = sampler.epoch
+            metrics |= {f"data/{name}/{key}": value for key, value in sampler.metrics().items()}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions in all datasets, and the weights, as plain JSON values."""

@@ -283,7 +283,7 @@ class PromptEncoder:
         else:
             ids = self._encode_messages(prompts, rows, settings)
         if not all(ids):
-            place = next(place for place, one in enumerate(ids) if not one)
+            place = next(place for place, prompt_ids in enumerate(ids) if not prompt_ids)
             raise DataError(
                 f"row {rows[place]}: the tokenizer produces no tokens for the prompt {shorten(prompts[place])}; "
                 "change the prompt or the tokenizer"
@@ -413,7 +413,7 @@ class PromptEncoder:
                 f"row {rows[0]}: the prompt is a list of messages, but the tokenizer has no chat template; use the "
                 "tokenizer of an instruct model, set data.chat_template_path, or give prompts as text"
             )
-        texts = [self._render(*one) for one in zip(prompts, rows, settings, strict=True)]
+        texts = [self._render(*parts) for parts in zip(prompts, rows, settings, strict=True)]
 
         def tokenize(batch: Sequence[Any]) -> list[list[int]]:
             # The template has written all special tokens.

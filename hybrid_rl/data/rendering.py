@@ -256,7 +256,7 @@ def row_settings(columns: Mapping[str, Any], row: int) -> dict[str, Any]:
 def tool_names(tools: Sequence[Any]) -> list[str]:
     """Return the names in the schemas of tools; "" for what is no schema of a function."""
     functions = [tool.get("function", tool) if isinstance(tool, Mapping) else None for tool in tools]
-    return [str(one.get("name") or "") if isinstance(one, Mapping) else "" for one in functions]
+    return [str(function.get("name") or "") if isinstance(function, Mapping) else "" for function in functions]
 
 
 def _decoded(value: Any, column: str, row: int) -> Any:

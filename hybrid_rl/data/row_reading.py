@@ -31,12 +31,12 @@ class Reader:
 
         Raises DataError if a column that is named does not exist, or if one has to be named."""
         names = tuple(columns)
-        given = self._encoder.prompt_column if form is None else None
-        self.format = form or (recognise(names, first) if given is None else None)
-        self._column = given or (PROMPT_COLUMN if self.format is None else self.format.prompt_column)
-        if given is not None and given not in names:
+        column = self._encoder.prompt_column if form is None else None
+        self.format = form or (recognise(names, first) if column is None else None)
+        self._column = column or (PROMPT_COLUMN if self.format is None else self.format.prompt_column)
+        if column is not None and column not in names:
             raise DataError(
-                f"{where} has no column {given!r} (data.prompt_column); its columns are {', '.join(map(repr, names))}"
+                f"{where} has no column {column!r} (data.prompt_column); its columns are {', '.join(map(repr, names))}"
             )
         if self._column not in names and self._encoder.needs_prompts and (advice := hint(names)):
             raise DataError(
@@ -86,12 +86,12 @@ class Reader:
             return row
         if self._column not in row and not self._is_made:
             return row
-        found = {**row, PROMPT_COLUMN: self.prompt(row.get(self._column), index)}
+        read_row = {**row, PROMPT_COLUMN: self.prompt(row.get(self._column), index)}
         if form is not None:
-            found[ANSWER_COLUMN] = form.answer(row[form.source], index)
+            read_row[ANSWER_COLUMN] = form.answer(row[form.source], index)
             if form.moved_to is not None:
-                found[form.moved_to] = row[form.source]
-        return found
+                read_row[form.moved_to] = row[form.source]
+        return read_row
 
 
 class ReadRows:
@@ -121,7 +121,7 @@ class ReadRows:
         form = self._reader.format
         if name == PROMPT_COLUMN:
             starts = range(0, len(self), CHUNK_ROWS)
-            return (one for start in starts for one in self.prompts(start, min(start + CHUNK_ROWS, len(self))))
+            return (prompt for start in starts for prompt in self.prompts(start, min(start + CHUNK_ROWS, len(self))))
         if form is not None and name == ANSWER_COLUMN:
             return (form.answer(value, index) for index, value in enumerate(self._rows.values(form.source)))
         return self._rows.values(form.source if form is not None and name == form.moved_to else name)

@@ -36,13 +36,13 @@ class SequenceRows:
         return row if self._cleaner is None else self._cleaner.row(row)
 
     def prompts(self, start: int, stop: int, column: str = PROMPT_COLUMN) -> list[Any]:
-        found, names = [], set(self.column_names)
+        prompts, names = [], set(self.column_names)
         for index in range(start, stop):
             row = self.row(index)
             if type(row) is not dict or row.keys() != names:
                 row_columns(row, index, self.column_names)
-            found.append(row.get(column))
-        return found
+            prompts.append(row.get(column))
+        return prompts
 
     def values(self, name: str) -> Iterator[Any]:
         """Yield one column, row by row."""

@@ -96,9 +96,9 @@ class SizedSource:
                     over += zip(indices[longer].tolist(), num_tokens[longer].tolist(), strict=True)
                     if encoder.overlong_prompts == "error":
                         continue  # read all rows, so that one message names all that are too long
-                    limited = [encoder.limit(one, start + place) for place, one in enumerate(ids)]
-                    indices = indices[[one is not None for one in limited]]
-                    ids = [one for one in limited if one is not None]
+                    limited = [encoder.limit(prompt_ids, start + place) for place, prompt_ids in enumerate(ids)]
+                    indices = indices[[prompt_ids is not None for prompt_ids in limited]]
+                    ids = [prompt_ids for prompt_ids in limited if prompt_ids is not None]
                     num_tokens = _lengths(ids)
                 kept.append(indices)
                 lengths.append(num_tokens)
@@ -203,9 +203,9 @@ class StreamSource:
                 "needs a stream that yields the same rows in the same order: restore it or start a new run"
             )
         num_prompts = num_dropped = 0
-        for index, given in rows:
-            row_columns(given, index, self._columns)
-            row = self._reader.row(given, index)
+        for index, raw_row in rows:
+            row_columns(raw_row, index, self._columns)
+            row = self._reader.row(raw_row, index)
             ids = self._encode(row, index)
             if ids is None:
                 num_dropped += 1

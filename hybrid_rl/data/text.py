@@ -36,10 +36,10 @@ def text_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
             "between a prompt and its completion; use a tokenizer that adds no token there, or give messages"
         )
     bos, bos_id = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
-    ids = [list(one[: len(one) - len(added)]) for one in encoded[: len(texts)]]
+    ids = [list(token_ids[: len(token_ids) - len(added)]) for token_ids in encoded[: len(texts)]]
     if not bos:
         return ids
     return [
-        one[1:] if text.startswith(bos) and one[:2] == [bos_id] * 2 else one
-        for text, one in zip(texts, ids, strict=True)
+        token_ids[1:] if text.startswith(bos) and token_ids[:2] == [bos_id] * 2 else token_ids
+        for text, token_ids in zip(texts, ids, strict=True)
     ]

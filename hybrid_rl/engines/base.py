@@ -139,11 +139,11 @@ Waiting = TypeVar("Waiting", bound=RolloutRequest | Generation)
 
 def join_line(line: deque[Waiting], new: Iterable[Waiting]) -> None:
     """Let these wait: before those of a higher priority that are last in the line, after all others."""
-    for one in new:
+    for waiting in new:
         place = len(line)
-        while place and line[place - 1].priority > one.priority:
+        while place and line[place - 1].priority > waiting.priority:
             place -= 1
-        line.insert(place, one)
+        line.insert(place, waiting)
 
 
 @dataclass
@@ -176,9 +176,9 @@ class Counters:
         """Return the share of all prompt tokens that were not computed, of those since an earlier count if one is
         given; 0 without any."""
         counts = self.since(since or Counters())
-        found = counts.num_prefix_tokens + counts.num_shared_prompt_tokens
-        total = found + counts.num_prompt_tokens
-        return found / total if total else 0.0
+        num_reused = counts.num_prefix_tokens + counts.num_shared_prompt_tokens
+        total = num_reused + counts.num_prompt_tokens
+        return num_reused / total if total else 0.0
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,11 @@ class SlotUse:
     def of_ranks(cls, of_ranks: Sequence[SlotUse]) -> SlotUse:
         """Return the use of the engines of all ranks together: who has ended waits for the last."""
         return cls(
-            max((one.num_steps for one in of_ranks), default=0),
-            sum(one.num_slots for one in of_ranks),
-            sum(one.num_tokens for one in of_ranks),
-            num_drafted=sum(one.num_drafted for one in of_ranks),
-            num_accepted=sum(one.num_accepted for one in of_ranks),
+            max((use.num_steps for use in of_ranks), default=0),
+            sum(use.num_slots for use in of_ranks),
+            sum(use.num_tokens for use in of_ranks),
+            num_drafted=sum(use.num_drafted for use in of_ranks),
+            num_accepted=sum(use.num_accepted for use in of_ranks),
         )
 
 

@@ -48,10 +48,10 @@ class StepCost:
 
     def merge(self, other: StepCost) -> None:
         """Add the steps of an engine like this one."""
-        for one in fields(self):
-            mine, theirs = getattr(self, one.name), getattr(other, one.name)
-            is_bound = one.name in ("most_sequences", "num_ranks")
-            setattr(self, one.name, max(mine, theirs) if is_bound else mine + theirs)
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            is_bound = field.name in ("most_sequences", "num_ranks")
+            setattr(self, field.name, max(mine, theirs) if is_bound else mine + theirs)
 
     def rates(self) -> StepRates | None:
         """Fit the seconds of a step by least squares: a part that every step takes, and a part for each sequence,

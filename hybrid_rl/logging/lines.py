@@ -50,11 +50,11 @@ def number(form: str, value: float) -> str:
 
 def columns_of_sets(names: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
     """Return title, name and form of one metric for each evaluation set among these names of metrics."""
-    found: dict[str, tuple[str, str, str]] = {}
+    columns: dict[str, tuple[str, str, str]] = {}
     for name in names:
-        if (match := OF_SET.fullmatch(name)) and (match[1] not in found or match[2] == "accuracy"):
-            found[match[1]] = (f"eval {match[1]}", name, "{:.1%}" if match[2] == "accuracy" else "{:.3f}")
-    return tuple(found.values())
+        if (match := OF_SET.fullmatch(name)) and (match[1] not in columns or match[2] == "accuracy"):
+            columns[match[1]] = (f"eval {match[1]}", name, "{:.1%}" if match[2] == "accuracy" else "{:.3f}")
+    return tuple(columns.values())
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -215,7 +215,7 @@ class History:
     def keep_until(self, step: int) -> None:
         """Forget later steps."""
         for values in (self.seconds, *self.series.values()):
-            for later in [one for one in values if one > step]:
+            for later in [logged_step for logged_step in values if logged_step > step]:
                 del values[later]
 
     @property
@@ -231,7 +231,7 @@ class History:
     def rows(self, *, is_plain: bool) -> list[tuple[str, str, str]]:
         """Return title, before and after, and sparkline of what was measured. A long series is shown by means of equal
         parts, the first and the last of which are its before and after."""
-        found = []
+        rows = []
         arrow = "->" if is_plain else "→"
         for title, name, form in (*SUMMED_UP, *columns_of_sets(self.series)):
             values = list(self.series.get(name, {}).values())
@@ -242,8 +242,8 @@ class History:
             change = f"{first} {arrow} {last}" if len(means) > 1 else first
             each = len(values) // len(means)
             note = f"  (means of {each} steps)" if each > 1 else ""
-            found.append((title, change, ("" if is_plain or len(means) < 2 else sparkline(means)) + note))
-        return found
+            rows.append((title, change, ("" if is_plain or len(means) < 2 else sparkline(means)) + note))
+        return rows
 
 
 def summary_lines(history: History, seconds: float, place: str, *, is_plain: bool) -> list[Text]:

@@ -22,5 +22,5 @@ def meaning_of(metric: str) -> str:
     """Return what a metric means in a line; "" for one that is not known, such as a reward function's own."""
     name = metric.removeprefix(EVALUATION)
     names = (name, name.partition("/")[2]) if name != metric else (name,)  # eval/<set>/... too
-    found = (text for one in names for pattern, text in meanings().items() if fnmatchcase(one, pattern))
-    return next(found, "")
+    texts = (text for candidate in names for pattern, text in meanings().items() if fnmatchcase(candidate, pattern))
+    return next(texts, "")

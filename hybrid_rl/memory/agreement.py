@@ -53,13 +53,13 @@ class Agreement:
         answers: list[tuple[Failure | None, Facts]] = self._gather((failure, facts))
         failures = {rank: theirs for rank, (theirs, _) in enumerate(answers) if theirs}
         if not failures:
-            for what in {name: None for _, theirs in answers for name in theirs}:
+            for fact in {name: None for _, theirs in answers for name in theirs}:
                 values = {
-                    rank: str(list(theirs[what])) if what in theirs else "nothing yet"
+                    rank: str(list(theirs[fact])) if fact in theirs else "nothing yet"
                     for rank, (_, theirs) in enumerate(answers)
                 }
                 if len(set(values.values())) > 1:
-                    raise DisagreementError(f"the ranks differ in what is {what}: {_by_text(values)}")
+                    raise DisagreementError(f"the ranks differ in what is {fact}: {_by_text(values)}")
         return failures
 
 

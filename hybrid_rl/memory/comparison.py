@@ -119,12 +119,12 @@ class Comparison:
         if self._peak is not None:
             self._peak.reset()
         yield
-        found = resident_deviations(self._expected, phases, self._resident_bytes())
+        deviations = resident_deviations(self._expected, phases, self._resident_bytes())
         if self._peak is not None:
             self.last_peak = self._peak.num_bytes()
             peak = peak_deviation(self._expected, phases, self.last_peak)
-            found += [] if peak is None else [peak]
-        for deviation in found:
+            deviations += [] if peak is None else [peak]
+        for deviation in deviations:
             self._see(deviation)
 
     def _see(self, deviation: Deviation) -> None:
@@ -144,6 +144,6 @@ class Comparison:
         """Return the largest deviations since the last call, as shares: `memory/ledger_deviation` over residents and
         phases, `memory/peak_deviation` over the peaks of phases; what was not compared is missing."""
         names = {False: "memory/ledger_deviation", True: "memory/peak_deviation"}
-        found = {names[is_peak]: deviation.share for is_peak, deviation in self._largest.items()}
+        shares = {names[is_peak]: deviation.share for is_peak, deviation in self._largest.items()}
         self._largest.clear()
-        return found
+        return shares

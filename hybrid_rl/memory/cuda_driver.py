@@ -70,9 +70,9 @@ class NativeRegion:
 
     def info(self) -> Info:
         """Return what is reserved and mapped now."""
-        found = Info()
-        self._functions.hybrid_rl_region_info(self._pointer, ctypes.byref(found))
-        return found
+        info = Info()
+        self._functions.hybrid_rl_region_info(self._pointer, ctypes.byref(info))
+        return info
 
     def grow(self, num_bytes: int) -> None:
         """Have at least so many bytes mapped; new ones are zero."""

@@ -130,11 +130,11 @@ def joined(parts: Iterable[tuple[Phase, Part]], movable: Set[str]) -> list[tuple
 
     parts: each with its phase. movable: tags of the residents that can sleep.
     """
-    found = []
+    leases = []
     for _, neighbours in groupby(parts, key=lambda part: part[0].tags & movable):
         phases, its = zip(*neighbours, strict=True)
-        found.append((frozenset().union(*(phase.tags for phase in phases)), list(its)))
-    return found
+        leases.append((frozenset().union(*(phase.tags for phase in phases)), list(its)))
+    return leases
 
 
 def cycle_table(cycle: Cycle, residents: Set[str], movable: Set[str]) -> str:

@@ -91,8 +91,10 @@ class OffloadedTensors:
         self._asleep = None
 
     def _memory(self, *, is_checked: bool = True) -> _Memory:
-        given = self._tensors()
-        named = given.items() if isinstance(given, Mapping) else ((f"tensor {at}", t) for at, t in enumerate(given))
+        tensors = self._tensors()
+        named = (
+            tensors.items() if isinstance(tensors, Mapping) else ((f"tensor {at}", t) for at, t in enumerate(tensors))
+        )
         storages: dict[int, torch.UntypedStorage] = {}
         regions: list[TensorRegion] = []
         for name, tensor in named:
@@ -136,8 +138,8 @@ class _Memory:
     def flat(self) -> list[Tensor]:
         """Return all of it, uint8 [num_bytes] each."""
         # Tensors of their own: a copy into them raises no version counter, so autograd sees no change.
-        found = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s, _ in self._sized]
-        return found + [region.content() for region in self._regions]
+        tensors = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s, _ in self._sized]
+        return tensors + [region.content() for region in self._regions]
 
     def release(self) -> None:
         """Free what is not free yet. Regions first, because these may fail."""

@@ -15,12 +15,12 @@ from hybrid_rl.memory.byte_sizes import size_text
 def measure() -> dict[str, int]:
     """Return bytes: `process` (resident set of this process), `available` (memory the machine can still provide), and
     on CUDA `device_allocated`, `device_peak` and `device_free`."""
-    found = {"process": psutil.Process().memory_info().rss, "available": psutil.virtual_memory().available}
+    sizes = {"process": psutil.Process().memory_info().rss, "available": psutil.virtual_memory().available}
     if torch.cuda.is_available():
-        found["device_allocated"] = torch.cuda.memory_allocated()
-        found["device_peak"] = torch.cuda.max_memory_allocated()
-        found["device_free"] = torch.cuda.mem_get_info()[0]
-    return found
+        sizes["device_allocated"] = torch.cuda.memory_allocated()
+        sizes["device_peak"] = torch.cuda.max_memory_allocated()
+        sizes["device_free"] = torch.cuda.mem_get_info()[0]
+    return sizes
 
 
 def available_host_bytes() -> int:

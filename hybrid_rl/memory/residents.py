@@ -82,23 +82,23 @@ def steps(
     order = [tag for tag in order if residents[tag].wake is not None]
     leaving = [tag for tag in reversed(order) if tag in awake - wanted]
     coming = [tag for tag in order if tag in wanted - awake]
-    found = []
+    sequence = []
     while leaving:
         sleep = residents[leaving[0]].sleep
         assert sleep is not None
         together = tuple(tag for tag in leaving if residents[tag].sleep == sleep)
         action = functools.partial(sleep, frozenset(together))
-        found.append(_step(f"sleep of {' and '.join(map(repr, together))}", residents, together, False, action))
+        sequence.append(_step(f"sleep of {' and '.join(map(repr, together))}", residents, together, False, action))
         leaving = [tag for tag in leaving if tag not in together]
     if coming and give_back is not None:
-        found.append(Step("giving free memory back", (), True, give_back, atomic=False, collective=False))
+        sequence.append(Step("giving free memory back", (), True, give_back, atomic=False, collective=False))
     for tag in coming:
         wake, require_room = residents[tag].wake, residents[tag].require_room
         assert wake is not None
         if require_room is not None:
-            found.append(Step(f"room for {tag!r}", (), True, require_room, atomic=True, collective=False))
-        found.append(_step(f"wake of {tag!r}", residents, (tag,), True, wake))
-    return found
+            sequence.append(Step(f"room for {tag!r}", (), True, require_room, atomic=True, collective=False))
+        sequence.append(_step(f"wake of {tag!r}", residents, (tag,), True, wake))
+    return sequence
 
 
 def _step(

@@ -61,16 +61,16 @@ class EvalSamples:
         if self.right is None or not self.right:
             return {}
         n = self.num_samples
-        found = {ACCURACY: share([sum(row) / len(row) for row in self.right], n)}
+        estimates = {ACCURACY: share([sum(row) / len(row) for row in self.right], n)}
         for k in sizes(n)[1:]:
-            found[f"pass@{k}"] = self.passes(k)
+            estimates[f"pass@{k}"] = self.passes(k)
         if self.answers is not None and n > 1:
             # A vote of two is one sample of the two, as ties are split: maj@k begins at 3 or 4.
             ks = [k for k in sizes(n) if k > 2]
             shares = [majority_at_k(*both, ks) for both in zip(self.answers, self.right, strict=True)] if ks else []
             for place, k in enumerate(ks):
-                found[f"maj@{k}"] = share([row[place] for row in shares], max(1, n // k))
-        return found
+                estimates[f"maj@{k}"] = share([row[place] for row in shares], max(1, n // k))
+        return estimates
 
     def passes(self, k: int) -> Estimate:
         """Return pass@k. Raises DataError if a prompt has fewer than k samples, or if nobody knows what is right."""
@@ -98,7 +98,7 @@ class EvalSamples:
         rows = self._right()
         if budgets is None:
             budgets = [self.budget >> halvings for halvings in range(self.budget.bit_length())]
-            budgets = [one for one in budgets if one >= SMALLEST_BUDGET] or [self.budget]
+            budgets = [num_tokens for num_tokens in budgets if num_tokens >= SMALLEST_BUDGET] or [self.budget]
         curve = {}
         for budget in sorted(set(budgets)):
             if not 1 <= budget <= self.budget:
@@ -110,7 +110,7 @@ class EvalSamples:
             numbers = []
             for right, lengths, finished in zip(rows, self.lengths, self.finished, strict=True):
                 ends = zip(right, lengths, finished, strict=True)
-                numbers.append(sum(one for one, length, done in ends if is_all or (done and length <= budget)))
+                numbers.append(sum(score for score, length, done in ends if is_all or (done and length <= budget)))
                 numbers[-1] /= len(right)
             curve[budget] = share(numbers, self.num_samples)
         return curve
@@ -146,9 +146,9 @@ class EvalSamples:
             right = kept["right"]
             return cls(
                 [str(key) for key in kept["prompts"]],
-                None if right is None else [[float(one) for one in row] for row in right],
-                [[int(one) for one in row] for row in kept["lengths"]],
-                [[bool(one) for one in row] for row in kept["finished"]],
+                None if right is None else [[float(score) for score in row] for row in right],
+                [[int(length) for length in row] for row in kept["lengths"]],
+                [[bool(flag) for flag in row] for row in kept["finished"]],
                 kept["answers"],
                 int(kept["budget"]),
             )
@@ -206,7 +206,7 @@ class Evaluations(dict[str, EvalSamples]):
 
     def __repr__(self) -> str:
         rows = [("set", "prompts", "samples", "accuracy", "mean length", "finished")]
-        rows += [(name or "eval", *found._cells()) for name, found in self.items()]
+        rows += [(name or "eval", *samples._cells()) for name, samples in self.items()]
         if len(rows) == 1:
             return "Evaluations(): nothing was evaluated yet"
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

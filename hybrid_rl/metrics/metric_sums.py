@@ -153,11 +153,11 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def largest(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the largest value of each metric over ranks."""
-    found: dict[str, float] = {}
+    maxima: dict[str, float] = {}
     for metrics in of_ranks:
         for name, value in metrics.items():
-            found[name] = max(value, found.get(name, value))
-    return found
+            maxima[name] = max(value, maxima.get(name, value))
+    return maxima
 
 
 def joined(of_ranks: Iterable[MetricSums]) -> dict[str, float]:

@@ -77,8 +77,8 @@ def build_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and others here
-        what = f"model {recipe.path!r}" if recipe.path else f"a {recipe.model_class.__name__}"  # type: ignore[union-attr]
-        raise ModelError(f"cannot load {what}: {type(error).__name__}: {error}") from error
+        label = f"model {recipe.path!r}" if recipe.path else f"a {recipe.model_class.__name__}"  # type: ignore[union-attr]
+        raise ModelError(f"cannot load {label}: {type(error).__name__}: {error}") from error
     _check_sizes(module)
     # Patched registration makes a new parameter of every tied one.
     module.tie_weights()
@@ -96,17 +96,17 @@ def check_parameters(module: PreTrainedModel, built: nn.Module) -> None:
     """Raise ModelError if the copy has other parameters than the live module, or ties others."""
     mine, theirs = _ties(module), _ties(built)
     names = {name for tied in mine for name in tied} ^ {name for tied in theirs for name in tied}
-    what = type(module).__name__
+    class_name = type(module).__name__
     if names:
         raise ModelError(
-            f"{what}: parameters such as {min(names)!r} are not those that its class and config make; a module "
+            f"{class_name}: parameters such as {min(names)!r} are not those that its class and config make; a module "
             f"that was changed after it was built cannot be copied to other processes: use num_ranks=1, or give it a "
             f"class of its own"
         )
     if mine != theirs:
         shown = sorted(max(mine ^ theirs, key=lambda tied: len(list(tied))))
         raise ModelError(
-            f"{what}: {' and '.join(shown)} are tied in the module or by its config, but not in both; set "
+            f"{class_name}: {' and '.join(shown)} are tied in the module or by its config, but not in both; set "
             f"config.tie_word_embeddings to what the module does"
         )
 

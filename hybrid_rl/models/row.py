@@ -325,10 +325,10 @@ def _distinct(sources: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _same(sequences: Sequence[bytes]) -> dict[bytes, list[int]]:
     """Return the numbers of sequences that are the same, in order of first appearance."""
-    found: dict[bytes, list[int]] = {}
+    numbers: dict[bytes, list[int]] = {}
     for number, sequence in enumerate(sequences):
-        found.setdefault(sequence, []).append(number)
-    return found
+        numbers.setdefault(sequence, []).append(number)
+    return numbers
 
 
 def prompt_groups(prompts: Jagged, samples: Sequence[int]) -> list[list[int]]:

@@ -118,10 +118,10 @@ def _to_save(
 def whole(tensor: Tensor, dtype: torch.dtype, *, keep: bool, own: bool = False) -> Tensor:
     """Return the full tensor, on the CPU if it is kept; collective if it is sharded. Cast first: less to send. own: if
     it is kept, it is never the memory of the tensor itself, which training goes on to change."""
-    found = full_tensor(tensor.detach().to(dtype))
-    found = found.cpu() if keep else found
-    is_same = own and keep and found.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr()
-    return found.clone() if is_same else found
+    full = full_tensor(tensor.detach().to(dtype))
+    full = full.cpu() if keep else full
+    is_same = own and keep and full.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr()
+    return full.clone() if is_same else full
 
 
 def _write_index(module: PreTrainedModel, folder: Path, split: StateDictSplit) -> None:

@@ -299,12 +299,12 @@ def _shortened(module: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     if getattr(settings, "layer_types", None):
         settings.layer_types = settings.layer_types[:num_layers]
     dtype = next(module.parameters()).dtype
-    found = built(replace(recipe, config=config), dtype)
+    shorter_model = built(replace(recipe, config=config), dtype)
     if (adapters := settings_of(module)) is not None:
         with warnings.catch_warnings(action="ignore"):
-            inject(found, adapters)
-        nn.Module.to(found, "meta")
-    return found
+            inject(shorter_model, adapters)
+        nn.Module.to(shorter_model, "meta")
+    return shorter_model
 
 
 class CannotCount(ModelError):

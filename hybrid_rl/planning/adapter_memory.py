@@ -17,17 +17,19 @@ def merging_bytes(module: PreTrainedModel, *, is_whole: bool) -> tuple[int, str]
     """Return what a handoff that merges adapters takes on a rank, and the arithmetic. is_whole: whether the trainer's
     factors are whole and float32, so that no copy of them is made."""
     factors = adapter_shapes(module).values()
-    outputs = sum(one.outputs * one.width for one in factors)
-    copied = 0 if is_whole else outputs + sum(one.inputs * one.width for one in factors)
+    outputs = sum(shape.outputs * shape.width for shape in factors)
+    copied = 0 if is_whole else outputs + sum(shape.inputs * shape.width for shape in factors)
     words = [
-        f"{count:,} {what} x {FACTOR_BYTES} B" for count, what in ((copied, "of factors"), (outputs, "scaled")) if count
+        f"{count:,} {label} x {FACTOR_BYTES} B"
+        for count, label in ((copied, "of factors"), (outputs, "scaled"))
+        if count
     ]
     return (copied + outputs) * FACTOR_BYTES, " + ".join(words)
 
 
 def slot_rank(module: nn.Module) -> int:
     """Return the rank of the slot that vLLM makes for the adapters of a module."""
-    largest = max(one.width for one in adapter_shapes(module).values())
+    largest = max(shape.width for shape in adapter_shapes(module).values())
     return min((rank for rank in SLOT_RANKS if rank >= largest), default=largest)
 
 
@@ -36,16 +38,16 @@ def slot_numel(module: nn.Module, config: TrainerConfig) -> int:
     on every rank; both are padded to one rank."""
     assert isinstance(config.rollout, VLLMRolloutConfig)
     size, rank = config.rollout.tensor_parallel_size, slot_rank(module)
-    found = 0
-    for one in adapter_shapes(module).values():
-        cut, whole = (one.inputs, one.outputs) if one.layer in CUT_INPUTS else (one.outputs, one.inputs)
-        found += rank * (-(-cut // size) + whole)
-    return found
+    numel = 0
+    for shape in adapter_shapes(module).values():
+        cut, whole = (shape.inputs, shape.outputs) if shape.layer in CUT_INPUTS else (shape.outputs, shape.inputs)
+        numel += rank * (-(-cut // size) + whole)
+    return numel
 
 
 def widest(module: nn.Module) -> int:
     """Return the most inputs or outputs that an adapted layer has."""
-    return max(max(one.inputs, one.outputs) for one in adapter_shapes(module).values())
+    return max(max(shape.inputs, shape.outputs) for shape in adapter_shapes(module).values())
 
 
 def has_slot(config: TrainerConfig) -> bool:

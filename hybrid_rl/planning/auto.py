@@ -76,16 +76,16 @@ def _plan_side(side: Side, budget: Budget, passes: Passes) -> MemoryPlan:
     if fitting(attempts, passes, budget) is None:
         return least_demanding(attempts, passes, budget)
     reserve = int(RESERVE_SHARE * (budget.device_bytes or 0))
-    found: list[tuple[int, bool, MemoryPlan]] = []
+    candidates: list[tuple[int, bool, MemoryPlan]] = []
     for attempt in attempts:
         plan = attempt.plan(passes, budget)
         if plan.fits:
             left, is_roomy = min(plan.free_bytes or 0, reserve), not _is_cramped(plan, passes, attempt)
             if left == reserve and is_roomy:
                 return plan
-            found.append((left, is_roomy, plan))
+            candidates.append((left, is_roomy, plan))
     # A small cache is slow, but what is not counted may end a run. Of equal ones the first.
-    return max(found, key=lambda one: one[:2])[2]
+    return max(candidates, key=lambda candidate: candidate[:2])[2]
 
 
 def can_fit(passes: Passes, config: TrainerConfig, budget: Budget) -> bool:
@@ -153,8 +153,8 @@ class Attempt:
     def plan(self, passes: Passes, budget: Budget) -> MemoryPlan:
         """Plan it, with the largest cache that fits."""
         step = self.step(passes)
-        given = self.config.rollout.kv_cache_memory_bytes if step.generates else 0
-        cache_bytes, limit = _cache_bytes(step, budget) if given is None else (given, "")
+        given_bytes = self.config.rollout.kv_cache_memory_bytes if step.generates else 0
+        cache_bytes, limit = _cache_bytes(step, budget) if given_bytes is None else (given_bytes, "")
         config = self.config
         assert config.num_ranks != "auto"
         default = tokens_per_micro_batch(config, passes.shape.max_length)
@@ -163,13 +163,13 @@ class Attempt:
             reasons["memory.offload"] = "without it the run would not fit, or leave little of the KV cache"
         if config.memory.on_host is None and self.optimizer_on_host:
             reasons["memory.on_host"] = "masters and moments do not fit on the device with the gradients"
-        if given is None:
+        if given_bytes is None:
             reasons["kv_cache_memory_bytes"] = limit
         if self.max_tokens < default:
             reasons["optimizer.tokens_per_micro_batch"] = f"{default} tokens would not fit, or leave no reserve"
         choices = Choices(self.offload, self.optimizer_on_host, cache_bytes, self.max_tokens, reasons)
         device, phases = config.model.device, step.phases(cache_bytes)
-        return MemoryPlan(config.num_ranks, device, budget, choices, phases, _notes(step, given))
+        return MemoryPlan(config.num_ranks, device, budget, choices, phases, _notes(step, given_bytes))
 
 
 def _attempts(side: Side, shape: RunShape) -> list[Attempt]:
@@ -194,13 +194,13 @@ def _attempts(side: Side, shape: RunShape) -> list[Attempt]:
         fewest = max(shape.max_length, FEWEST_TOKENS)
         while sizes[-1] > fewest:
             sizes.append(max(sizes[-1] // 2, fewest))
-    found = []
+    attempts = []
     for on_host in hosts:
         own = [tag for tag in may_leave if tag != OPTIMIZER or not on_host]
         sets = [own[:count] for count in range(len(own) + 1)] if memory.offload is None else [memory.offload]
         for size in sizes:
-            found += [Attempt(side, tuple(leaving), on_host, size) for leaving in sets]
-    return found
+            attempts += [Attempt(side, tuple(leaving), on_host, size) for leaving in sets]
+    return attempts
 
 
 def _cache_bytes(step: StepMemory, budget: Budget) -> tuple[int, str]:

@@ -155,10 +155,10 @@ class MemoryPlan:
     def of(self, phase: str, moment: str | None = None) -> PhaseMemory:
         """Return a phase by its name, at this moment, or at its fullest. Raises KeyError if the run does not have
         it."""
-        found = [memory for memory in self.phases if memory.phase == phase and moment in (None, memory.moment)]
-        if not found:
+        memories = [memory for memory in self.phases if memory.phase == phase and moment in (None, memory.moment)]
+        if not memories:
             raise KeyError(f"the plan has no phase {phase!r}; it has {[memory.name for memory in self.phases]}")
-        return max(found, key=lambda memory: memory.device_bytes)
+        return max(memories, key=lambda memory: memory.device_bytes)
 
     def resident_bytes(self, resident: str) -> int:
         """Return the bytes that a resident takes when it is awake, or of a transient at its largest; on the device, or

@@ -73,13 +73,13 @@ def adapted(module: PreTrainedModel, config: TrainerConfig, *, is_critic: bool =
 
     Raises ConfigError if it cannot have them, or without peft.
     """
-    found, keys = copy_on_meta(module), vars(config.lora)
+    meta_copy, keys = copy_on_meta(module), vars(config.lora)
     if not is_critic:
         adapter_size(module, peft_config_of(keys))  # refuses names that peft ignores
     with warnings.catch_warnings(action="ignore"):  # they come when the adapters are made
-        inject(found, critic_peft_config(found, keys) if is_critic else peft_config_of(keys))
-    nn.Module.to(found, "meta")
-    return found
+        inject(meta_copy, critic_peft_config(meta_copy, keys) if is_critic else peft_config_of(keys))
+    nn.Module.to(meta_copy, "meta")
+    return meta_copy
 
 
 def built(recipe: ModelRecipe, dtype: torch.dtype) -> PreTrainedModel:

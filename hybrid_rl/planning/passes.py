@@ -86,13 +86,13 @@ class Passes:
 
     def layer_shapes(self, config: TrainerConfig) -> dict[int, LayerShape]:
         """Return what each layer of the policy caches of a token."""
-        found: dict[int, LayerShape] = self._once("policy", config, "layers", None, lambda it: it.layer_shapes())
-        return found
+        shapes: dict[int, LayerShape] = self._once("policy", config, "layers", None, lambda it: it.layer_shapes())
+        return shapes
 
     def cache_size(self, config: TrainerConfig) -> CacheSize:
         """Return what the policy's own cache holds of a sequence."""
-        found: CacheSize = self._once("policy", config, "cache", None, lambda it: it.cache_size())
-        return found
+        size: CacheSize = self._once("policy", config, "cache", None, lambda it: it.cache_size())
+        return size
 
     def module(self, role: str, config: TrainerConfig) -> PreTrainedModel:
         """Return the model of a role, with its adapters; "update" and "reference" are the policy, and so is "engine",
@@ -100,15 +100,15 @@ class Passes:
         models = self.shape.models
         if role.isdigit():
             return models.rewards[int(role)]
-        found = {"teacher": models.teacher, "critic": models.critic}.get(role, models.policy)
-        assert found is not None
+        module = {"teacher": models.teacher, "critic": models.critic}.get(role, models.policy)
+        assert module is not None
         is_critic, lora = role == "critic", config.lora
         if role == "teacher" or not isinstance(lora, LoraKeys) or (is_critic and not lora.lora_critic):
-            return found
+            return module
         if role == "engine" and isinstance(config.rollout, ColocatedRolloutConfig):
-            return found
+            return module
         key = ("adapted", is_critic, repr(lora))
-        made: PreTrainedModel = self.remember(key, lambda: adapted(found, config, is_critic=is_critic))
+        made: PreTrainedModel = self.remember(key, lambda: adapted(module, config, is_critic=is_critic))
         return made
 
     def samples(self, config: TrainerConfig) -> Samples:
@@ -168,8 +168,8 @@ class Passes:
 
 def tokens_per_micro_batch(config: TrainerConfig, max_length: int) -> int:
     """Return the cap on a micro-batch: as given, else what suits the device, and at least a sample."""
-    given = config.optimizer.tokens_per_micro_batch
-    return max(TOKENS_PER_MICRO_BATCH[config.model.device], max_length) if given is None else given
+    cap = config.optimizer.tokens_per_micro_batch
+    return max(TOKENS_PER_MICRO_BATCH[config.model.device], max_length) if cap is None else cap
 
 
 def samples_per_mini_batch(config: TrainerConfig) -> int:

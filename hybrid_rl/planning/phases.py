@@ -114,38 +114,38 @@ class StepMemory:
         config = self.config
         key = (sharding_of(config), config.rollout, config.model.dtype, self.optimizer_on_host, config.lora, config.kl)
         weights = self.passes.remember(("residents", *map(repr, key)), self._weights)
-        found = {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
+        shares = {**weights, KV_CACHE: self.cache().share(kv_cache_bytes)}
         there = self.plan.residents
-        return {tag: share for tag, share in found.items() if tag in there}
+        return {tag: share for tag, share in shares.items() if tag in there}
 
     def _weights(self) -> dict[str, Share]:
         models, sharding = self.passes.shape.models, sharding_of(self.config)
         policy, itemsize = self.passes.module("policy", self.config), DTYPES[self.config.model.dtype].itemsize
-        found = {
+        shares = {
             ACTOR: weights_share(ACTOR, [policy], sharding),
             OPTIMIZER: host_optimizer_share(OPTIMIZER, policy)
             if self.optimizer_on_host
             else optimizer_share(OPTIMIZER, policy, sharding),
         }
         if isinstance(self.config.rollout, ColocatedRolloutConfig):
-            found[ENGINE_WEIGHTS] = engines.vllm_weights_share(models.policy, self.config, itemsize)
+            shares[ENGINE_WEIGHTS] = engines.vllm_weights_share(models.policy, self.config, itemsize)
             if adapter_memory.has_slot(self.config):
                 num_bytes = adapter_memory.slot_numel(policy, self.config) * itemsize
-                words = f"{found[ENGINE_WEIGHTS].formula} + {num_bytes:,} B of a slot for adapters"
-                found[ENGINE_WEIGHTS] = Share(ENGINE_WEIGHTS, found[ENGINE_WEIGHTS].num_bytes + num_bytes, words)
+                words = f"{shares[ENGINE_WEIGHTS].formula} + {num_bytes:,} B of a slot for adapters"
+                shares[ENGINE_WEIGHTS] = Share(ENGINE_WEIGHTS, shares[ENGINE_WEIGHTS].num_bytes + num_bytes, words)
         elif sharding is not None:
-            found[ENGINE_WEIGHTS] = engines.gathered_share(policy, itemsize)
+            shares[ENGINE_WEIGHTS] = engines.gathered_share(policy, itemsize)
         if has_reference_model(self.config):
-            found[REFERENCE] = weights_share(REFERENCE, [models.policy], sharding)
+            shares[REFERENCE] = weights_share(REFERENCE, [models.policy], sharding)
         if models.teacher is not None:
-            found[TEACHER] = weights_share(TEACHER, [models.teacher], sharding)
+            shares[TEACHER] = weights_share(TEACHER, [models.teacher], sharding)
         if models.critic is not None:
             critic = self.passes.module("critic", self.config)
-            found[CRITIC] = weights_share(CRITIC, [critic], sharding)
-            found[CRITIC_OPTIMIZER] = optimizer_share(CRITIC_OPTIMIZER, critic, sharding)
+            shares[CRITIC] = weights_share(CRITIC, [critic], sharding)
+            shares[CRITIC_OPTIMIZER] = optimizer_share(CRITIC_OPTIMIZER, critic, sharding)
         if models.rewards:
-            found[REWARD_MODELS] = weights_share(REWARD_MODELS, models.rewards, sharding)
-        return found
+            shares[REWARD_MODELS] = weights_share(REWARD_MODELS, models.rewards, sharding)
+        return shares
 
     @property
     def movable(self) -> frozenset[str]:
@@ -162,12 +162,12 @@ class StepMemory:
     def phases(self, kv_cache_bytes: int) -> tuple[PhaseMemory, ...]:
         """Return all phases that the run takes, in order."""
         residents = self.residents(kv_cache_bytes)
-        found = []
+        memories = []
         for phase in self.plan.cycle:
             if phase.is_taken:
                 for moment, work, host in self._work(phase):
-                    found.append(self._memory(phase, residents, moment, work, host))
-        return tuple(found)
+                    memories.append(self._memory(phase, residents, moment, work, host))
+        return tuple(memories)
 
     def _memory(
         self, phase: Phase, residents: dict[str, Share], moment: str, work: list[Share], host_bytes: int

@@ -121,21 +121,23 @@ def find_remedies(passes: Passes, config: TrainerConfig, budget: Budget) -> list
     shape = passes.shape
     singles = [*_singles(config, shape), *_vllm(config, shape)]
     more_ranks = list(_more_ranks(config, budget))
-    found: list[Remedy] = []
-    for one in singles:
-        is_new = ON_HOST in one.values or not any(one.values.keys() & other.values.keys() for other in found)
-        if len(found) < MOST_NAMED and is_new and fits([one]):
-            found.append(one)
+    suggestions: list[Remedy] = []
+    for single in singles:
+        is_new = ON_HOST in single.values or not any(
+            single.values.keys() & other.values.keys() for other in suggestions
+        )
+        if len(suggestions) < MOST_NAMED and is_new and fits([single]):
+            suggestions.append(single)
     # If most ranks are not enough, fewer are not.
-    if len(found) < MOST_NAMED and more_ranks and fits([more_ranks[-1]]):
-        found.append(next(one for one in more_ranks if fits([one])))
-    if budget.host_bytes is not None and len(found) < MOST_NAMED:
-        more = (_more_of_the_host(one, passes, config, budget) for one in (Remedy(), *_to_the_host(config)))
-        found += [one for one in more if one is not None][:1]
+    if len(suggestions) < MOST_NAMED and more_ranks and fits([more_ranks[-1]]):
+        suggestions.append(next(remedy for remedy in more_ranks if fits([remedy])))
+    if budget.host_bytes is not None and len(suggestions) < MOST_NAMED:
+        more = (_more_of_the_host(remedy, passes, config, budget) for remedy in (Remedy(), *_to_the_host(config)))
+        suggestions += [remedy for remedy in more if remedy is not None][:1]
     adapters = _adapters(config)
-    found += [one for one in adapters if fits([one])]
-    if found:
-        return [told(one) for one in found]
+    suggestions += [remedy for remedy in adapters if fits([remedy])]
+    if suggestions:
+        return [told(remedy) for remedy in suggestions]
 
     def together(given: Remedy) -> Remedy | None:
         """Return the fewest of all keys that suffice with these ranks, or adapters, on vLLM if they do not
@@ -143,16 +145,16 @@ def find_remedies(passes: Passes, config: TrainerConfig, budget: Budget) -> list
         for engine in (Remedy(), *_vllm(given.apply(config), shape)):
             keys = list(_singles(sum_of([given, engine]).apply(config), shape))
             if fits([given, engine, *keys]):
-                for one in reversed(list(keys)):  # those that cost most time first
-                    fewer = [other for other in keys if other is not one]
+                for key in reversed(list(keys)):  # those that cost most time first
+                    fewer = [other for other in keys if other is not key]
                     keys = fewer if fits([given, engine, *fewer]) else keys
                 return dataclasses.replace(sum_of([engine, *keys, given]), note=given.note)
         return None
 
     most = together(more_ranks[-1]) if more_ranks else None
     several = next(filter(None, map(together, more_ranks)), None) if most else None
-    found = [one for one in (together(Remedy()), several, *map(together, adapters)) if one is not None]
-    return [told(one) for one in found]
+    suggestions = [remedy for remedy in (together(Remedy()), several, *map(together, adapters)) if remedy is not None]
+    return [told(remedy) for remedy in suggestions]
 
 
 def _adapters(config: TrainerConfig) -> list[Remedy]:
@@ -273,9 +275,13 @@ def _on_vllm(config: TrainerConfig) -> TrainerConfig:
     those that were given."""
     rollout, own = config.rollout, config.rollout.engine_args
     names = {item.name for item in dataclasses.fields(VLLMArgs)} & {item.name for item in dataclasses.fields(own)}
-    given = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(type(own)(), name)}
+    engine_args = {name: getattr(own, name) for name in names if getattr(own, name) != getattr(type(own)(), name)}
     common: dict[str, Any] = {item.name: getattr(rollout, item.name) for item in dataclasses.fields(RolloutConfig)}
-    common |= {"engine": "vllm", "engine_args": VLLMArgs(**given), "handoff": CopyHandoff(**vars(rollout.handoff))}
+    common |= {
+        "engine": "vllm",
+        "engine_args": VLLMArgs(**engine_args),
+        "handoff": CopyHandoff(**vars(rollout.handoff)),
+    }
     return dataclasses.replace(config, rollout=VLLMRolloutConfig(**common))
 
 

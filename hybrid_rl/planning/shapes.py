@@ -20,15 +20,15 @@ from hybrid_rl.training.sharding.fsdp import ShardOptions
 
 def weights_share(tag: str, modules: Iterable[PreTrainedModel], sharding: ShardOptions | None) -> Share:
     """Return the weights of models on a rank. sharding: None if each rank has all of them."""
-    found = list(modules)
-    parameters = [p for module in found for p in module.parameters()]
+    models = list(modules)
+    parameters = [p for module in models for p in module.parameters()]
     if sharding is None:
         counts = Counter[torch.dtype]()
         for p in parameters:
             counts[p.dtype] += p.numel()
         words = " + ".join(f"{count:,} parameters x {dtype.itemsize} B" for dtype, count in counts.items())
         return Share(tag, sum(count * dtype.itemsize for dtype, count in counts.items()), words or "nothing")
-    masters = {id(p) for module in found for p in weights_of(module).masters()}
+    masters = {id(p) for module in models for p in weights_of(module).masters()}
     kept = [(p, sharding.master_dtype.itemsize if id(p) in masters else p.itemsize) for p in parameters]
     sizes = Counter[int]()
     for p, size in kept:
@@ -85,6 +85,6 @@ def _shard_numel(parameters: Iterable[Tensor], sharding: ShardOptions) -> int:
 
 
 def _padding(parameters: Iterable[Tensor], sharding: ShardOptions) -> str:
-    found = list(parameters)
-    extra = _shard_numel(found, sharding) * sharding.dp_shard - sum(p.numel() for p in found)
+    tensors = list(parameters)
+    extra = _shard_numel(tensors, sharding) * sharding.dp_shard - sum(p.numel() for p in tensors)
     return f", {extra:,} elements of padding included" if extra else ""

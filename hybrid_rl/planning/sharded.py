@@ -63,9 +63,9 @@ class ShardedPass:
 
     def __init__(self, module: PreTrainedModel, options: ShardOptions, live: LiveStorages, *, is_first: bool) -> None:
         self._options, self._live = options, live
-        found = units_of(module)
-        self._modules = [unit for unit, _ in found]
-        self._units = [self._unit(parameters) for _, parameters in found]
+        units = units_of(module)
+        self._modules = [unit for unit, _ in units]
+        self._units = [self._unit(parameters) for _, parameters in units]
         self._kept: Tensor | None = None  # the last buffer that was gathered into in the forward pass
         self._reducing: Tensor | None = None
         self._shards: list[Tensor] = []

@@ -153,8 +153,8 @@ def serve(connection: socket.socket, calling: ModuleType) -> None:
     except BaseException as error:
         return send(connection, pickle.dumps(calling.user_traceback(error) or repr(error)))
     send(connection, pickle.dumps(None))
-    server, (told, tell) = os.getpid(), os.pipe()
-    os.set_blocking(told, False)
+    server, (notice, tell) = os.getpid(), os.pipe()
+    os.set_blocking(notice, False)
     with asyncio.Runner() as runner:  # one loop for the whole life: clients that functions keep stay usable
         while True:
             outcome = answer(calling, functions, receive(stream), runner)
@@ -163,7 +163,7 @@ def serve(connection: socket.socket, calling: ModuleType) -> None:
                     os.write(tell, b"!")
                 os._exit(0)
             with contextlib.suppress(BlockingIOError):
-                os.read(told, 1)
+                os.read(notice, 1)
                 outcome = calling.failed_call(FORKED, "")
             send(connection, cloudpickle.dumps(tuple(outcome)))
 

@@ -105,13 +105,13 @@ class CallProcess:
         """Have one request answered by an outcome, as a tuple. Raises TimeoutError or ProcessEndedError; then the
         process is gone."""
         try:
-            found: tuple[Any, ...] = pickle.loads(await self._ask(request, timeout_seconds))
+            outcome: tuple[Any, ...] = pickle.loads(await self._ask(request, timeout_seconds))
         except TimeoutError:
             self.kill()
             raise
         except (EOFError, OSError) as error:
             raise ProcessEndedError(self._exit()) from error
-        return found
+        return outcome
 
     async def _ask(self, message: bytes, timeout_seconds: float | None) -> bytes:
         """Exchange one message for another. Raises TimeoutError, or EOFError or OSError if the process is gone."""

@@ -75,10 +75,10 @@ def content_digest(path: Path) -> str:
 
 def _read(descriptor: int, start: int) -> bytes:
     """Read a block of a file, shorter at its end. One call may return less on some file systems."""
-    found = b""
-    while len(found) < BLOCK_BYTES and (part := os.pread(descriptor, BLOCK_BYTES - len(found), start + len(found))):
-        found = found + part if found else part
-    return found
+    block = b""
+    while len(block) < BLOCK_BYTES and (part := os.pread(descriptor, BLOCK_BYTES - len(block), start + len(block))):
+        block = block + part if block else part
+    return block
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def doing(name: str, total: int = 0, unit: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        _stack = tuple(one for one in _stack if one is not work)  # what another thread has begun meanwhile goes on
+        # What another thread has begun meanwhile goes on.
+        _stack = tuple(other for other in _stack if other is not work)
 
 
 def count(total: int, unit: str, *, is_common: bool = False) -> None:

@@ -73,8 +73,8 @@ def agreed(
         result = action()
     except BaseException as error:
         failure = error
-    told = None if failure is None else (f"{type(failure).__name__}: {failure}", is_of_peer(failure))
-    outcomes = gather((result, told))
+    report = None if failure is None else (f"{type(failure).__name__}: {failure}", is_of_peer(failure))
+    outcomes = gather((result, report))
     if failure is not None:
         raise failure
     for other, (_, theirs) in enumerate(outcomes):
@@ -135,10 +135,10 @@ def put_in_place(folder: Path, partial: Path, replaced: Path) -> None:
 def write_manifest(folder: Path, known: Mapping[str, Content], **more: Any) -> None:
     """Write the manifest of all files in a folder. known: those that others have read, by name in the folder. more:
     further entries, of types that JSON has."""
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    if gone := known.keys() - found.keys():
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if gone := known.keys() - paths.keys():
         raise FileNotFoundError(f"{folder / min(gone)} was deleted while the folder was written")
-    files = {name: asdict(known.get(name) or Content.of(path)) for name, path in found.items()}
+    files = {name: asdict(known.get(name) or Content.of(path)) for name, path in paths.items()}
     manifest = {**more, "files": files, "digest": _digest(files)}
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2))
 
@@ -152,10 +152,10 @@ def read_manifest(folder: Path) -> tuple[dict[str, Content], dict[str, Any]] | N
     if not path.is_file():
         return None
     try:
-        found: Any = json.loads(path.read_text())
-        if found["digest"] != _digest(found["files"]):
+        manifest: Any = json.loads(path.read_text())
+        if manifest["digest"] != _digest(manifest["files"]):
             raise ValueError("its content does not match its hash")
-        return {name: Content(**content) for name, content in found["files"].items()}, found
+        return {name: Content(**content) for name, content in manifest["files"].items()}, manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 

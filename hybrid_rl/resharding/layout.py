@@ -105,16 +105,16 @@ class SourceLayout:
         Raises HandoffError if the layout lacks one of them, or has it in another shape.
         """
         known = {tensor.spec.name: (number, tensor.spec.shape) for number, tensor in enumerate(self.tensors)}
-        found = np.full(len(specs), -1, dtype=np.int64)
+        numbers = np.full(len(specs), -1, dtype=np.int64)
         for index in np.unique(used).tolist():
             spec = specs[index]
-            found[index], shape = known.get(spec.name, (-1, None))
+            numbers[index], shape = known.get(spec.name, (-1, None))
             if shape != spec.shape:
                 raise HandoffError(
                     f"the engine takes {spec.name} {list(spec.shape)}, the trainer "
                     f"{'does not have it' if shape is None else f'has {list(shape)}'}; build both from one config"
                 )
-        return found[used]
+        return numbers[used]
 
     def parts(self, rank: int) -> tuple[Column, Column]:
         """Return the box of every tensor that a rank holds: low and high, int64 [tensors, MAX_DIMS].
@@ -123,13 +123,13 @@ class SourceLayout:
         HandoffError for a tensor of more dims.
         """
         low, high = (np.zeros((len(self.tensors), MAX_DIMS), dtype=np.int64) for _ in range(2))
-        found: dict[int, list[int] | None] = {}  # tensors share the arrays of owners
+        cells: dict[int, list[int] | None] = {}  # tensors share the arrays of owners
         for index, tensor in enumerate(self.tensors):
             key = id(tensor.owners)
-            if key not in found:
+            if key not in cells:
                 at = np.argwhere(tensor.owners == rank)
-                found[key] = at[0].tolist() if len(at) else None
-            cell = found[key]
+                cells[key] = at[0].tolist() if len(at) else None
+            cell = cells[key]
             if cell is not None:
                 num_dims = tensor.check_dims()
                 high[index] = 1
@@ -143,14 +143,14 @@ class SourceLayout:
 
     @cached_property
     def _digest(self) -> str:  # cached, because every handoff needs it several times
-        found = hashlib.blake2b(repr(self.hosts).encode(), digest_size=8)
+        hasher = hashlib.blake2b(repr(self.hosts).encode(), digest_size=8)
         owners: dict[int, bytes] = {}
         for tensor in self.tensors:
             if id(tensor.owners) not in owners:
                 owners[id(tensor.owners)] = hashlib.blake2b(tensor.owners.tobytes(), digest_size=8).digest()
-            found.update(f"{tensor.spec} {tensor.cuts} {tensor.owners.shape}".encode())
-            found.update(owners[id(tensor.owners)])
-        return found.hexdigest()
+            hasher.update(f"{tensor.spec} {tensor.cuts} {tensor.owners.shape}".encode())
+            hasher.update(owners[id(tensor.owners)])
+        return hasher.hexdigest()
 
 
 @lru_cache(maxsize=4096)

@@ -85,13 +85,13 @@ def overlaps(copies: Copies, layout: SourceLayout, item_bytes: Column, rank: int
     copies_kept = np.flatnonzero((copies.high > copies.low).all(axis=1))
     copies, item_bytes = copies.select(copies_kept), item_bytes[copies_kept]
     grid = cells.grid[copies.source]
-    found = [cells.meeting(dim, grid, copies.low[:, dim], copies.high[:, dim]) for dim in range(MAX_DIMS)]
-    row, rest = spread(np.prod([count for _, count in found], axis=0))
+    ranges = [cells.meeting(dim, grid, copies.low[:, dim], copies.high[:, dim]) for dim in range(MAX_DIMS)]
+    row, rest = spread(np.prod([count for _, count in ranges], axis=0))
     copies, grid = copies.select(row), grid[row]
     low, high, extent, coordinate = (np.empty((len(row), MAX_DIMS), dtype=np.int64) for _ in range(4))
     begin = np.empty_like(low)
     for dim in reversed(range(MAX_DIMS)):
-        first, count = (column[row] for column in found[dim])
+        first, count = (column[row] for column in ranges[dim])
         rest, step = np.divmod(rest, count)
         coordinate[:, dim] = first + step
         begin[:, dim], end = cells.bounds(dim, grid, coordinate[:, dim])

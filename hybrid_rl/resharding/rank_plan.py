@@ -58,17 +58,17 @@ class Plan:
     @cached_property
     def shares(self) -> tuple[RankShare, ...]:
         """The buckets by source rank: what is read in place need not be cut into buckets."""
-        found = [(rank, tuple(buckets)) for rank, buckets in groupby(self.buckets, lambda b: b.source_rank)]
-        return tuple(RankShare(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in found)
+        groups = [(rank, tuple(buckets)) for rank, buckets in groupby(self.buckets, lambda b: b.source_rank)]
+        return tuple(RankShare(rank, each, Pieces.join([bucket.pieces for bucket in each])) for rank, each in groups)
 
     @cached_property
     def digest(self) -> str:
         """A short hash of all copies and their order."""
-        found = hashlib.blake2b(f"{self.rank}".encode(), digest_size=8)
+        hasher = hashlib.blake2b(f"{self.rank}".encode(), digest_size=8)
         for bucket in self.buckets:
-            found.update(f"{bucket.source_rank} {len(bucket.pieces)}".encode())
-            found.update(bucket.pieces.content())
-        return found.hexdigest()
+            hasher.update(f"{bucket.source_rank} {len(bucket.pieces)}".encode())
+            hasher.update(bucket.pieces.content())
+        return hasher.hexdigest()
 
 
 def make_plan(trace: Trace, layout: SourceLayout, rank: int, *, bucket_bytes: int = BUCKET_BYTES) -> Plan:

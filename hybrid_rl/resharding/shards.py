@@ -90,7 +90,7 @@ def stored_boxes(folder: Path) -> dict[str, list[tuple[str, Box]]]:
 
 
 def _parts(folder: Path) -> dict[str, list[_Part]]:
-    found: dict[str, list[_Part]] = {}
+    parts: dict[str, list[_Part]] = {}
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"cannot read {folder}: it has no .safetensors files")
     path = folder
@@ -101,10 +101,10 @@ def _parts(folder: Path) -> dict[str, list[_Part]]:
             for name in file.keys():  # noqa: SIM118
                 piece = file.get_slice(name)
                 box = tuple(slice(o, o + n) for o, n in zip(offsets[name][OFFSETS], piece.get_shape(), strict=True))
-                found.setdefault(name, []).append(_Part(path, file, box, str_to_torch_dtype[piece.get_dtype()]))
+                parts.setdefault(name, []).append(_Part(path, file, box, str_to_torch_dtype[piece.get_dtype()]))
     except Exception as error:  # safetensors and json raise errors of their own
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    return found
+    return parts
 
 
 def _plan(folder: Path, name: str, tensor: Tensor, parts: list[_Part]) -> list[tuple[_Part, Box]]:

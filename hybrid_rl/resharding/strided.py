@@ -18,10 +18,10 @@ def boxes(source_offset: int, offset: int, axes: Sequence[Axis], shape: Sequence
     steps in the destination along each dim of the source. Returns None if that takes more than MAX_BOXES.
     """
     steps = _contiguous_strides(shape)
-    found: list[SourceBox] = []
+    source_boxes: list[SourceBox] = []
     pending = [(source_offset, offset, [axis for axis in axes if axis[0] != 1])]
     while pending:
-        if len(found) + len(pending) > MAX_BOXES:
+        if len(source_boxes) + len(pending) > MAX_BOXES:
             return None
         at, to, rest = pending.pop()
         low, remains = [], at
@@ -30,7 +30,7 @@ def boxes(source_offset: int, offset: int, axes: Sequence[Axis], shape: Sequence
             remains -= low[-1] * step
         taken = _as_box(low, to, rest, shape, steps)
         if isinstance(taken, tuple):
-            found.append(taken)
+            source_boxes.append(taken)
             continue
         # An axis that does not run along one dim is cut: into stretches that do if possible, otherwise step by step.
         extent, stride, way = rest.pop(taken)
@@ -48,7 +48,7 @@ def boxes(source_offset: int, offset: int, axes: Sequence[Axis], shape: Sequence
             if extent > MAX_BOXES:
                 return None
             pending.extend((at + i * stride, to + i * way, list(rest)) for i in reversed(range(extent)))
-    return found
+    return source_boxes
 
 
 def without_overlaps(
@@ -66,16 +66,16 @@ def without_overlaps(
     for index in reversed(range(len(writes))):
         offset, axes = writes[index]
         # Relative to the tensor: its boxes, with the step in the write's source along each of its dims.
-        found = boxes(offset, 0, [(extent, to, way) for extent, way, to in axes], shape)
-        if found is None:
+        write_boxes = boxes(offset, 0, [(extent, to, way) for extent, way, to in axes], shape)
+        if write_boxes is None:
             return None
-        for low, high, moved, ways in found:
+        for low, high, moved, ways in write_boxes:
             for piece_low, piece_high in _subtract(low, high, taken):
                 extents = [b - a for a, b in zip(piece_low, piece_high, strict=True)]
                 away = moved + sum((p - q) * way for p, q, way in zip(piece_low, low, ways, strict=True))
                 at = sum(p * stride for p, stride in zip(piece_low, strides, strict=True))
                 kept.append((index, at, away, list(zip(extents, ways, strides, strict=True))))
-        taken.extend((low, high) for low, high, _, _ in found)
+        taken.extend((low, high) for low, high, _, _ in write_boxes)
     return kept[::-1]
 
 

@@ -179,12 +179,12 @@ class _Recorder(TorchDispatchMode):
             extents = self._sources[write.source].shape
             if len(extents) > MAX_DIMS:
                 return f"its source {self._sources[write.source].name} has more than {MAX_DIMS} dims"
-            found = boxes(write.source_offset, write.offset, write.axes, extents)
-            if found is None:
+            source_boxes = boxes(write.source_offset, write.offset, write.axes, extents)
+            if source_boxes is None:
                 return f"it takes {self._sources[write.source].name} in a way that needs too many boxes"
             filled = [0] * (MAX_DIMS - len(extents))
             ones = [1] * len(filled)
-            for low, high, at, strides in found:
+            for low, high, at, strides in source_boxes:
                 copies.append([write.source, index, at, *low, *filled, *high, *ones, *strides, *filled])
         return None
 
@@ -193,8 +193,8 @@ class _Recorder(TorchDispatchMode):
         return storage in self._source_of or storage in self._destinations_of or storage in self._lost
 
     def _is_source(self, tensor: Any) -> bool:
-        found = self._source_of.get(storage_id(tensor))
-        return found is not None and found[1] == tensor.dtype and storage_id(tensor) not in self._lost
+        entry = self._source_of.get(storage_id(tensor))
+        return entry is not None and entry[1] == tensor.dtype and storage_id(tensor) not in self._lost
 
     def _destination(self, view: Tensor) -> int | None:
         """Return the destination that a view belongs to."""
@@ -217,8 +217,8 @@ class _Recorder(TorchDispatchMode):
         offset = int(target.storage_offset() - self._tensors[index].storage_offset())
         if self._is_source(value):
             source, dtype = self._source_of[storage_id(value)]
-            wanted, given = target.dtype, self._sources[source].dtype
-            if dtype != wanted and torch.promote_types(dtype, given) != dtype:
+            wanted, source_dtype = target.dtype, self._sources[source].dtype
+            if dtype != wanted and torch.promote_types(dtype, source_dtype) != dtype:
                 self._untraced[name] = f"its source is rounded to {dtype} on the way to {wanted}"
                 return
             value = value.expand(target.shape)
@@ -287,8 +287,8 @@ class _Recorder(TorchDispatchMode):
         storage = storage_id(tensor)
         if storage in self._source_of:
             return self._sources[self._source_of[storage][0]].name
-        found = self._destinations_of.get(storage)
-        return self._names[found[0]] if found else "a computed tensor"
+        destinations = self._destinations_of.get(storage)
+        return self._names[destinations[0]] if destinations else "a computed tensor"
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -301,13 +301,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among an operation's arguments, alone or in lists; faster than a general tree traversal."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found.extend(item for item in value if isinstance(item, Tensor))
-    return found
+            tensors.extend(item for item in value if isinstance(item, Tensor))
+    return tensors
 
 
 def _written_arguments(func: Any) -> list[tuple[int, str]]:

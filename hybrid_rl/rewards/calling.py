@@ -198,11 +198,11 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
             errors[position] = ("raised", "".join(traceback.format_exception(value)).rstrip())
             continue
         try:
-            found = to_numbers(value)
+            reward = to_numbers(value)
         except TypeError as error:
             errors[position] = ("type", str(error))
             continue
-        numbers_of_sample = found if isinstance(found, list) else [found]
+        numbers_of_sample = reward if isinstance(reward, list) else [reward]
         if wrong := [number for number in numbers_of_sample if not math.isfinite(number)]:
             errors[position] = ("nan", f"returned {wrong[0]}; rewards must be finite")
             continue
@@ -210,8 +210,8 @@ def check_values(returned: Any, log: CallLog) -> CallOutcome:
         values[position] = total = float(sum(numbers_of_sample))
         if not math.isfinite(total):
             values[position], errors[position] = math.nan, ("nan", f"token rewards add up to {total}; keep them finite")
-        elif isinstance(found, list):
-            tokens[position] = found
+        elif isinstance(reward, list):
+            tokens[position] = reward
     return CallOutcome(values, errors, None, log.extras, log.metrics, tokens)
 
 

@@ -89,26 +89,26 @@ class RewardList:
         Raises ConfigError for an unusable entry, for none, and for functions with parameters that nothing can fill,
         DataError for a column that would hide what the library passes to functions.
         """
-        given = with_model_entries(reward_funcs)
-        if not given:
+        entries = with_model_entries(reward_funcs)
+        if not entries:
             raise ConfigError("reward_funcs is empty; pass at least one function")
         check_reserved_columns(available_columns or (), "the dataset")
         names = unique_names(
-            e.name if isinstance(e, RewardModelEntry | GivenReward) else function_name(e) for e in given
+            e.name if isinstance(e, RewardModelEntry | GivenReward) else function_name(e) for e in entries
         )
-        found = cls(names, {}, {}, {})
-        for place, entry in enumerate(given):
+        reward_list = cls(names, {}, {}, {})
+        for place, entry in enumerate(entries):
             if isinstance(entry, RewardModelEntry):
-                found.models[place] = entry
+                reward_list.models[place] = entry
             elif isinstance(entry, EngineJudge):
-                found.judges[place] = entry
+                reward_list.judges[place] = entry
             elif isinstance(entry, GivenReward):
-                found.given[place] = entry
+                reward_list.given[place] = entry
             else:
-                found.functions[place] = inspect_function(
+                reward_list.functions[place] = inspect_function(
                     entry, names[place], available_columns, has_environments=has_environments
                 )
-        return found
+        return reward_list
 
 
 def with_model_entries(reward_funcs: Any, processing_classes: Any = None) -> list[Any]:

@@ -59,7 +59,7 @@ def _score(answer: str, problem: Any) -> float:
 @cache
 def _scorer(task: str) -> Callable[[str | None, Any], float]:
     reasoning_gym("reasoning_gym_reward")
-    found: Callable[[str | None, Any], float] = importlib.import_module("reasoning_gym.factory").get_score_answer_fn(
+    scorer: Callable[[str | None, Any], float] = importlib.import_module("reasoning_gym.factory").get_score_answer_fn(
         task
     )
-    return found
+    return scorer

@@ -57,15 +57,15 @@ _SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 def parse_grade(text: str) -> float | None:
     """Read the number in the last <score></score>; None if there is none, or it is not from 0 to 10."""
-    found = _SCORE.findall(text)
-    grade = float(found[-1]) if found else None
+    grades = _SCORE.findall(text)
+    grade = float(grades[-1]) if grades else None
     return grade if grade is not None and 0.0 <= grade <= MAX_GRADE else None
 
 
 def parse_winner(text: str) -> float | None:
     """Read the last <winner></winner>: 1 if it names A, 0 for B, 0.5 for a tie; None if there is none."""
-    found = _WINNER.findall(text)
-    return _SHARES[found[-1].lower()] if found else None
+    winners = _WINNER.findall(text)
+    return _SHARES[winners[-1].lower()] if winners else None
 
 
 @dataclass(frozen=True)

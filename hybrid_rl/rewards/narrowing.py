@@ -63,14 +63,14 @@ async def call_narrowed(
 
     def given_up(sample: RewardInput) -> Part:
         failed = [part.failure for _, part in parts if part.failure]
-        told = f"not called again: {len(failed)} samples of the same call failed like this one:\n{failed[-1][1]}"
-        return [sample], failed_call(failed[-1][0], told)
+        detail = f"not called again: {len(failed)} samples of the same call failed like this one:\n{failed[-1][1]}"
+        return [sample], failed_call(failed[-1][0], detail)
 
     first, rest = inputs[:MAX_ALIKE_SAMPLES], inputs[MAX_ALIKE_SAMPLES:]
-    found = await asyncio.gather(*map(alone, first))
-    if are_alike(found):
-        return [*found, *map(given_up, rest)]
-    return [*found, *await asyncio.gather(*map(alone, rest))]
+    first_parts = await asyncio.gather(*map(alone, first))
+    if are_alike(first_parts):
+        return [*first_parts, *map(given_up, rest)]
+    return [*first_parts, *await asyncio.gather(*map(alone, rest))]
 
 
 def has_died(outcome: CallOutcome) -> bool:

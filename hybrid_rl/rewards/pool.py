@@ -85,12 +85,12 @@ class ProcessCaller:
 
     async def call(self, spec: RewardFunction, arguments: Callable[[], dict[str, Any]], count: int) -> CallOutcome:
         """Call a function once, over `count` samples. Raises RewardError if functions or arguments cannot travel."""
-        given = arguments()
+        keywords = arguments()
         try:
-            request = cloudpickle.dumps((spec.name, given, count, spec.log_names))
+            request = cloudpickle.dumps((spec.name, keywords, count, spec.log_names))
         except Exception as error:
             raise RewardError(
-                f"the arguments of reward function {spec.name!r} ({', '.join(sorted(given))}) cannot be "
+                f"the arguments of reward function {spec.name!r} ({', '.join(sorted(keywords))}) cannot be "
                 f"sent to a process: {type(error).__name__}: {error}; set reward_processes=0"
             ) from error
         while self.idle and not self.idle[-1].is_alive:

@@ -213,9 +213,9 @@ def format_failures(failures: Sequence[RewardFailure]) -> str:
         which = "trajectory" if len(members) == 1 else "trajectories"
         detail = members[0].detail
         cause = f" {cause_of(detail)}" if "Traceback" in detail else ""  # the last line of a traceback
-        what = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
+        summary = f"{counted(len(members), 'sample')} {MEANINGS[reason]}"
         who = function if function == THE_AGENT else f"reward {function}"
-        lines.append(f"{who}: {what} ({which} {shown}{more}); first:{cause}")
+        lines.append(f"{who}: {summary} ({which} {shown}{more}); first:{cause}")
         lines.extend(f"  {line}" for line in detail.splitlines())
     return "\n".join(lines)
 
@@ -233,16 +233,16 @@ def check_not_ended(failures: Iterable[RewardFailure], step: int) -> None:
     """End the run if a reward function asked for it, which is not a failure of a sample. Raises KeyboardInterrupt if
     the function did, as after a Ctrl-C, and RewardError for SystemExit and any other BaseException."""
     for failure in failures:
-        told = "\n".join(f"  {line}" for line in failure.detail.splitlines())
+        detail = "\n".join(f"  {line}" for line in failure.detail.splitlines())
         cause = cause_of(failure.detail)
         who = THE_AGENT if failure.function == THE_AGENT else f"reward function {failure.function!r}"
         if failure.reason == "interrupt":
-            raise KeyboardInterrupt(f"step {step}: {who} raised {cause}\n{told}")
+            raise KeyboardInterrupt(f"step {step}: {who} raised {cause}\n{detail}")
         if failure.reason == "ended":
             raise RewardError(
                 f"step {step}: {who} raised {cause}, which asks the program to end and "
                 f"is not a failure of a sample; raise an Exception for a sample that cannot be scored, or return None\n"
-                f"{told}"
+                f"{detail}"
             )
 
 

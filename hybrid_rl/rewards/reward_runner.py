@@ -94,7 +94,9 @@ class RewardRunner:
                 )
         self._passes_environments = has_environments and not num_processes
         # Those that take any keyword may look at them, too.
-        self.reads_environments = self._passes_environments and any(one.accepts(ENVIRONMENTS) for one in self.functions)
+        self.reads_environments = self._passes_environments and any(
+            function.accepts(ENVIRONMENTS) for function in self.functions
+        )
         self.available_columns = tuple(available_columns or ())
         self._num_processes = num_processes
         self._caller = (
@@ -148,28 +150,30 @@ class RewardRunner:
         for sample in inputs if sources else ():
             asked.setdefault(sample.key.trajectory, set()).update(sample.given)
         functions = [name for place, name in enumerate(self.names) if place not in sources]
-        found = {}
+        silences = {}
         for trajectory, names in asked.items():
             said = [f"{', '.join(functions)} returned None for this sample"] if functions else []
             said += [text for source in sources.values() if (text := source.silence(names))]
-            told = "; ".join(said) or "no get_reward() was asked, and there is no reward function"
-            found[trajectory] = ALL_FUNCTIONS if functions else THE_AGENT, told
-        return found
+            detail = "; ".join(said) or "no get_reward() was asked, and there is no reward function"
+            silences[trajectory] = ALL_FUNCTIONS if functions else THE_AGENT, detail
+        return silences
 
     async def _score(self, inputs: Sequence[RewardInput], trainer_state: Any) -> list[tuple[int, Part]]:
         """Make all calls over these samples."""
         calls = [(place, chunk) for place in self.entries.functions for chunk in self._chunks(inputs)]
         self._open.add(asyncio.current_task())
         try:
-            found = await asyncio.gather(*(self._call(place, chunk, trainer_state) for place, chunk in calls))
+            parts_of_calls = await asyncio.gather(*(self._call(place, chunk, trainer_state) for place, chunk in calls))
         except asyncio.CancelledError:
             if not self._closed:
                 raise  # whoever has submitted these samples does not wait for them any more
             raise RewardError("the reward runner was closed before scoring finished") from None
         finally:
             self._open.discard(asyncio.current_task())
-        given = [(place, (inputs, source.outcome(inputs))) for place, source in self.entries.given.items()]
-        return given + [(place, part) for (place, _), parts in zip(calls, found, strict=True) for part in parts]
+        given_parts = [(place, (inputs, source.outcome(inputs))) for place, source in self.entries.given.items()]
+        return given_parts + [
+            (place, part) for (place, _), parts in zip(calls, parts_of_calls, strict=True) for part in parts
+        ]
 
     async def _call(self, place: int, inputs: Sequence[RewardInput], trainer_state: Any) -> list[Part]:
         spec = self.entries.functions[place]

@@ -158,9 +158,9 @@ def _compared(texts: Sequence[str | None], solutions: Sequence[str], log_extra: 
             rewards.append(0.0 if text is None else None)
             answers.append(None)
             continue
-        found = library.parse(text, [form], extraction_mode="first_match", parsing_timeout=parsing)
-        rewards.append(float(library.verify(gold, found, timeout_seconds=comparing)))
-        answers.append(answer_text(found))
+        parsed_answer = library.parse(text, [form], extraction_mode="first_match", parsing_timeout=parsing)
+        rewards.append(float(library.verify(gold, parsed_answer, timeout_seconds=comparing)))
+        answers.append(answer_text(parsed_answer))
     if log_extra is not None:
         log_extra("extracted_answer", answers)
     return rewards

@@ -117,9 +117,9 @@ def math_reward(column: str | None = None) -> Callable[..., list[float | None]]:
                 rewards.append(None)
                 answers.append(None)
                 continue
-            found = parse(last_boxes(answer))
-            rewards.append(float(library.verify(parsed[gold], found, timeout_seconds=seconds)))
-            answers.append(answer_text(found))
+            parsed_answer = parse(last_boxes(answer))
+            rewards.append(float(library.verify(parsed[gold], parsed_answer, timeout_seconds=seconds)))
+            answers.append(answer_text(parsed_answer))
         if log_extra is not None:
             log_extra("extracted_answer", answers)
         return rewards
@@ -179,9 +179,9 @@ def load_math_verify(wanted_by: str = "math_reward") -> ModuleType:
     """Import math-verify, without its warning of a limit that threads do not have. Raises ConfigError if it is not
     installed."""
     try:
-        found = importlib.import_module("math_verify")
+        library = importlib.import_module("math_verify")
     except ImportError as error:
         raise ConfigError(f"{wanted_by} needs math-verify, which is not installed: pip install math-verify") from error
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).addFilter(_is_other_warning)  # the same filter is not added twice
-    return found
+    return library

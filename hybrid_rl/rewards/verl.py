@@ -59,9 +59,9 @@ class VerlReward:
             if truth is None and "ground_truth" in self._taken:
                 results.append(RewardError(self._no_truth(*row)))
                 continue
-            given = {"data_source": source, "extra_info": extra, "ground_truth": truth}
-            given["solution_str"] = response_text(completion)
-            results.append(self.function(**{name: given[name] for name in self._taken}))
+            arguments = {"data_source": source, "extra_info": extra, "ground_truth": truth}
+            arguments["solution_str"] = response_text(completion)
+            results.append(self.function(**{name: arguments[name] for name in self._taken}))
         return (
             self._awaited(results, log_metric)
             if is_async_callable(self.function)

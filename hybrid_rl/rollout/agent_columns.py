@@ -54,7 +54,7 @@ class Attempt:
         trajectory where a single one does, as for judges."""
         made = [sample for sample in self.trajectory.samples if sample.token_ids]
         main = self._main_line(made)
-        ordered = sorted(made, key=lambda one: one.asked if one.line == main else 0)
+        ordered = sorted(made, key=lambda sample: sample.asked if sample.line == main else 0)
         return ordered or [_nothing(self.task)]
 
     def _main_line(self, samples: Sequence[Sample]) -> int:
@@ -101,8 +101,8 @@ def conversation_of(attempt: Attempt, decode: Decode, number: int = -1) -> tuple
     sample, is_last = samples[number], number in (-1, len(samples) - 1)
     if is_last and trajectory.messages:
         return attempt.prompt, trajectory.messages
-    known = [one for one in trajectory.conversations if one.sample is sample]
-    opening = next(one for one in (*trajectory.samples, sample) if one.line == sample.line)
+    known = [conversation for conversation in trajectory.conversations if conversation.sample is sample]
+    opening = next(candidate for candidate in (*trajectory.samples, sample) if candidate.line == sample.line)
     if not known:
         is_main = sample.line == samples[-1].line
         return attempt.prompt if is_main else decode(opening.prompt_ids), decode(sample.token_ids)
@@ -133,13 +133,15 @@ def reward_input(attempt: Attempt, decode: Decode) -> RewardInput:
 
 def sample_inputs(attempts: Sequence[Attempt], inputs: Mapping[int, RewardInput]) -> list[RewardInput]:
     """Return one input for each sample, to join rewards by. inputs: by trajectory, of its last sample."""
-    found = []
+    inputs_of_samples = []
     for attempt in attempts:
         last = inputs[attempt.identity]
         for key, sample in zip(attempt.keys[:-1], attempt.samples, strict=False):
-            found.append(RewardInput(key, last.prompt, "", list(sample.token_ids), last.columns, last.group))
-        found.append(last)
-    return found
+            inputs_of_samples.append(
+                RewardInput(key, last.prompt, "", list(sample.token_ids), last.columns, last.group)
+            )
+        inputs_of_samples.append(last)
+    return inputs_of_samples
 
 
 def own_rewards(attempts: Sequence[Attempt], inputs: Sequence[RewardInput]) -> list[Part]:
@@ -150,11 +152,11 @@ def own_rewards(attempts: Sequence[Attempt], inputs: Sequence[RewardInput]) -> l
     tokens: dict[int, list[float]] = {}
     for attempt in attempts:
         for number, sample in enumerate(attempt.samples):
-            given = [(span, reward) for span, reward in zip(sample.turns, sample.turn_rewards, strict=True)]
+            turn_rewards = [(span, reward) for span, reward in zip(sample.turns, sample.turn_rewards, strict=True)]
             value = attempt.trajectory.reward if number == len(attempt.samples) - 1 else None
-            if any(reward is not None for _, reward in given):
+            if any(reward is not None for _, reward in turn_rewards):
                 dense = [0.0] * len(sample.token_ids)
-                for (_, end), reward in given:
+                for (_, end), reward in turn_rewards:
                     dense[max(end - 1, 0)] += reward or 0.0
                 tokens[len(values)] = dense
                 value = (value or 0.0) + sum(dense)

@@ -268,8 +268,8 @@ class Collector:
     def _warn_of_retries(self, reports: Sequence[RolloutReport], call: RolloutCall) -> None:
         """Warn, once for each function, of calls that were repeated: each costs what a call costs."""
         retried: dict[str, list[tuple[int, str]]] = {}
-        for function, found in (item for report in reports for item in report.retried.items()):
-            retried.setdefault(function, []).append(found)
+        for function, retry in (item for report in reports for item in report.retried.items()):
+            retried.setdefault(function, []).append(retry)
         for function, of_ranks in retried.items():
             number, detail = sum(number for number, _ in of_ranks), of_ranks[0][1]
             if ("retried", function) not in self._told:
@@ -343,32 +343,32 @@ def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Col
     timings = Timings()
     with timings.measure("rollout"):
         saved = load_rollout(plan.rollouts_path, step)
-    what = f"{plan.rollouts_path}: the rollout of step {step}"
+    subject = f"{plan.rollouts_path}: the rollout of step {step}"
     num_prompts = len(saved.group_rows())
     if num_prompts != plan.num_prompts:
         raise DataError(
-            f"{what} has {num_prompts} prompts, but prompts_per_step={plan.num_prompts}; set it to {num_prompts}"
+            f"{subject} has {num_prompts} prompts, but prompts_per_step={plan.num_prompts}; set it to {num_prompts}"
         )
     try:
         one_each = saved.select(Trajectories.of(saved).first)
         sampling_temperature(saved)
     except DataError as error:
-        raise DataError(f"{what}: {error}") from error
+        raise DataError(f"{subject}: {error}") from error
     sizes = sorted({len(rows) for rows in one_each.group_rows()})
     if sizes != [plan.num_generations]:
         raise DataError(
-            f"{what} has {sizes} samples per prompt, but num_generations={plan.num_generations}; set it as it was when "
-            "the rollout was made"
+            f"{subject} has {sizes} samples per prompt, but num_generations={plan.num_generations}; set it as it was "
+            "when the rollout was made"
         )
     num_functions = len(saved["function_rewards"][0])
     if num_functions != len(names):
         raise DataError(
-            f"{what} was scored by {num_functions} reward functions, but {len(names)} are given ({', '.join(names)}); "
-            "give those that scored it"
+            f"{subject} was scored by {num_functions} reward functions, but {len(names)} are given "
+            f"({', '.join(names)}); give those that scored it"
         )
     if plan.greedy_baseline and "baseline_rewards" not in saved:
         raise DataError(
-            f"{what} was made without a greedy baseline, which the algorithm needs; make the rollouts with the "
+            f"{subject} was made without a greedy baseline, which the algorithm needs; make the rollouts with the "
             "algorithm that they are for"
         )
     batch = saved

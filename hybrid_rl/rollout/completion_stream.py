@@ -78,7 +78,7 @@ class CompletionGroup:
         if self.scoring is None or not self.scoring.done() or not self.is_scored:
             return
         outcomes = [outcome for _, (_, outcome) in self.scoring.result()]
-        if any((one.failure or one.errors) and not one.is_left_behind for one in outcomes):
+        if any((outcome.failure or outcome.errors) and not outcome.is_left_behind for outcome in outcomes):
             self.scoring = None
 
     @property
@@ -90,7 +90,10 @@ class CompletionGroup:
     def oldest_version(self) -> int | None:
         """The version of the weights that made its oldest token; None if it has none."""
         # It is asked for at every look, and the versions of a sample only grow: the first token is the oldest.
-        made = (*(sample.versions for sample in self.finished.values()), *(one.versions for one in self.begun.values()))
+        made = (
+            *(sample.versions for sample in self.finished.values()),
+            *(beginning.versions for beginning in self.begun.values()),
+        )
         return min((versions[0] for versions in made if versions), default=None)
 
     @property
@@ -101,7 +104,7 @@ class CompletionGroup:
     @property
     def num_begun(self) -> int:
         """Tokens of its completions that were broken off."""
-        return sum(len(one.token_ids) for one in self.begun.values())
+        return sum(len(beginning.token_ids) for beginning in self.begun.values())
 
     @property
     def num_again(self) -> int:

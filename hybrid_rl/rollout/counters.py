@@ -112,11 +112,11 @@ def use_metrics(uses: Sequence[SlotUse]) -> dict[str, float]:
     drafts, if there were any; empty if they were not counted. Of each rollout as many slots count as were used at once;
     a rank that has ended waits for the others."""
     num_steps = sum(use.num_steps for use in uses)
-    found = {"engine/steps": float(num_steps)} if num_steps else {}
+    metrics = {"engine/steps": float(num_steps)} if num_steps else {}
     if num_places := sum(use.num_steps * use.num_slots for use in uses):
-        found["engine/idle_share"] = 1 - sum(use.num_tokens for use in uses) / num_places
+        metrics["engine/idle_share"] = 1 - sum(use.num_tokens for use in uses) / num_places
     if num_drafted := sum(use.num_drafted for use in uses):
         num_accepted = sum(use.num_accepted for use in uses)
-        found |= {"engine/draft_tokens": float(num_drafted), "engine/accepted_tokens": float(num_accepted)}
-        found["engine/tokens_per_pass"] = 1 + num_accepted / sum(use.num_tokens for use in uses)
-    return found
+        metrics |= {"engine/draft_tokens": float(num_drafted), "engine/accepted_tokens": float(num_accepted)}
+        metrics["engine/tokens_per_pass"] = 1 + num_accepted / sum(use.num_tokens for use in uses)
+    return metrics

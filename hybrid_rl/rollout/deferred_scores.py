@@ -43,20 +43,20 @@ def merge_late(
     models' scores come last.
     """
     merged = [*failures, *late.failures]
-    found = Trajectories.of(batch)
-    first = found.first.numpy()
+    trajectories = Trajectories.of(batch)
+    first = trajectories.first.numpy()
     values = np.array(batch["function_rewards"], dtype=np.float64).reshape(batch.num_samples, len(rewards.names))[first]
     unmade = failed_before(failures)
-    has_none = np.array([key.trajectory in unmade for key in sample_keys(batch, found.last)], dtype=bool)
+    has_none = np.array([key.trajectory in unmade for key in sample_keys(batch, trajectories.last)], dtype=bool)
     for place, scores in late.values.items():
         values[:, place] = [np.nan if score is None else score for score in scores]
         values[has_none, place] = np.nan
-    changed: dict[str, Any] = {"function_rewards": values[found.index.numpy()].tolist()}
+    changed: dict[str, Any] = {"function_rewards": values[trajectories.index.numpy()].tolist()}
     if set(late.values) >= set(rewards.entries.models):
-        keys = sample_keys(batch, found.last)
+        keys = sample_keys(batch, trajectories.last)
         of_trajectories, missing = total_rewards(rewards.names, rewards.weights, keys, values, merged)
         merged += missing
-        totals = torch.from_numpy(of_trajectories)[found.index]
+        totals = torch.from_numpy(of_trajectories)[trajectories.index]
         changed["rewards"] = totals
         if "token_rewards" in batch:
             tokens = batch["token_rewards"]

@@ -103,8 +103,8 @@ class DemonstrationEncoder:
     def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if special:
             return text_ids(self._tokenizer, texts)
-        found = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-        return [list(ids) for ids in found["input_ids"]]
+        encoding = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+        return [list(ids) for ids in encoding["input_ids"]]
 
     def _behind(self, head: list[int], whole: list[int], head_text: str, whole_text: str, row: PromptRow) -> list[int]:
         """Return the tokens after those of the prompt."""

@@ -200,8 +200,8 @@ class Episodes:
             await _cancelled(running, attempt, "the rollout was cancelled")
             raise
         finally:
-            for one in timer:
-                one.cancel()
+            for task in timer:
+                task.cancel()
             tokens.close(trajectory.end_reason or "stop")
             await _finish(attempt)
         if running.done() and not running.cancelled():
@@ -296,7 +296,7 @@ class Episodes:
             members.append(sample_input)
             is_whole = len(members) == self.call.num_generations
             whole = sorted(members, key=lambda member: member.key) if is_whole else []
-        failed = {one.identity for one in self.attempts if one.failure}
+        failed = {rollout_attempt.identity for rollout_attempt in self.attempts if rollout_attempt.failure}
         self._ready += [sample for sample in whole if sample.key.trajectory not in failed]
         # What waits for an environment may wait for those that are to be scored.
         is_due = len(self.inputs) == len(self.attempts) or self.room.num_waiting > 0

@@ -35,7 +35,7 @@ def check_row(row: PromptRow) -> None:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(type(name) is str and _is_plain(one) for name, one in value.items())
+        return all(type(name) is str and _is_plain(item) for name, item in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)
@@ -91,7 +91,7 @@ def load_held(folder: Path, rank: int, num_ranks: int, kind: type[AnyGroup]) -> 
 def _check_kind(groups: Any, *, has_agents: bool) -> None:
     """Raise ConfigError for groups of agents in a run without any, and for others in a run with agents."""
     others = {"params", "seeds"} if has_agents else {"place", "call"}  # keys of the other kind
-    if isinstance(groups, list) and any(isinstance(one, dict) and others <= one.keys() for one in groups):
+    if isinstance(groups, list) and any(isinstance(group, dict) and others <= group.keys() for group in groups):
         made, now = ("without", "with") if has_agents else ("with", "without")
         raise ConfigError(
             f"the checkpoint holds groups begun {made} tools=, environment_factory=, rollout_func= or agent=; "

@@ -45,11 +45,11 @@ def read(kind: Any, found: Any, key: str) -> Any:
         item = arguments[0]
         if item in SIMPLE and all(map(SIMPLE[item][1], found)):  # thousands of tokens
             return origin(found)
-        return origin(read(item, one, f"{key}[{place}]") for place, one in enumerate(found))
+        return origin(read(item, element, f"{key}[{place}]") for place, element in enumerate(found))
     if type(found) is not dict:
         return _refuse(key, found, "an object with keys")
     of_key, of_value = arguments
-    return {_read_key(of_key, name, key): read(of_value, one, f"{key}.{name}") for name, one in found.items()}
+    return {_read_key(of_key, name, key): read(of_value, value, f"{key}.{name}") for name, value in found.items()}
 
 
 def plain(value: Any) -> Any:
@@ -72,7 +72,7 @@ def read_fields(kind: type[T], found: Any, key: str) -> T:
         if name not in found and field.default is field.default_factory is dataclasses.MISSING:
             raise CheckpointError(f"{_path(key, name)} is missing")
     types = field_types(kind)  # type: ignore[arg-type]
-    values = {name: read(types[name], one, _path(key, name)) for name, one in found.items()}
+    values = {name: read(types[name], value, _path(key, name)) for name, value in found.items()}
     try:
         return kind(**values)
     except ConfigError as error:

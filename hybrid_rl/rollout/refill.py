@@ -143,10 +143,10 @@ class Refill:
             parts = {
                 f"{words} (all alike, mean reward {float(p.mean()):.3g})": p for words, p in parts.items() if len(p)
             }
-        found = [f"{len(part)} {words}" for words, part in parts.items() if len(part)]
+        phrases = [f"{len(part)} {words}" for words, part in parts.items() if len(part)]
         if (scored < 2).any():
-            found.append(f"{int((scored < 2).sum())} had fewer than two scored samples")
-        return f"Of the others, {', '.join(found)}." if found else ""
+            phrases.append(f"{int((scored < 2).sum())} had fewer than two scored samples")
+        return f"Of the others, {', '.join(phrases)}." if phrases else ""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of all rollouts for the batch. reward_all: mean over all samples, dropped groups included."""

@@ -242,10 +242,10 @@ class GroupStream(ABC, Generic[AnyGroup]):
     def _left_metrics(self, left: Sequence[AnyGroup], *, drops: bool) -> MetricSums:
         """Return what this rank does not deliver, which it holds or drops. How old the tokens of a step are is counted
         by the update (staleness/...)."""
-        metrics, what = MetricSums(), "dropped" if drops else "held"
+        metrics, fate = MetricSums(), "dropped" if drops else "held"
         num_left = self._num_begun(left) + sum(group.num_tokens for group in left)
-        metrics.total(f"buffer/{what}_groups", len(left))
-        metrics.total(f"buffer/{what}_tokens", num_left)
+        metrics.total(f"buffer/{fate}_groups", len(left))
+        metrics.total(f"buffer/{fate}_tokens", num_left)
         if not drops:
             metrics.mean("buffer/held_share", num_left, num_left + self._num_taken)
         return metrics

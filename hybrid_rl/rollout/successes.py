@@ -43,9 +43,9 @@ class SuccessRule:
         values = torch.full((len(first),), torch.nan, dtype=torch.float64)
         if not rows or not rows[0]:
             return values
-        given = torch.tensor(rows, dtype=torch.float64).view(len(rows), -1)[first]
+        function_rewards = torch.tensor(rows, dtype=torch.float64).view(len(rows), -1)[first]
         for column in self.columns:
-            values = torch.where(values.isnan(), given[:, column], values)
+            values = torch.where(values.isnan(), function_rewards[:, column], values)
         return values
 
     def of(self, batch: AnyBatch) -> Tensor | None:
@@ -97,17 +97,19 @@ def eval_samples(
     rows: its prompts. rule: None = it is not known what is right. answers: what each sample that has one answers; the
     last turn of a trajectory speaks for it; none at all = they are not known. budget: the limit of a completion.
     """
-    found = Trajectories.of(batch)
-    group = batch["group"][found.first]
+    trajectories = Trajectories.of(batch)
+    group = batch["group"][trajectories.first]
     right = None if rule is None else rule.of(batch)
     by_trajectory = {key.trajectory: answer for key, answer in sorted(answers, key=lambda pair: pair[0])}
-    reasons = [batch["finish_reason"][sample] for sample in found.last.tolist()]
+    reasons = [batch["finish_reason"][sample] for sample in trajectories.last.tolist()]
     return grouped(
         (group - group.min()).tolist(),
         None if right is None else right.tolist(),
         policy_lengths(batch).tolist(),
         [reason not in TRUNCATIONS for reason in reasons],
-        [by_trajectory.get(one) for one in batch["trajectory"][found.first].tolist()] if by_trajectory else None,
+        [by_trajectory.get(trajectory) for trajectory in batch["trajectory"][trajectories.first].tolist()]
+        if by_trajectory
+        else None,
         [row_key(row) for row in rows],
         budget,
     )

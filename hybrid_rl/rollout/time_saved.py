@@ -39,7 +39,10 @@ class SecondsWon:
         num_engines = max(1, len(costs) // self._known.num_ranks)
         lengths = lengths_by_engine(batch["group"].tolist(), batch["completion_length"].tolist(), num_engines)
         slots = self._known.most_sequences
-        decoding = max(rates.of_step * num_steps(one, slots) + rates.of_sequence * sum(one) for one in lengths)
+        decoding = max(
+            rates.of_step * num_steps(engine_lengths, slots) + rates.of_sequence * sum(engine_lengths)
+            for engine_lengths in lengths
+        )
         # Prompts of the samples that this rollout began: on average as many as of those that it delivered.
         prompt_tokens = sum(cost.prompt_tokens for cost in costs) / len(costs)
         prompt_tokens -= sum(cost.tokens_again for cost in costs) / num_engines
@@ -50,10 +53,10 @@ class SecondsWon:
 def lengths_by_engine(groups: Sequence[int], lengths: Sequence[int], num_engines: int) -> list[list[int]]:
     """Deal the lengths of completions to engines: one group after the other to each in turn."""
     engine_of = {group: number % num_engines for number, group in enumerate(dict.fromkeys(groups))}
-    found: list[list[int]] = [[] for _ in range(num_engines)]
+    dealt_lengths: list[list[int]] = [[] for _ in range(num_engines)]
     for group, length in zip(groups, lengths, strict=True):
-        found[engine_of[group]].append(length)
-    return found
+        dealt_lengths[engine_of[group]].append(length)
+    return dealt_lengths
 
 
 def num_steps(lengths: Sequence[int], slots: int) -> int:

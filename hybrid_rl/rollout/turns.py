@@ -321,14 +321,14 @@ class EngineTurns:
                 if made.finish_reason != "abort" and not ask.answer.done() and not open_asks[id(asker)]:
                     self._thinking.add(asker)
         for ask, made in answers:
-            found = Completion(made.completion_ids, made.logprobs, made.versions, made.finish_reason)
+            completion = Completion(made.completion_ids, made.logprobs, made.versions, made.finish_reason)
             if made.finish_reason == "abort" and not ask.answer.done():
                 begun = Beginning(tuple(made.completion_ids), tuple(made.logprobs), tuple(made.versions))
                 ask.request, ask.handle = replace(ask.request, begun=begun), None
                 with self._lock:
                     self._waiting.append(ask)
             else:
-                ask.resolve(found)
+                ask.resolve(completion)
         return any(made.finish_reason != "abort" for _, made in answers)
 
     def suspend(self) -> None:

@@ -92,8 +92,8 @@ def record_adapters(
     None if it brings none. Keys of adapters that are given stay: they must describe the same (`check_adapters`). Raises
     ConfigError if they cannot be trained."""
     source = config.model.path if model is None else model
-    found = own_settings(source)
-    if found is None:
+    peft_config = own_settings(source)
+    if peft_config is None:
         return config, given, None
     name = BROUGHT
     if isinstance(source, PreTrainedModel):
@@ -101,15 +101,15 @@ def record_adapters(
             _check_user_put_in(source)
     else:
         name = str(Path(str(source)) / CONFIG_FILE)
-        if getattr(found, "lora_dropout", 0):
+        if getattr(peft_config, "lora_dropout", 0):
             logger.warning(
-                f"{name}: lora_dropout={found.lora_dropout} is left out: ratios need the same network twice, and there "
-                "is no dropout here"
+                f"{name}: lora_dropout={peft_config.lora_dropout} is left out: ratios need the same network twice, and "
+                "there is no dropout here"
             )
-            found.lora_dropout = 0.0
-    keys = {f"lora.{key}": value for key, value in keys_of(found, name).items()}
+            peft_config.lora_dropout = 0.0
+    keys = {f"lora.{key}": value for key, value in keys_of(peft_config, name).items()}
     missing = {path: value for path, value in keys.items() if path not in given}
-    return load_config(config, missing)[0], given | keys.keys(), found
+    return load_config(config, missing)[0], given | keys.keys(), peft_config
 
 
 def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: TrainerConfig) -> None:
@@ -122,18 +122,19 @@ def check_adapters(model: PreTrainedModel | ModelRecipe, brings: Any, config: Tr
     if isinstance(model, PreTrainedModel):
         own = copy.deepcopy(brings)
         own.inference_mode = False  # or its adapters would be frozen
-        told = difference(form_of_settings(model, own), there)
-        if told is not None:
+        first_difference = difference(form_of_settings(model, own), there)
+        if first_difference is not None:
             raise ConfigError(
-                f"{BROUGHT} is not what its peft config says: {told.replace('by the keys', 'by that')}. Saved and "
-                "loaded again it would be another; undo set_scale or scale_layer, or change lora_alpha of the config"
+                f"{BROUGHT} is not what its peft config says: {first_difference.replace('by the keys', 'by that')}. "
+                "Saved and loaded again it would be another; undo set_scale or scale_layer, or change lora_alpha "
+                "of the config"
             )
-    if found := difference(asked, there):
+    if first_difference := difference(asked, there):
         if isinstance(model, PreTrainedModel):
             _check_user_put_in(model)
         raise ConfigError(
-            f"the model has adapters already, and the keys of lora describe others: {found}. Leave the keys out to go "
-            "on training those that it has; to begin with new ones, load the model without them"
+            f"the model has adapters already, and the keys of lora describe others: {first_difference}. Leave the "
+            "keys out to go on training those that it has; to begin with new ones, load the model without them"
         )
 
 
@@ -155,10 +156,10 @@ def check_resumed_adapters(model: PreTrainedModel | ModelRecipe, folder: Path, c
     except ConfigError as error:
         raise CheckpointError(f"cannot resume from {folder}: its adapters do not fit this model: {error}") from error
     asked = form_of_settings(model, peft_config_of(vars(config.lora)))
-    if found := difference(asked, there, "in the checkpoint"):
+    if first_difference := difference(asked, there, "in the checkpoint"):
         raise CheckpointError(
-            f"cannot resume from {folder}: its adapters are others than those of this run: {found}. Give the keys of "
-            "lora with which it was written"
+            f"cannot resume from {folder}: its adapters are others than those of this run: {first_difference}. Give "
+            "the keys of lora with which it was written"
         )
 
 

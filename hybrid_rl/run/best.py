@@ -41,7 +41,7 @@ def check_metric(config: EvalConfig, sets: Collection[str], reward_names: Sequen
     own += [f"completions/{length}" for length in LENGTHS]
     counts = sizes(config.num_generations_eval)
     own += [f"pass@{k}" for k in counts[1:]] + [f"maj@{k}" for k in counts if k > 2]
-    prefixes = [f"{one}/" if one else "" for one in sets]
+    prefixes = [f"{set_name}/" if set_name else "" for set_name in sets]
     rest = name.removeprefix("eval/")
     if any(rest.startswith(prefix + family) for prefix in prefixes for family in FAMILIES):
         return
@@ -154,8 +154,8 @@ class BestStep:
     def checkpoint(self) -> Path | None:
         """The checkpoint of the best step; None if there is none (yet)."""
         folders = [folder for folder in (self._folder, self._earlier) if folder is not None and self.step is not None]
-        found = (folder / f"checkpoint-{self.step}" for folder in folders)
-        return next((checkpoint for checkpoint in found if checkpoint.is_dir()), None)
+        checkpoints = (folder / f"checkpoint-{self.step}" for folder in folders)
+        return next((checkpoint for checkpoint in checkpoints if checkpoint.is_dir()), None)
 
     @property
     def kept(self) -> Path | None:
@@ -171,22 +171,24 @@ class BestStep:
             return None
         if self.step is None:
             tried = counted(self._num_unknown, "evaluation")
-            told = f"there is no best step: {self.name} was not a number in any of {tried}, so the weights of the last "
-            return told + "step stay; see eval/rewards/num_failed" if self._num_unknown else None
-        told = f"the best step by {self.name} is {self.step} ({self.value:g})"
+            message = (
+                f"there is no best step: {self.name} was not a number in any of {tried}, so the weights of the last "
+            )
+            return message + "step stay; see eval/rewards/num_failed" if self._num_unknown else None
+        message = f"the best step by {self.name} is {self.step} ({self.value:g})"
         if self.before is not None and self.value is not None and self._sign * (self.value - self.before) <= 0:
-            told += f", which is not better than before training ({self.before:g})"
+            message += f", which is not better than before training ({self.before:g})"
         if self.step == step:
-            return f"{told}, the last one"
+            return f"{message}, the last one"
         checkpoint = self.checkpoint
         if checkpoint is None:
             raise CheckpointError(
-                f"{told}, but {self._folder / f'checkpoint-{self.step}'} is missing, so its weights cannot be loaded; "
-                "those of the last step stay"
+                f"{message}, but {self._folder / f'checkpoint-{self.step}'} is missing, so its weights cannot be "
+                "loaded; those of the last step stay"
             )
         load(checkpoint)
         self._loaded = self.step
-        return f"{told}: its weights are loaded from {checkpoint}"
+        return f"{message}: its weights are loaded from {checkpoint}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""

@@ -34,16 +34,16 @@ def changed_config(run: Run, keys: Mapping[str, Any], first_length: int) -> Trai
         base = to_dict(before)
         base["eval"] = {name: value for name, value in base["eval"].items() if name not in SAMPLED}
     loaded = load_config(base, keys)[0]
-    given = frozenset(key.path for key in key_values(loaded) if key.path.rpartition(".")[2] in keys)
+    paths = frozenset(key.path for key in key_values(loaded) if key.path.rpartition(".")[2] in keys)
     machine: Any = {"hardware": run.hardware, "module_device": device_of(run.choice.module)}
     # The checkpoint that the run came from may be gone by now.
-    after = resolve(dataclasses.replace(loaded, resume=None), given, has_eval=bool(run.data.eval), **machine)
+    after = resolve(dataclasses.replace(loaded, resume=None), paths, has_eval=bool(run.data.eval), **machine)
     after = dataclasses.replace(after, resume=before.resume)
-    inside = tuple(f"{path}." for path in given)  # a key may be a mapping
+    inside = tuple(f"{path}." for path in paths)  # a key may be a mapping
     beside = [
         f"{path} {was} -> {now}"
         for path, was, now in differing(to_dict(before), to_dict(after))
-        if path not in given and not path.startswith(inside)
+        if path not in paths and not path.startswith(inside)
     ]
     asked = ", ".join(f"{name}={value!r}" for name, value in keys.items())
     if beside:

@@ -48,10 +48,10 @@ def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
     The architecture is checked later, with the model. Logs that the model's own forward is used."""
     settings = config.model
     if not config.is_packed:
-        what = "training runs" if config.rollout.is_packed else "rollout and training run"
+        subject = "training runs" if config.rollout.is_packed else "rollout and training run"
         cause = "model.attention=unpacked" if config.rollout.is_packed else f"rollout.engine={config.rollout.engine}"
         logger.warning(
-            "%s: %s through the model's own forward, every sample with its prompt and nothing packed", cause, what
+            "%s: %s through the model's own forward, every sample with its prompt and nothing packed", cause, subject
         )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)

@@ -43,12 +43,12 @@ def are_sets(given: Any) -> bool:
 def _sized(dataset: Any, name: str, encoder: PromptEncoder) -> SizedSource:
     which = f"eval_dataset[{name!r}]" if name else "eval_dataset"
     try:
-        found = load_source(dataset, encoder)
+        source = load_source(dataset, encoder)
     except DataError as error:
         raise DataError(f"{which}: {error}") from error if name else error
-    if not isinstance(found, SizedSource):
+    if not isinstance(source, SizedSource):
         raise ConfigError(f"{which} is a stream; give a dataset of fixed size, so that evaluations can be compared")
-    return found
+    return source
 
 
 def _check_name(name: Any) -> None:

@@ -61,14 +61,14 @@ class Evaluator:
         metrics: dict[str, float] = {}
         latest: dict[str, EvalSamples] = {}
         for name, rows in sets.items():
-            batch, found = self._roll_out(name, rows, version, state)
+            batch, metrics_of_set = self._roll_out(name, rows, version, state)
             answers = [pair for part in self._policy.answers(batch) for pair in part]
             samples = eval_samples(batch, rows, self._run.success, answers, self._params.max_tokens)
-            found |= _share_metrics(samples)
+            metrics_of_set |= _share_metrics(samples)
             if folder is not None:
                 self._keep(batch, name, state.global_step, folder, kept)
             prefix = f"eval/{name}/" if name else "eval/"
-            metrics |= {prefix + metric: value for metric, value in found.items()}
+            metrics |= {prefix + metric: value for metric, value in metrics_of_set.items()}
             latest[name] = samples
         return metrics, latest
 
@@ -110,7 +110,7 @@ class Evaluator:
 def _share_metrics(samples: EvalSamples) -> dict[str, float]:
     """Return accuracy, pass@k and maj@k, and the interval of the accuracy."""
     estimates = samples.estimates()
-    metrics = {name: found.value for name, found in estimates.items()}
+    metrics = {name: estimate.value for name, estimate in estimates.items()}
     if ACCURACY in estimates:
         metrics |= {f"{ACCURACY}_low": estimates[ACCURACY].low, f"{ACCURACY}_high": estimates[ACCURACY].high}
     return metrics

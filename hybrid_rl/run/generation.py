@@ -54,7 +54,7 @@ def generation_of(
     trajectories cannot use."""
     chosen = {**given, "stop_strings": check_stop_strings(stop_strings, run.choice.tokenizer)}
     params = replace(run.train_params, **{name: value for name, value in chosen.items() if value is not None})
-    given_rows = [dict(one) if isinstance(one, Mapping) else {PROMPT_COLUMN: one} for one in prompts]
+    given_rows = [dict(prompt) if isinstance(prompt, Mapping) else {PROMPT_COLUMN: prompt} for prompt in prompts]
     for place, row in enumerate(given_rows):
         _check_row(run.agents, row, place)
     encoder = run.data.encoder

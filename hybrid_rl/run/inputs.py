@@ -37,11 +37,11 @@ def prompt_room(config: TrainerConfig, max_positions: int | None) -> PromptRoom 
     Raises ConfigError if nothing is left, or less than max_prompt_length.
     """
     completion = config.rollout.max_completion_length
-    given = {
+    candidates = {
         "tokens_per_micro_batch": config.optimizer.tokens_per_micro_batch,
         "the model's positions": max_positions,
     }
-    limits = {name: limit for name, limit in given.items() if limit is not None}
+    limits = {name: limit for name, limit in candidates.items() if limit is not None}
     if not limits:
         return None
     name = min(limits, key=limits.__getitem__)
@@ -100,7 +100,7 @@ class Data:
         """How the datasets are read, if they are not taken as they are, for people."""
         named = {"training data": self.train}
         named |= {f"evaluation data {name}".strip(): source for name, source in self.eval.items()}
-        return [f"{what}: {source.note}" for what, source in named.items() if source.note]
+        return [f"{name}: {source.note}" for name, source in named.items() if source.note]
 
     @property
     def probe_ids(self) -> tuple[int, ...]:
@@ -145,8 +145,8 @@ def load_data(
     held_out = {} if evaluation is None else load_sets(evaluation, encoder)
     if agents is not None:
         check_rows(source, agents, "the training data")
-        for one in held_out.values():
-            check_rows(one, agents, "the evaluation data")
+        for eval_source in held_out.values():
+            check_rows(eval_source, agents, "the evaluation data")
     return Data(encoder, source, held_out, grows, config.data.max_prompt_length)
 
 
@@ -157,8 +157,8 @@ def paths_of(dataset: Any) -> Any:
         return str(dataset)
     if not isinstance(dataset, Mapping) or not (is_gym(dataset) or is_named(dataset)):
         return None
-    found = {str(n): value if is_gym(dataset) else paths_of(value) for n, value in dataset.items()}
-    return None if None in found.values() else found
+    paths = {str(n): value if is_gym(dataset) else paths_of(value) for n, value in dataset.items()}
+    return None if None in paths.values() else paths
 
 
 def with_template(tokenizer: Any, config: TrainerConfig) -> Any:

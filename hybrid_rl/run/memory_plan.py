@@ -56,19 +56,20 @@ def budget_of(config: TrainerConfig, hardware: Hardware) -> Budget | None:
     and on GPUs of other machines, whose size is not known here.
 
     Raises ConfigError if the run is given more than a GPU has."""
-    given, host = config.memory.device_memory, config.memory.host_memory
+    device_memory, host = config.memory.device_memory, config.memory.host_memory
     is_cuda = config.model.device == "cuda"
-    if given is None and (not is_cuda or not hardware.is_here or not torch.cuda.is_available()):
+    if device_memory is None and (not is_cuda or not hardware.is_here or not torch.cuda.is_available()):
         return None
     total = 0
     if is_cuda and hardware.is_here and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    if given is not None:
-        device_bytes, words = memory_bytes(given, "memory.device_memory"), f"memory.device_memory={given}"
+    if device_memory is not None:
+        device_bytes = memory_bytes(device_memory, "memory.device_memory")
+        words = f"memory.device_memory={device_memory}"
         if total and device_bytes > total:
             raise ConfigError(
-                f"memory.device_memory={given} is more than the {size_text(total)} of {hardware.name}; leave it out, "
-                "or make it smaller"
+                f"memory.device_memory={device_memory} is more than the {size_text(total)} of {hardware.name}; leave "
+                "it out, or make it smaller"
             )
     else:
         device_bytes = int(USABLE_SHARE * total)

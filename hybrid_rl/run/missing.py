@@ -59,7 +59,9 @@ def attribute_advice(name: str, known: Iterable[str]) -> str:
     if name in LIVE:
         where = ", it exists with eval_temperature above 0" if name in SAMPLED else ""
         return f"this run has no such setting{where} (trainer.config shows all)"
-    near = difflib.get_close_matches(name, [one for one in known if not one.startswith("_")], n=1, cutoff=0.8)
+    near = difflib.get_close_matches(
+        name, [attribute for attribute in known if not attribute.startswith("_")], n=1, cutoff=0.8
+    )
     if near:
         return f"did you mean trainer.{near[0]}?"
     if name in leaf_names():
@@ -70,17 +72,17 @@ def attribute_advice(name: str, known: Iterable[str]) -> str:
 
 def refusal(name: str) -> str:
     """Return why an attribute of a Trainer cannot be set, and what to do instead."""
-    what = f"trainer.{name} would do nothing"
+    reason = f"trainer.{name} would do nothing"
     if name == "dataset_weights":
-        return f"{what}: set trainer.train_dataset.weights, which holds from the next draw on"
+        return f"{reason}: set trainer.train_dataset.weights, which holds from the next draw on"
     if name in PARTS:
         return f"trainer.{name} is what the Trainer works with, and cannot be replaced. {ANOTHER}"
     if name in ARGUMENTS or name in leaf_names():
-        return f"{what}: it is fixed when a Trainer is made. {ANOTHER}"
+        return f"{reason}: it is fixed when a Trainer is made. {ANOTHER}"
     near = difflib.get_close_matches(name, LIVE, n=1)
     habit = extra("habit_of")(name)
     advice = habit.advice if habit else f"did you mean trainer.{near[0]}?" if near else ""
-    return f"{what}: a Trainer has no such attribute" + (f"; {advice}" if advice else "")
+    return f"{reason}: a Trainer has no such attribute" + (f"; {advice}" if advice else "")
 
 
 def explained(method: Callable[P, R]) -> Callable[P, R]:

@@ -83,14 +83,14 @@ def record_arguments(
     Raises ConfigError if argument and key disagree, and ModelError for a module whose dtype cannot be trained.
     """
     named = {"model.path": model, "data.train_path": train, "data.eval_path": evaluation}
-    found: dict[str, Any] = {key: paths_of(value) for key, value in named.items() if paths_of(value) is not None}
+    record: dict[str, Any] = {key: paths_of(value) for key, value in named.items() if paths_of(value) is not None}
     configured: dict[str, Any] = {"model.path": config.model.path, "data.train_path": config.data.train_path}
     configured["data.eval_path"] = config.data.eval_path
     for key, value in named.items():
-        if value is not None and configured[key] is not None and configured[key] != found.get(key):
-            what = found.get(key, f"a {type(value).__name__}")
+        if value is not None and configured[key] is not None and configured[key] != record.get(key):
+            argument = record.get(key, f"a {type(value).__name__}")
             raise ConfigError(
-                f"{key}={configured[key]!r} is set, but {what} was passed as an argument; give only one of them"
+                f"{key}={configured[key]!r} is set, but {argument} was passed as an argument; give only one of them"
             )
     if isinstance(model, PreTrainedModel):
         check_module(model)
@@ -101,8 +101,8 @@ def record_arguments(
                 f"model.dtype={config.model.dtype}, but the module holds {dtype}; convert it with .to(...), or leave "
                 "dtype out"
             )
-        found["model.dtype"] = dtype
-    return load_config(config, found)[0]
+        record["model.dtype"] = dtype
+    return load_config(config, record)[0]
 
 
 def find_hardware(config: TrainerConfig, module_device: Device | None = None) -> Hardware:
@@ -293,17 +293,17 @@ def prepare(
 ) -> Run:
     """Check the user's arguments, cheapest checks first. closing: releases the run folder, and closes environments that
     were made to look at them, when it is closed. Raises ConfigError, DataError, ModelError or CheckpointError."""
-    loaded, given = load_config(config, overrides)
-    loaded = record_arguments(loaded, given, model, train, evaluation)
-    loaded, given, brought = record_adapters(loaded, given, model)
+    loaded, given_keys = load_config(config, overrides)
+    loaded = record_arguments(loaded, given_keys, model, train, evaluation)
+    loaded, given_keys, brought = record_adapters(loaded, given_keys, model)
     module_device = device_of(model)
     hardware = find_hardware(loaded, module_device)
     has_eval = evaluation is not None or loaded.data.eval_path is not None
-    resolved = resolve(loaded, given, has_eval=has_eval, hardware=hardware, module_device=module_device)
+    resolved = resolve(loaded, given_keys, has_eval=has_eval, hardware=hardware, module_device=module_device)
     check_modes(resolved)
     check_attention(resolved, hardware)
     warn_of_devices(resolved, hardware, module_device)
-    for notice in notices(resolved, given):
+    for notice in notices(resolved, given_keys):
         logger.warning(notice)
     extra("check_trackers")(resolved.report_to)
     library = resolved.rollout.library
@@ -353,7 +353,7 @@ def prepare(
         check_resumed_adapters(choice.module or choice.recipe(resolved), checkpoint.folder, resolved)
     return Run(
         config=resolved,
-        given=given,
+        given=given_keys,
         hardware=hardware,
         choice=choice,
         skeleton=skeleton,

@@ -91,12 +91,14 @@ class Restarts:
         if not self._limit or not may_restart(error, at_start=at_start):
             raise error
         loss = Loss.of(error, step)
-        before = [one for one in self._losses if one.step == step]
+        before = [earlier_loss for earlier_loss in self._losses if earlier_loss.step == step]
         if not at_start and (same := _same(loss, before)):
             raise _again([*same, loss], self.number) from error
         if self.number >= self._limit:
-            told = self._losses[-1] if self._losses else None
-            last = f"; the failure before came after step {told.step}: {told.cause}" if told is not None else ""
+            failure = self._losses[-1] if self._losses else None
+            last = (
+                f"; the failure before came after step {failure.step}: {failure.cause}" if failure is not None else ""
+            )
             error.add_note(f"there were {self.number} restarts, and max_restarts={self._limit}{last}")
             raise error
         self.number += 1
@@ -116,25 +118,25 @@ class Restarts:
 def _same(loss: Loss, before: list[Loss]) -> list[Loss]:
     """Return the earlier losses after the same step that show, with this one, that another restart would not help."""
     if not loss.is_kill:
-        return [one for one in before if one.kind == loss.kind][-1:]
+        return [earlier_loss for earlier_loss in before if earlier_loss.kind == loss.kind][-1:]
     last = before[1 - MAX_KILLS :]
-    return last if len(last) == MAX_KILLS - 1 and all(one.is_kill for one in last) else []
+    return last if len(last) == MAX_KILLS - 1 and all(earlier_loss.is_kill for earlier_loss in last) else []
 
 
 def _again(failures: list[Loss], num_restarts: int) -> WorkerError:
     """Return the error for failures after the same step that show that another restart would not help."""
     step, number = failures[-1].step, len(failures)
     if failures[-1].is_kill:
-        told = [
+        lines = [
             f"processes were killed {number} times in a row after step {step}, so another restart would not help; if "
             "memory ran out (dmesg says so), make the step smaller, or use more ranks."
         ]
     else:
-        told = [f"training failed with the same error again after step {step}, so another restart would not help."]
-    told[0] += f" Restarts so far: {num_restarts}."
+        lines = [f"training failed with the same error again after step {step}, so another restart would not help."]
+    lines[0] += f" Restarts so far: {num_restarts}."
     for place, failure in enumerate(failures, 1):
-        told += [f"Failure {place} of {number}: {failure.cause}", textwrap.indent(failure.traceback, "    ")]
-    return WorkerError("\n".join(told))
+        lines += [f"Failure {place} of {number}: {failure.cause}", textwrap.indent(failure.traceback, "    ")]
+    return WorkerError("\n".join(lines))
 
 
 def may_restart(error: BaseException, *, at_start: bool = False) -> bool:

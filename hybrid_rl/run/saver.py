@@ -194,18 +194,18 @@ class Saver:
             return
         with self._cleared_up(target, is_ours=True):
             ranks = self._crew.policy.save_progress(wait_seconds)
-            errors = [(rank, one.error) for rank, one in enumerate(ranks) if one.error]
-            if not errors and not all(one.is_done for one in ranks):
+            errors = [(rank, progress.error) for rank, progress in enumerate(ranks) if progress.error]
+            if not errors and not all(progress.is_done for progress in ranks):
                 return
             self._saving = None
             self._crew.policy.end_save(is_given_up=bool(errors))
         if errors:
             # The leader gives up if another rank has failed, and if itself fails, others find their folder gone.
-            rank, text = next((one for one in errors if one[1] != GIVEN_UP), errors[0])
+            rank, text = next((error for error in errors if error[1] != GIVEN_UP), errors[0])
             self._position.save_due = True
             self._note_failure(CheckpointError(failure(target, f"rank {rank}: {text}" if len(ranks) > 1 else text)))
             return
-        self._seconds["timing/checkpoint_write"] = max(one.seconds for one in ranks)
+        self._seconds["timing/checkpoint_write"] = max(progress.seconds for progress in ranks)
         self._log.display.message(f"saved {target}")
         self._note_saved(target)
         self._notify("on_save", int(target.name.removeprefix("checkpoint-")), target)
@@ -222,8 +222,8 @@ class Saver:
             self.wait()
         except Exception as error:  # what closes must not fail; the ranks may be gone
             if target is not None and (target / STATE_FILE).is_file():
-                told = f"{type(error).__name__}: {error}"
-                logger.warning("%s is there; what was to be done after it failed: %s", target, told)
+                cause = f"{type(error).__name__}: {error}"
+                logger.warning("%s is there; what was to be done after it failed: %s", target, cause)
             else:
                 logger.warning("%s was being written, and is not there: %s", target, error)
         finally:
@@ -253,8 +253,8 @@ class Saver:
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of checkpoints since the last call."""
-        found, self._seconds = self._seconds, {}
-        return found
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
     def keep_last_step(self) -> None:
         """Save the last complete step, if checkpoints or a stop were asked for and it has none yet."""

@@ -203,7 +203,7 @@ class Settings:
         values = {change.key.rpartition(".")[2]: change.now for change in self._changed}
         for key, now in list(values.items()):
             if isinstance(now, Mapping):
-                values |= {f"{key}/{name}": one for name, one in now.items()}
+                values |= {f"{key}/{name}": value for name, value in now.items()}
         return {f"set/{name}": float(now) for name, now in values.items() if isinstance(now, int | float)}
 
     # ------------------------------------------------------------------------------------------------- checkpoints
@@ -254,10 +254,10 @@ def checked_length(steps: Any, name: str = LENGTH) -> int:
 
 def checked_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     """Return callbacks as a tuple. Raises ConfigError for what is none."""
-    given = (callbacks,) if isinstance(callbacks, Callback) else tuple(callbacks or ())
-    for callback in given:
+    hooks = (callbacks,) if isinstance(callbacks, Callback) else tuple(callbacks or ())
+    for callback in hooks:
         if not isinstance(callback, Callback):
             raise ConfigError(
                 f"callbacks has {callback!r} of type {type(callback).__name__}: {callback_advice(callback)}"
             )
-    return given
+    return hooks

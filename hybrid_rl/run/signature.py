@@ -24,12 +24,12 @@ class KeySignature:
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         kinds = inspect.Parameter
-        given = list(inspect.signature(owner.__init__).parameters.values())[1:]  # type: ignore[misc]
-        if OVERRIDES not in (parameter.name for parameter in given):
+        parameters = list(inspect.signature(owner.__init__).parameters.values())[1:]  # type: ignore[misc]
+        if OVERRIDES not in (parameter.name for parameter in parameters):
             raise AttributeError("__signature__")
         if self._made is None:
-            own = [parameter for parameter in given if parameter.kind is not kinds.VAR_KEYWORD]
-            rest = [parameter for parameter in given if parameter not in own]  # keys by their paths
+            own = [parameter for parameter in parameters if parameter.kind is not kinds.VAR_KEYWORD]
+            rest = [parameter for parameter in parameters if parameter not in own]  # keys by their paths
             taken = {parameter.name for parameter in own} | {TAG}
             keys = {section: (choice.default, str) for section, choice in CHOICES.items() if choice.tag}
             keys |= {leaf.key.name: (leaf.key.default, leaf.key.type) for leaf in all_leaves()}

@@ -45,16 +45,16 @@ class Metrics(dict[str, float]):
 
     def headline(self) -> str:
         """Return the most important ones in a line."""
-        found = [f"{title} {number(self[name])}" for name, title in HEADLINES.items() if name in self]
-        return ", ".join(found or [f"{name} {number(value)}" for name, value in list(self.items())[:4]])
+        parts = [f"{title} {number(self[name])}" for name, title in HEADLINES.items() if name in self]
+        return ", ".join(parts or [f"{name} {number(value)}" for name, value in list(self.items())[:4]])
 
     def groups(self) -> dict[str, dict[str, float]]:
         """Return the metrics by the prefix of their names; those without one first, as `main`."""
-        found: dict[str, dict[str, float]] = {MAIN: {}}
+        groups: dict[str, dict[str, float]] = {MAIN: {}}
         for name, value in sorted(self.items()):
             prefix, slash, _ = name.partition("/")
-            found.setdefault(prefix if slash else MAIN, {})[name] = value
-        return {prefix: metrics for prefix, metrics in found.items() if metrics}
+            groups.setdefault(prefix if slash else MAIN, {})[name] = value
+        return {prefix: metrics for prefix, metrics in groups.items() if metrics}
 
     def text(self) -> str:
         """Return all metrics as lines of text, grouped by prefix, with what they mean."""

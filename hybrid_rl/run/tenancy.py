@@ -187,19 +187,21 @@ def make_way(config: TrainerConfig, folder: Path | None) -> None:
     Raises ConfigError while one of them is in a training step.
     """
     for other in open_here():
-        what = ""
+        resource = ""
         if folder is not None and other.run_folder.resolve() == folder.resolve():
-            what = f"the run folder {folder}"
+            resource = f"the run folder {folder}"
         elif (engine := _colocated(config)) and engine == _colocated(other.config):
-            what = f"the {engine} engine, which can run only once in a process"
-        if not what:
+            resource = f"the {engine} engine, which can run only once in a process"
+        if not resource:
             continue
         if other.work:
-            raise ConfigError(f"a Trainer of this process has {what}, and its {other.work[0]} is running; wait for it")
+            raise ConfigError(
+                f"a Trainer of this process has {resource}, and its {other.work[0]} is running; wait for it"
+            )
         logger.warning(
-            "closing the Trainer of %s because a new Trainer in this process needs %s", other.run_folder, what
+            "closing the Trainer of %s because a new Trainer in this process needs %s", other.run_folder, resource
         )
-        other.close(f"a later one of this process needed {what};")
+        other.close(f"a later one of this process needed {resource};")
 
 
 def bring_back(module: Any) -> None:

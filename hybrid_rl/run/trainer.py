@@ -156,10 +156,10 @@ class Trainer:
     ) -> None:
         model, overrides = with_adapters(model, peft_config, overrides)
         hooks, agents = checked_callbacks(callbacks), AgentArguments(tools, environment_factory, rollout_func, agent)
-        given = model, tokenizer, reward_funcs, train_dataset, eval_dataset, config, overrides
+        arguments = model, tokenizer, reward_funcs, train_dataset, eval_dataset, config, overrides
         bring_back(model)
         with contextlib.ExitStack() as closing:
-            run = prepare(*given, reward_processing_classes, agents, closing=closing)
+            run = prepare(*arguments, reward_processing_classes, agents, closing=closing)
             self._start(planned(run), hooks, closing)
             self._tenancy.enter(closing.pop_all())
 
@@ -376,10 +376,15 @@ class Trainer:
         if not prompts:
             return []
         check_modes(self.config, learns=False)
-        given = {"max_tokens": max_completion_length, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        given |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
-        check_numbers(num_generations, given)
-        rows, params = generation_of(self._crew.run, prompts, given, stop_strings)
+        sampling_fields = {
+            "max_tokens": max_completion_length,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+        }
+        sampling_fields |= {"min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed}
+        check_numbers(num_generations, sampling_fields)
+        rows, params = generation_of(self._crew.run, prompts, sampling_fields, stop_strings)
         call = (rows, num_generations, params, self.policy_version, self._crew.state(self.global_step))
         with self._tenancy.computing():
             batch = self.collector.rollout(*call, purpose="generate", is_scored=False).batch

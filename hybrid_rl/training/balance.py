@@ -112,17 +112,17 @@ def split_over_ranks(batch: AnyBatch, num_ranks: int, pair_cost: float) -> list[
 
 def _mini_batch_of_groups(batch: AnyBatch, number: Tensor) -> Tensor:
     """Return the mini-batch of each group, int64 [G]."""
-    found = torch.zeros(_count(number), dtype=torch.int64)
+    mini_batches = torch.zeros(_count(number), dtype=torch.int64)
     if "mini_batch" not in batch:
-        return found
-    found[number] = batch["mini_batch"]
-    torn = (found[number] != batch["mini_batch"]).nonzero()[:, 0]
+        return mini_batches
+    mini_batches[number] = batch["mini_batch"]
+    torn = (mini_batches[number] != batch["mini_batch"]).nonzero()[:, 0]
     if torn.numel():
         raise DataError(
-            f"group {batch['group'][torn[0]]} is in mini-batches {found[number[torn[0]]]} and "
+            f"group {batch['group'][torn[0]]} is in mini-batches {mini_batches[number[torn[0]]]} and "
             f"{batch['mini_batch'][torn[0]]}; a group is compared within itself: give all of its samples one mini-batch"
         )
-    return found
+    return mini_batches
 
 
 def _count(number: Tensor) -> int:

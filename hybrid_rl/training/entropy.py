@@ -34,9 +34,9 @@ class EntropyWeight:
     def follow(self, sums: MetricSums, context: RankContext) -> MetricSums:
         """Move by the mean entropy, in an optimizer step, of the tokens that are paid for it; its metrics. Collective.
         sums: of the step on this rank. A step without such tokens says nothing of the entropy, so nothing moves."""
-        found = MetricSums()
+        metrics = MetricSums()
         if self._options is None:
-            return found
+            return metrics
         total, count = sums.parts("entropy")
         if self._is_subset:
             total, count = sums.parts("top_entropy/part_of_entropy")[0], sums.parts("top_entropy/tokens")[0]
@@ -52,8 +52,8 @@ class EntropyWeight:
                 delta=self._options.entropy_coef_delta,
             )
         if context.data_rank == 0:
-            found.mean("entropy_coef", self._coef, 1)
-        return found
+            metrics.mean("entropy_coef", self._coef, 1)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""

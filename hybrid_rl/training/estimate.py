@@ -52,7 +52,7 @@ def with_advantages(batch: Batch, spec: AdvantageSpec, context: RankContext, bet
     completions = batch["completion_ids"]
     return batch.with_columns(
         # A token that no policy made gets 0, so that it cannot harm a loss that the user wrote.
-        **{what: completions.with_values(torch.where(inputs.mask, c, 0.0).float()) for what, c in columns.items()}
+        **{name: completions.with_values(torch.where(inputs.mask, c, 0.0).float()) for name, c in columns.items()}
     )
 
 
@@ -64,20 +64,20 @@ def _checked_columns(found: Any, inputs: AdvantageInputs, name: str) -> dict[str
     """
     if not isinstance(found, Advantages):
         raise TypeError(f"{name}.compute gave a {type(found).__name__}; it must return a hybrid_rl.algos.Advantages")
-    given = {"advantages": found.advantages, "returns": found.returns}
-    columns = {what: column for what, column in given.items() if column is not None}
-    for what, column in columns.items():
+    outputs = {"advantages": found.advantages, "returns": found.returns}
+    columns = {column_name: column for column_name, column in outputs.items() if column is not None}
+    for column_name, column in columns.items():
         if column.shape != inputs.rows.shape:
             raise ValueError(
-                f"{name}.compute gave {what} of shape {list(column.shape)}; it must be [{len(inputs.rows)}], one "
-                f"number per completion token (AdvantageInputs.per_token spreads numbers of samples)"
+                f"{name}.compute gave {column_name} of shape {list(column.shape)}; it must be [{len(inputs.rows)}], "
+                f"one number per completion token (AdvantageInputs.per_token spreads numbers of samples)"
             )
         bad = inputs.mask & inputs.scored[inputs.rows] & ~(column.abs() <= LARGEST_ADVANTAGE)
         if bool(bad.any()):
             token = int(bad.nonzero()[0, 0])
             reward = float(inputs.rewards[inputs.rows[token]])
             raise DataError(
-                f"{name}.compute gave {what} of {float(column[token]):.4g} for a completion with the reward "
+                f"{name}.compute gave {column_name} of {float(column[token]):.4g} for a completion with the reward "
                 f"{reward:.4g}; they must be numbers of at most {LARGEST_ADVANTAGE:g}, beyond which gradients "
                 "overflow. Scale the rewards (reward_weights), normalise them (advantage.scale_rewards), or look for "
                 "logprobs and values that are not finite"
@@ -92,16 +92,16 @@ def advantage_inputs(batch: Batch, spec: AdvantageSpec, context: RankContext, be
     Raises DataError for turns of one trajectory with different rewards, and for a penalty that is not finite.
     """
     completions = batch["completion_ids"]
-    found = Trajectories.of(batch)
-    first = found.first
-    rows, mask = found.index[completions.row_index()], batch["completion_mask"].values
+    trajectories = Trajectories.of(batch)
+    first = trajectories.first
+    rows, mask = trajectories.index[completions.row_index()], batch["completion_mask"].values
 
     def values(name: str) -> Tensor | None:
         return batch[name].values.double() if name in batch else None
 
     dense, logprobs, reference = values("token_rewards"), values("old_logprobs"), values("ref_logprobs")
     token_rewards = torch.zeros(len(rows), dtype=torch.float64) if dense is None else dense
-    rewards = _rewards_of_trajectories(batch, found)
+    rewards = _rewards_of_trajectories(batch, trajectories)
     if isinstance(spec.kl, KLInReward):
         assert logprobs is not None and reference is not None
         penalty = kl_reward(logprobs, reference, mask, beta, spec.kl.kl_estimator)

@@ -153,19 +153,19 @@ class _Room:
 
     def gradients(self, like: Iterable[Tensor]) -> list[Tensor]:
         """Return places for gradients of these shapes, float32."""
-        found, start = [], 0
+        places, start = [], 0
         for tensor in like:
-            found.append(self.down[start : start + tensor.numel()].view(tensor.shape))
+            places.append(self.down[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
-        return found
+        return places
 
     def weights(self, like: Iterable[Tensor]) -> list[Tensor]:
         """Return places for weights of these shapes and dtypes."""
-        found, start = [], 0
+        places, start = [], 0
         for tensor in like:
-            found.append(self.up[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            places.append(self.up[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             start += capacity_for([tensor])
-        return found
+        return places
 
 
 class _Lane:

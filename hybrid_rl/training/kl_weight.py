@@ -30,18 +30,18 @@ class KLWeight:
         batch: this rank's samples; sums: metrics of the update, which hold the KL if it is in the loss. The
         metric `kl` is the mean of a token.
         """
-        found = MetricSums()
+        metrics = MetricSums()
         if self._term is None:
-            return found
+            return metrics
         if isinstance(self._term, KLInReward):
             mask = batch["completion_mask"].values
             old, reference = batch["old_logprobs"].values[mask], batch["ref_logprobs"].values[mask]
             estimates = kl_estimate(old.double(), reference.double(), self._term.kl_estimator)
-            found.mean("kl", float(estimates.sum()), len(estimates))
+            metrics.mean("kl", float(estimates.sum()), len(estimates))
         if context.data_rank == 0:
-            found.mean("kl_beta", self.beta, 1)
+            metrics.mean("kl_beta", self.beta, 1)
         if self._term.kl_target is not None:
-            measured = found if isinstance(self._term, KLInReward) else sums
+            measured = metrics if isinstance(self._term, KLInReward) else sums
             num_tokens = int(batch["completion_mask"].values.sum())
             everywhere = context.data_gather(
                 (*measured.parts("kl"), num_tokens, Trajectories.of(batch).num_trajectories)
@@ -55,7 +55,7 @@ class KLWeight:
                     horizon=self._term.kl_horizon,
                     num_samples=int(num_trajectories),
                 )
-        return found
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""

@@ -31,12 +31,12 @@ def joined_counts(batch: Batch, plan: Plan, spec: LossSpec, context: RankContext
 def with_trajectory_tokens(batch: Batch, spec: LossSpec) -> Batch:
     """Add how many tokens in the loss the trajectory of each sample has, if one has several turns: a micro-batch may
     hold some of them only. Needs whole trajectories."""
-    found = Trajectories.of(batch)
-    if found.num_trajectories == batch.num_samples:
+    trajectories = Trajectories.of(batch)
+    if trajectories.num_trajectories == batch.num_samples:
         return batch
-    mask, trajectory = spec.mask(batch), found.index[batch["completion_ids"].row_index()]
+    mask, trajectory = spec.mask(batch), trajectories.index[batch["completion_ids"].row_index()]
     return batch.with_columns(
-        trajectory_tokens=trajectory[mask].bincount(minlength=found.num_trajectories)[found.index]
+        trajectory_tokens=trajectory[mask].bincount(minlength=trajectories.num_trajectories)[trajectories.index]
     )
 
 
@@ -63,15 +63,15 @@ def prepared_column(batch: Batch, plan: Plan, spec: LossSpec, context: RankConte
         whole = Batch.concat(everywhere)
         order = key_order(whole)
         whole = whole.select(order)
-        found = Trajectories.of(whole)
+        trajectories = Trajectories.of(whole)
         prepared = objective.prepare(
             WholeMiniBatch(
                 old_logprobs=whole["old_logprobs"].values,
                 advantages=whole["advantages"].values,
                 mask=whole["completion_mask"].values,
-                rows=found.index[whole["old_logprobs"].row_index()],
-                num_rows=found.num_trajectories,
-                groups=whole["group"][found.first],
+                rows=trajectories.index[whole["old_logprobs"].row_index()],
+                num_rows=trajectories.num_trajectories,
+                groups=whole["group"][trajectories.first],
                 seed=seed + index,
             )
         )
@@ -108,15 +108,15 @@ def look_ahead(
         return mini
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row, found = model.row_of(micro["prompt_ids"], micro["completion_ids"]), dict[str, Tensor]()
+        row, values = model.row_of(micro["prompt_ids"], micro["completion_ids"]), dict[str, Tensor]()
         with reading_balance(balance, micro, row, spec) as reading:
             if spec.has_entropy_threshold:
-                found["entropy"] = model_outputs(model, row, spec, sampling_temperature(micro))[1].float()
+                values["entropy"] = model_outputs(model, row, spec, sampling_temperature(micro))[1].float()
             else:  # routers need no head
                 model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
         if reading is not None:
             loads.append(reading.load())
-        return found
+        return values
 
     columns = token_columns(batch, micro_batches, compute)
     if balance is not None:

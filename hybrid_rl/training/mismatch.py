@@ -28,11 +28,11 @@ def rollout_gap(
     if context.data_rank == 0:
         trainer, engine, on, age, lengths = (torch.cat(parts) for parts in zip(*everywhere, strict=True))
         rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-        found = gap_diagnostics(trainer, engine, on, rows, age, len(lengths))
+        diagnostics = gap_diagnostics(trainer, engine, on, rows, age, len(lengths))
         if correction.is_active:
             corrected = correction.weigh(CorrectionInputs(trainer, engine, on, rows, len(lengths), age))
-            found |= correction_diagnostics(corrected, on, rows, len(lengths))
-        for name, value in found.items():
+            diagnostics |= correction_diagnostics(corrected, on, rows, len(lengths))
+        for name, value in diagnostics.items():
             sums.mean(name, value, 1)
     return sums
 

@@ -130,8 +130,8 @@ class Optimizer:
         """Take the gradients of one backward pass into the fp32 accumulators. Call after every micro-batch."""
         if not self._has_masters:
             return
-        given = [(self._sums[name], p) for name, p in self._parameters.items() if p.grad is not None]
-        for pairs in slices(given, lambda pair: pair[1].numel(), SLICE_ELEMENTS):
+        all_pairs = [(self._sums[name], p) for name, p in self._parameters.items() if p.grad is not None]
+        for pairs in slices(all_pairs, lambda pair: pair[1].numel(), SLICE_ELEMENTS):
             new, more = ([pair for pair in pairs if (pair[0].grad is None) == is_new] for is_new in (True, False))
             for held, parameter in new:
                 held.grad = torch.empty_like(local_tensor(parameter), dtype=torch.float32)
@@ -185,8 +185,8 @@ class Optimizer:
         self._collect()
         sums = list(self._sums.values())
         norm = self._grad_norm([held.grad for held in sums if held.grad is not None])
-        found = float(norm)  # the one time that the host waits for the device
-        updated = math.isfinite(found)
+        host_norm = float(norm)  # the one time that the host waits for the device
+        updated = math.isfinite(host_norm)
         if updated:
             if self._max_grad_norm is not None:
                 # It looks at their gradients only.
@@ -202,7 +202,7 @@ class Optimizer:
             mark_stepped(self._adamw)
         self._schedule.step()
         self.clear()
-        return found, updated
+        return host_norm, updated
 
     def _apply(self) -> None:
         """Update weights and moments from the accumulated gradients."""
@@ -336,29 +336,29 @@ def slices(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Ite
     """Yield items, some at a time: many for one call, few enough that what a call needs beside them, which is freed
     after it, does not add to the memory of a step. size: of an item in elements; a slice ends with the item that takes
     it above `most`."""
-    found: list[Item] = []
+    chunk: list[Item] = []
     total = 0
     for item in items:
-        found.append(item)
+        chunk.append(item)
         total += size(item)
         if total > most:
-            yield found
-            found, total = [], 0
-    if found:
-        yield found
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk
 
 
 def _mesh_of(parameters: Mapping[str, nn.Parameter]) -> tuple[DeviceMesh | None, int]:
     """Return the mesh that the parameters are sharded over, None for plain ones, and how many ranks hold the same
     number. Raises ModelError unless it is the same for all: the gradient norm counts each number once."""
-    found: dict[tuple[DeviceMesh | None, tuple[int, ...]], str] = {}  # with the axes of copies -> the first such name
+    meshes: dict[tuple[DeviceMesh | None, tuple[int, ...]], str] = {}  # with the axes of copies -> the first such name
     for name, p in parameters.items():
         copied = tuple(i for i, of in enumerate(p.placements) if of.is_replicate()) if isinstance(p, DTensor) else ()
-        found.setdefault((p.device_mesh if isinstance(p, DTensor) else None, copied), name)
-    if len(found) > 1:
+        meshes.setdefault((p.device_mesh if isinstance(p, DTensor) else None, copied), name)
+    if len(meshes) > 1:
         raise ModelError(
-            f"the trainable parameters {', '.join(found.values())} are sharded over several meshes, or copied over "
+            f"the trainable parameters {', '.join(meshes.values())} are sharded over several meshes, or copied over "
             "different axes of one, so no gradient norm counts each number once; shard the whole model alike"
         )
-    ((mesh, copied),) = found
+    ((mesh, copied),) = meshes
     return mesh, 1 if mesh is None else math.prod(mesh.size(axis) for axis in copied)

@@ -38,21 +38,21 @@ def token_columns(
         parts.append((rows, {name: start_download(values) for name, values in computed.items()}))
     for device in devices:
         finish_downloads(device)
-    found: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
     for rows, computed in parts:
         for name, values in computed.items():
-            if name not in found:
-                found[name] = values.new_zeros((completions.values.shape[0], *values.shape[1:]))
+            if name not in columns:
+                columns[name] = values.new_zeros((completions.values.shape[0], *values.shape[1:]))
             if rows:
-                found[name][place.select(torch.as_tensor(rows)).values] = values
-    return {name: completions.with_values(values) for name, values in found.items()}
+                columns[name][place.select(torch.as_tensor(rows)).values] = values
+    return {name: completions.with_values(values) for name, values in columns.items()}
 
 
 def token_column(batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Jagged:
     """Compute one float32 column as `token_columns` does, also for a rank without micro-batches."""
     completions = batch["completion_ids"]
-    found = token_columns(batch, micro_batches, lambda micro: {"column": compute(micro).float()})
-    return found.get("column", completions.with_values(torch.zeros(len(completions.values))))
+    columns = token_columns(batch, micro_batches, lambda micro: {"column": compute(micro).float()})
+    return columns.get("column", completions.with_values(torch.zeros(len(completions.values))))
 
 
 def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches) -> Jagged:

@@ -44,25 +44,25 @@ class SkippedUpdate:
         )
 
     def __str__(self) -> str:
-        found = [f"the gradient norm was {self.norm}"]
+        findings = [f"the gradient norm was {self.norm}"]
         if self.weights:
-            found.append(
+            findings.append(
                 f"{len(self.weights)} of {self.num_parameters} weights are not finite, first {self.weights[0]}"
             )
-        found += [
+        findings += [
             f"{bad} of {total} tokens have {name} that are not finite"
             for name, (bad, total) in self.columns.items()
             if bad
         ]
-        found.append(f"the loss was {self.loss:.6g}")
+        findings.append(f"the loss was {self.loss:.6g}")
         if self.gradients:
-            found.append(
+            findings.append(
                 f"the gradients of {len(self.gradients)} of {self.num_parameters} parameters are not finite, first "
                 f"that of {self.gradients[0]}"
             )
         elif not self.weights:
-            found.append("each gradient is finite, their squares are too large for float32")
-        return "; ".join(found)
+            findings.append("each gradient is finite, their squares are too large for float32")
+        return "; ".join(findings)
 
     @property
     def remedy(self) -> str:
@@ -80,11 +80,11 @@ class SkippedUpdate:
 
 def columns_not_finite(batch: Batch, mask: Tensor) -> dict[str, tuple[int, int]]:
     """Count, for each column of numbers per token, those that are not finite among the tokens of a bool mask [M]."""
-    found = {}
+    counts = {}
     for name in batch:
         column = batch[name]
         if isinstance(column, Jagged) and column.values.is_floating_point() and column.values.shape == mask.shape:
             bad = int((~torch.isfinite(column.values) & mask).sum())
             if bad:
-                found[name] = bad, int(mask.sum())
-    return found
+                counts[name] = bad, int(mask.sum())
+    return counts

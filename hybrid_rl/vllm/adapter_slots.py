@@ -68,19 +68,19 @@ def slot_arguments(ranks: Mapping[str, int], dtype: torch.dtype, device: torch.d
 def bare(model: nn.Module) -> Iterator[None]:
     """Take vLLM's wrappers out of a model inside the block, so that its tensors have the names under which they were
     traced, and vLLM's loader finds them."""
-    found = [
+    places = [
         (parent, name, child)
         for parent in model.modules()
         if not isinstance(parent, BaseLayerWithLoRA)
         for name, child in parent.named_children()
         if isinstance(child, BaseLayerWithLoRA)
     ]
-    for parent, name, wrapper in found:
+    for parent, name, wrapper in places:
         parent._modules[name] = wrapper.base_layer
     try:
         yield
     finally:
-        for parent, name, wrapper in found:
+        for parent, name, wrapper in places:
             parent._modules[name] = wrapper
 
 
@@ -214,11 +214,11 @@ class AdapterSlot:
         return num
 
     def _check_changes(self, changes: Mapping[str, LowRank]) -> None:
-        found = {name: change.b.shape[-1] for name, change in changes.items()}
-        if found != self._ranks:
-            wrong = sorted(name for name in found.keys() | self._ranks if found.get(name) != self._ranks.get(name))
+        ranks = {name: change.b.shape[-1] for name, change in changes.items()}
+        if ranks != self._ranks:
+            wrong = sorted(name for name in ranks.keys() | self._ranks if ranks.get(name) != self._ranks.get(name))
             raise HandoffError(
-                f"vLLM was built for other adapters: {wrong[0]} has rank {found.get(wrong[0])} in the trainer and "
+                f"vLLM was built for other adapters: {wrong[0]} has rank {ranks.get(wrong[0])} in the trainer and "
                 f"{self._ranks.get(wrong[0])} in the engine; start the engine again"
             )
         if any(change.row_factor is not None or change.is_transposed for change in changes.values()):
@@ -324,8 +324,8 @@ class SlotWriter(WeightWriter):
             with bare(self.weights.model):
                 delivered = super().write(source, version, model_config)
             self.slot.clear()  # what is in it is trusted as little as the base
-            what = f"the adapters of policy version {version}"
-            agree(source.gather, what, lambda: self.slot.write(source.adapters))
+            subject = f"the adapters of policy version {version}"
+            agree(source.gather, subject, lambda: self.slot.write(source.adapters))
         else:
             with source.opened(version):
                 self.slot.write(source.adapters)

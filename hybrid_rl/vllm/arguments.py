@@ -88,13 +88,13 @@ def kv_cache_bytes(
     block = cache.block_size or 16
     sequence_bytes = -(-max_length // block) * block * token_bytes
     own = block * token_bytes  # vLLM keeps a block for itself
-    given = config.kv_cache_memory_bytes
-    if given is not None:
-        if given < sequence_bytes + own:
+    configured_bytes = config.kv_cache_memory_bytes
+    if configured_bytes is not None:
+        if configured_bytes < sequence_bytes + own:
             raise ConfigError(
-                f"kv_cache_memory_bytes={given} cannot hold one sequence of {max_length} tokens, which takes "
-                f"{sequence_bytes + own}; raise it, leave it out, or lower max_completion_length"
+                f"kv_cache_memory_bytes={configured_bytes} cannot hold one sequence of {max_length} tokens, which "
+                f"takes {sequence_bytes + own}; raise it, leave it out, or lower max_completion_length"
             )
-        return given
+        return configured_bytes
     wanted = config.max_num_seqs * sequence_bytes + own
     return max(sequence_bytes + own, min(wanted, free_cache_bytes(device, memory_share)))

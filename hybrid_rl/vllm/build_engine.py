@@ -133,8 +133,10 @@ def refusal(error: Exception) -> ConfigError | ModelError:
     if "failed to be inspected" in words:  # in a process of its own, whose error is only in vLLM's log
         missing = [name for name in INSPECTED if importlib.util.find_spec(name) is None]
         lacks = f"Its multimodal models import {' and '.join(missing)}, not installed here: "
-        what = f"{lacks}pip install {' '.join(missing)}" if missing else "vLLM's log above says why: take another model"
-        return ModelError(f"vLLM cannot load the code of this model: {words.rstrip('. ')}. {what}, {others}")
+        advice = (
+            f"{lacks}pip install {' '.join(missing)}" if missing else "vLLM's log above says why: take another model"
+        )
+        return ModelError(f"vLLM cannot load the code of this model: {words.rstrip('. ')}. {advice}, {others}")
     if "nvcc" in words:  # FlashInfer, vLLM's first choice on some GPUs, compiles its kernels as it is first used
         return ModelError(
             f"vLLM's kernels cannot be compiled here: {words.rstrip('. ')}; pip install nvidia-cuda-nvcc "
@@ -159,7 +161,7 @@ def explain_step(error: BaseException, *, is_first: bool) -> None:
     """Raise EngineStateError for an error of a step of vLLM's that says nothing of what led to it, and ModelError for
     one of the first step: vLLM's code does not run this model."""
     words = str(error).strip().splitlines()[:1]
-    told = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+    message = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
     if "does not use offset" in str(error):  # vLLM takes back the noise of a pass whose prompt was not yet whole
         raise EngineStateError(
             "vLLM cannot compute a prompt in chunks on a CPU with engine_args.per_request_seeds=true "
@@ -169,8 +171,8 @@ def explain_step(error: BaseException, *, is_first: bool) -> None:
         ) from error
     if is_first and isinstance(error, OF_CODE) and not isinstance(error, TOLD_ALREADY):
         raise ModelError(
-            f"vLLM cannot run this model: its first step ended with {told}; set rollout.engine=inplace (or hf), or try "
-            "another version of vLLM"
+            f"vLLM cannot run this model: its first step ended with {message}; set rollout.engine=inplace (or hf), "
+            "or try another version of vLLM"
         ) from error
 
 
@@ -198,8 +200,8 @@ def reason(error: Exception) -> str:
     """Return what vLLM says is wrong, without the whole configuration that pydantic shows next to it."""
     if not isinstance(error, ValidationError):
         return str(error)
-    found = [(".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
-    return "; ".join(f"{place}: {message}" if place else message for place, message in found)
+    problems = [(".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+    return "; ".join(f"{place}: {message}" if place else message for place, message in problems)
 
 
 def tear_down(llm: LLMEngine, *, with_all_groups: bool) -> None:

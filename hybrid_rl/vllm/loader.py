@@ -105,12 +105,12 @@ class TracingLoader(BaseModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        found = load_config.model_loader_extra_config
-        if not isinstance(found, dict) or not isinstance(found.get(LOADING), Loading):
+        extra_config = load_config.model_loader_extra_config
+        if not isinstance(extra_config, dict) or not isinstance(extra_config.get(LOADING), Loading):
             raise HandoffError(
                 f"load_format={LOAD_FORMAT!r} needs model_loader_extra_config={{{LOADING!r}: Loading(...)}}"
             )
-        self._loading: Loading = found[LOADING]
+        self._loading: Loading = extra_config[LOADING]
         self._trace: Trace | None = None
         self._before: dict[str, _Place] = {}
         self._attributes: dict[nn.Module, dict[str, Any]] = {}
@@ -155,9 +155,9 @@ class TracingLoader(BaseModelLoader):
             made = self._made(module)
             # What was made may hold a copy of any parameter below, a tied one under its first name.
             below = [names[id(parameter)] for parameter in module.parameters()] if made else []
-            for found in below:
-                reasons.setdefault(found, f"vLLM's post-processing made {name}.{made}")
-            if below and not any(_layer(found) == name for found in below):
+            for parameter_name in below:
+                reasons.setdefault(parameter_name, f"vLLM's post-processing made {name}.{made}")
+            if below and not any(_layer(parameter_name) == name for parameter_name in below):
                 (copies.append if any(True for _ in module.parameters(recurse=False)) else above.add)(name)
         after_constants = {id(tensor) for tensor in _constants(model)}
         layers = {_layer(name): reason for name, reason in reasons.items()}
@@ -252,16 +252,18 @@ def _constants(model: nn.Module) -> list[Tensor]:
     """Tensors with memory that modules, and the objects that modules hold, have as plain attributes, and that are not
     part of a parameter or buffer."""
     known = {storage_id(tensor) for tensor in _engine_tensors(model).values()}
-    found: dict[int, Tensor] = {}
+    constants: dict[int, Tensor] = {}
     for module in model.modules():
         held = list(plain_attributes(module).values())
-        inside = [value for one in held if hasattr(one, "__dict__") for value in vars(one).values()]
+        inside = [
+            value for held_object in held if hasattr(held_object, "__dict__") for value in vars(held_object).values()
+        ]
         for value in (*held, *inside):
             if not isinstance(value, Tensor) or value.is_meta or not value.numel():
                 continue
             if storage_id(value) not in known:
-                found[id(value)] = value
-    return list(found.values())
+                constants[id(value)] = value
+    return list(constants.values())
 
 
 def check_reloadable(model: nn.Module, layers: Iterable[str]) -> None:

@@ -202,14 +202,14 @@ def classes_kept(module: nn.Module) -> Iterator[list[nn.Module]]:
         for kind, (bases, entries) in before.items():
             if kind.__bases__ == bases:
                 continue
-            given = {name: value for name, value in vars(kind).items() if entries.get(name, models) is not value}
+            changes = {name: value for name, value in vars(kind).items() if entries.get(name, models) is not value}
             more = tuple(base for base in kind.__bases__ if base not in bases)
             kind.__bases__ = bases
-            for name in given:
+            for name in changes:
                 if name in entries:
                     setattr(kind, name, entries[name])
                 else:
                     delattr(kind, name)
-            own = type(kind.__name__, (kind, *more), {**given, "__module__": kind.__module__})
+            own = type(kind.__name__, (kind, *more), {**changes, "__module__": kind.__module__})
             for part in (part for model in models for part in model.modules() if type(part) is kind):
                 part.__class__ = own

@@ -60,13 +60,13 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Nothing. Raises ConfigError if the experts are not those that `apply` computes."""
         unlike = [
-            what
-            for what, found in (
+            feature
+            for feature, is_used in (
                 (f"activation={layer.activation}", layer.activation != MoEActivation.SILU),
                 ("biases", self.moe.has_bias),
                 ("expert parallelism", layer.expert_map is not None),
             )
-            if found
+            if is_used
         ]
         if unlike:
             raise ConfigError(
@@ -107,8 +107,8 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
         for expert in topk_ids.unique().tolist():
             token, choice = torch.where(topk_ids == expert)
             gate, up = F.linear(x[token], layer.w13_weight[expert]).chunk(2, -1)
-            found = F.linear(F.silu(gate) * up, layer.w2_weight[expert])
-            out.index_add_(0, token, (found * topk_weights[token, choice, None]).to(x.dtype))
+            expert_output = F.linear(F.silu(gate) * up, layer.w2_weight[expert])
+            out.index_add_(0, token, (expert_output * topk_weights[token, choice, None]).to(x.dtype))
         return out
 
 

@@ -83,14 +83,14 @@ def _cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     shape[dim] = sum(part.shape[dim] for part in parts)
 
     def read(box: Box) -> Tensor:
-        found, begin = [], 0
+        pieces, begin = [], 0
         for part in parts:
             start = max(box[dim].start - begin, 0)
             stop = min(box[dim].stop - begin, part.shape[dim])
             if start < stop:
-                found.append(part.read(_put(box, dim, slice(start, stop))))
+                pieces.append(part.read(_put(box, dim, slice(start, stop))))
             begin += part.shape[dim]
-        return found[0] if len(found) == 1 else torch.cat(found, dim)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     return LazyTensor(shape, parts[0].dtype, read)
 

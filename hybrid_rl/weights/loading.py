@@ -27,8 +27,8 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
     Raises ModelError, before anything is overwritten, if tensors are missing, left over, or of another shape.
     """
     with own_classes(module):
-        found = match(module, source)
-        tensors = _checked(module, found, source, frozenset())
+        matching = match(module, source)
+        tensors = _checked(module, matching, source, frozenset())
     if any(parameter.is_meta for parameter in module.parameters()):
         materialise(module, torch.device(device))
     state = module.state_dict(keep_vars=True)
@@ -39,7 +39,7 @@ def load_weights(module: PreTrainedModel, source: WeightSource, device: torch.de
             target.copy_(lazy.read(local_box(state[name])))
     source.close()
     if source.uses_checkpoint_names:
-        remember_conversions(module, found.conversions)
+        remember_conversions(module, matching.conversions)
 
 
 def lazy_weights(

@@ -51,7 +51,7 @@ class Conversion:
         for pattern, name in self.parts:
             transform.add_tensor(self.name, name, pattern, tensor_of(name))
         results = transform.convert(self.name, model=module, config=module.config)
-        return {name: found[0] if isinstance(found, list) else found for name, found in results.items()}
+        return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
 
 
 @dataclass
@@ -69,15 +69,15 @@ def own_classes(module: PreTrainedModel) -> Iterator[None]:
     """Give modules their own classes inside the block: fully_shard puts a class FSDP<name> over each, and transformers
     finds mappings, tied weights and code by class."""
     covered = [(m, type(m)) for m in module.modules() if isinstance(m, FSDPModule)]
-    for found, cls in covered:
-        found.__class__ = next(  # type: ignore[assignment]
+    for child, cls in covered:
+        child.__class__ = next(  # type: ignore[assignment]
             base for base in cls.__mro__ if not issubclass(base, FSDPModule)
         )
     try:
         yield
     finally:
-        for found, cls in covered:
-            found.__class__ = cls
+        for child, cls in covered:
+            child.__class__ = cls
 
 
 def match(module: PreTrainedModel, source: WeightSource) -> Match:
@@ -115,11 +115,11 @@ def checkpoint_conversions(module: PreTrainedModel, names: Sequence[str]) -> lis
         ]
     reverse = [transform.reverse_transform() for transform in transforms[::-1]]
     renamings, converters, by_pattern = _split(reverse)
-    found: dict[str, Conversion] = {}
+    conversions: dict[str, Conversion] = {}
     for name in sorted(names, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
-        _collect(found, by_pattern, name, renamed, pattern)
-    return list(found.values())
+        _collect(conversions, by_pattern, name, renamed, pattern)
+    return list(conversions.values())
 
 
 def _conversions_to_module(
@@ -130,20 +130,20 @@ def _conversions_to_module(
     state = module.state_dict()
     renamings, converters, by_pattern = _split(transforms)
     prefix = module.base_model_prefix
-    found: dict[str, Conversion] = {}
+    conversions: dict[str, Conversion] = {}
     unexpected: set[str] = set()
     for name in sorted(names, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
             renamed, pattern = rename_source_key(name, [], [], prefix, state)
         if renamed in state:
-            _collect(found, by_pattern, name, renamed, pattern)
+            _collect(conversions, by_pattern, name, renamed, pattern)
         elif pattern is not None:
             targets = by_pattern[pattern].target_patterns
             unexpected.update(renamed.replace(targets[0], target) for target in targets)
         else:
             unexpected.add(renamed)
-    return list(found.values()), unexpected
+    return list(conversions.values()), unexpected
 
 
 def _split(

@@ -44,13 +44,13 @@ def is_adapted(module: nn.Module) -> bool:
 def plain(module: nn.Module, *, trained: bool = True) -> Iterator[None]:
     """Take the adapters out of a module inside the block. trained: whether modules that are trained whole
     (`modules_to_save`) are those of the policy, or as they were before training."""
-    found = wrappers(module)
-    for parent, name, wrapper in found:
+    places = wrappers(module)
+    for parent, name, wrapper in places:
         parent._modules[name] = _layer(wrapper, trained=trained)
     try:
         yield
     finally:
-        for parent, name, wrapper in found:
+        for parent, name, wrapper in places:
             parent._modules[name] = wrapper
 
 

@@ -42,9 +42,9 @@ class WeightSource(ABC):
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor, on the CPU, in its own dtype, only to be read: it may be the source's memory."""
-        found = self._read(name, box)
-        self.num_bytes_read += found.numel() * found.element_size()
-        return found
+        values = self._read(name, box)
+        self.num_bytes_read += values.numel() * values.element_size()
+        return values
 
     def close(self) -> None:  # noqa: B027
         """Release files, if any are open; the next `read` opens them again."""
@@ -68,15 +68,15 @@ class FolderSource(WeightSource):
         return list(self._opened())
 
     def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        found = self._opened()[name].get_slice(name)
-        return tuple(found.get_shape()), str_to_torch_dtype[found.get_dtype()]
+        piece = self._opened()[name].get_slice(name)
+        return tuple(piece.get_shape()), str_to_torch_dtype[piece.get_dtype()]
 
     def _read(self, name: str, box: Box) -> Tensor:
         try:
-            found: Tensor = self._opened()[name].get_slice(name)[box or ...]
+            values: Tensor = self._opened()[name].get_slice(name)[box or ...]
         except Exception as error:  # SafetensorError and I/O errors
             raise ModelError(f"cannot load {self.label}: {name}: {error}") from error
-        return found
+        return values
 
     def close(self) -> None:
         self._files = None
@@ -98,11 +98,11 @@ class FolderSource(WeightSource):
             paths = {SAFE_WEIGHTS_NAME: single}
         elif index is not None:
             weight_map = json.loads(Path(index).read_text())["weight_map"]
-            found = {name: self._find(name) for name in sorted(set(weight_map.values()))}
-            missing = [name for name, path in found.items() if path is None]
+            shard_paths = {name: self._find(name) for name in sorted(set(weight_map.values()))}
+            missing = [name for name, path in shard_paths.items() if path is None]
             if missing:
                 raise ModelError(f"cannot load {self.label}: {len(missing)} files are missing, e.g. {missing[0]}")
-            paths = {name: path for name, path in found.items() if path is not None}
+            paths = {name: path for name, path in shard_paths.items() if path is not None}
         else:
             pickled = self._find(WEIGHTS_NAME) or self._find(WEIGHTS_INDEX_NAME)
             raise ModelError(

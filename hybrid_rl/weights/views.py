@@ -79,9 +79,9 @@ def _run(
 def _global_tensors(module: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return meta tensors of the global shapes, by their name in a checkpoint; and tied ones by their other names."""
     state = module.state_dict(keep_vars=True)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     aliases: dict[str, Tensor] = {}
     for name, *others in saved_names(module):
-        found[name] = torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
-        aliases |= dict.fromkeys(others, found[name])
-    return found, aliases
+        tensors[name] = torch.empty(state[name].shape, dtype=state[name].dtype, device="meta")
+        aliases |= dict.fromkeys(others, tensors[name])
+    return tensors, aliases

@@ -84,10 +84,10 @@ class WorkerBase:
         """Return bytes by resident (0 = asleep), of the arena, and as measured for the process, seconds of the sleeps
         and wakes since the last call, and how far the memory was from its plan. It ends a step of the history."""
         sizes = self.leases.resident_bytes()
-        found = {**sizes, **measure()}
+        all_sizes = {**sizes, **measure()}
         if (arena_bytes := self.arena_bytes()) is not None:
-            found["arena"] = arena_bytes
-        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in found.items()}
+            all_sizes["arena"] = arena_bytes
+        metrics = {f"memory/{tag}_bytes": float(size) for tag, size in all_sizes.items()}
         self._note_moves()
         self.history.end_step(sizes)
         for verb, seconds in self._seconds.items():

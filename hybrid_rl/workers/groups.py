@@ -160,10 +160,10 @@ class PolicyGroup(RankGroup):
     def with_trained_logprobs(self, batch: AnyBatch) -> AnyBatch:
         """Add the trainer's logprobs of a batch that was just trained on, if the update found them in passing."""
         columns = batch.columns if isinstance(batch, BatchRef) else batch
-        found: AnyBatch = batch
+        full_batch: AnyBatch = batch
         if "old_logprobs" not in columns:
-            found = self._ranks.call(HybridWorker.with_trained_logprobs, batch)
-        return found
+            full_batch = self._ranks.call(HybridWorker.with_trained_logprobs, batch)
+        return full_batch
 
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:
         """Return the last update that policy and critic each skipped."""
@@ -197,7 +197,9 @@ class PolicyGroup(RankGroup):
     def records(self, batch: AnyBatch, step: int, first: tuple[int, int]) -> list[dict[str, Any]]:
         """Read the records of samples, as `log_samples` would write them, in their order."""
         parts: list[list[dict[str, Any]]] = self._ranks.call(HybridWorker.records, batch, step, first)
-        return sorted((record for part in parts for record in part), key=lambda one: (one["trajectory"], one["turn"]))
+        return sorted(
+            (record for part in parts for record in part), key=lambda record: (record["trajectory"], record["turn"])
+        )
 
     def save_rollout(self, batch: AnyBatch, step: int, folder: Path, *, must: bool) -> None:
         """Save the samples of a step for replay. A full disk is an error only if it `must` be done."""

@@ -140,7 +140,9 @@ class PolicyReader:
 
     def _change(self, files: DiskSource, name: str, scale: float, is_transposed: bool) -> LowRank:
         there = {sharded.spec.name for sharded in files.layout().tensors}
-        a, b, row_factor = (files.full(found) if (found := f"{factor}/{name}") in there else None for factor in FACTORS)
+        a, b, row_factor = (
+            files.full(tensor_name) if (tensor_name := f"{factor}/{name}") in there else None for factor in FACTORS
+        )
         assert a is not None and b is not None, "a change has both"
         return LowRank(a, b, scale, is_transposed, row_factor, self._dtype)
 

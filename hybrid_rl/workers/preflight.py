@@ -89,19 +89,19 @@ def probe_rank(context: RankContext) -> RankProbe:
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of all that a rank's numbers depend on; "missing" if it is not installed."""
-    found = {"python": platform.python_version()}
+    version_of = {"python": platform.python_version()}
     for name in ("hybrid_rl", "torch", "transformers", "numpy", "ray"):
         try:
-            found[name] = metadata.version(name)
+            version_of[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "missing"
+            version_of[name] = "missing"
     vllm = [f"{metadata.version(name)} ({name})" for name in metadata.packages_distributions().get("vllm", ())]
-    found["vllm"] = vllm[0] if vllm else "missing"
+    version_of["vllm"] = vllm[0] if vllm else "missing"
     # Two checkouts have one version number, but not one set of sources.
-    found["hybrid_rl"] += f" (sources {_source_digest()})"
-    found["CUDA of torch"] = torch.version.cuda or "none"
-    found["compiled extension"] = "built" if is_available() else "missing"
-    return found
+    version_of["hybrid_rl"] += f" (sources {_source_digest()})"
+    version_of["CUDA of torch"] = torch.version.cuda or "none"
+    version_of["compiled extension"] = "built" if is_available() else "missing"
+    return version_of
 
 
 def _source_digest() -> str:

@@ -35,9 +35,9 @@ class Reference:
     @classmethod
     def of_policy(cls, policy: CausalLM) -> Reference:
         """Make the reference that is the policy without its adapters."""
-        found = cls.__new__(cls)
-        found.model = policy.without_adapters()
-        return found
+        reference = cls.__new__(cls)
+        reference.model = policy.without_adapters()
+        return reference
 
     def logprobs(self, batch: Batch, plan: Plan) -> Jagged:
         """Compute ln p of the completion tokens under this model, at the temperature that they were sampled at.

@@ -59,8 +59,8 @@ class RewardModel:
         self.model = build_reward_model(entry, config, context)
         self._tokenizer = _tokenizer_of(entry, config)
         # Not the policy's template, which may be among them.
-        given = config.data.chat_template_kwargs or {}
-        kwargs = {name: value for name, value in given.items() if name != "chat_template"}
+        template_kwargs = config.data.chat_template_kwargs or {}
+        kwargs = {name: value for name, value in template_kwargs.items() if name != "chat_template"}
         self._renderer = MessageRenderer(self._tokenizer, kwargs)
         check_tokenizer(self._tokenizer, self.model.module)
         self._verify()
@@ -94,16 +94,16 @@ class RewardModel:
         sizes = [row_tokens(sequences)[row] for row in rows]
         cap = max(token_cap(self.model.device, self._tokens_per_micro_batch, sizes), *sizes, 1)
         micros = pack_by_tokens(sizes, cap) if sizes else []
-        found = torch.full((batch.num_samples,), torch.nan, dtype=torch.float64)
+        scores = torch.full((batch.num_samples,), torch.nan, dtype=torch.float64)
         progress.count(len(rows), "samples")
         for number in range(max(self._context.gather(len(micros)))):
             mark_progress()
             chosen = [rows[i] for i in micros[number]] if number < len(micros) else []
             values = sequence_scores(self.model, [sequences[row] for row in chosen] or FILLER)
             if chosen:
-                found[chosen] = values.double().cpu()
+                scores[chosen] = values.double().cpu()
             progress.advance(len(chosen))
-        return found
+        return scores
 
     def _ids(self, batch: Batch, row: int) -> list[int]:
         """Return the tokens of a sample, prompt and completion."""
@@ -112,8 +112,8 @@ class RewardModel:
         if isinstance(prompt, str):
             ids = self._tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
         else:
-            told = batch["conversation"][row].get("messages") if "conversation" in batch else None
-            ids = self._chat(prompt, completion, told)
+            messages = batch["conversation"][row].get("messages") if "conversation" in batch else None
+            ids = self._chat(prompt, completion, messages)
         if not ids:
             raise ModelError(
                 f"reward model {self.name!r}: its tokenizer makes no token of {prompt!r:.100} {completion!r:.100}"
@@ -141,7 +141,10 @@ def _with_shared_starts(ids: Sequence[list[int]], batch: Batch) -> list[tuple[li
     for prompt, of_sample in zip(prompts, ids, strict=True):
         members.setdefault(prompt, []).append(of_sample)
     lengths = {prompt: len(os.path.commonprefix(those)) for prompt, those in members.items()}
-    return [(one[: lengths[prompt]], one[lengths[prompt] :]) for prompt, one in zip(prompts, ids, strict=True)]
+    return [
+        (sample_ids[: lengths[prompt]], sample_ids[lengths[prompt] :])
+        for prompt, sample_ids in zip(prompts, ids, strict=True)
+    ]
 
 
 class RewardModels:

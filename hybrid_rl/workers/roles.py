@@ -139,10 +139,10 @@ class Roles:
 
     def saved_bytes(self) -> int:
         """Return the bytes of the files that `save_models` writes."""
-        found = 0 if self._critic is None else self._critic.saved_bytes()
+        num_bytes = 0 if self._critic is None else self._critic.saved_bytes()
         if (model := self._moved_reference) is not None:
-            found += sum(parameter.numel() for parameter in model.module.parameters()) * model.dtype.itemsize
-        return found
+            num_bytes += sum(parameter.numel() for parameter in model.module.parameters()) * model.dtype.itemsize
+        return num_bytes
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return optimizer state of the roles by their folder in a checkpoint; tensors are the memory itself."""

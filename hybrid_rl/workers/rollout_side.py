@@ -247,8 +247,8 @@ class ColocatedSide(RolloutSide):
         unproven = [spec for spec in weights.trace.destinations if spec.name in weights.trace.untraced]
         with self._source(version) as source:
             if self._sends_adapters:
-                what = f"the adapters of policy version {version}"
-                agree(source.gather, what, lambda: self._engine.check_adapters(source))
+                subject = f"the adapters of policy version {version}"
+                agree(source.gather, subject, lambda: self._engine.check_adapters(source))
             if is_due:
                 if self._verifier is None:
                     self._verifier = Verifier(weights.trace, source.layout(), gather=source.gather)

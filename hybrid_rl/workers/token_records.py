@@ -35,7 +35,7 @@ def token_records(
     said: what the trainer said before the update, None if there was none; it lacks samples of later mini-batches, whose
     trainer_logprob is there if the algorithm computes it anyway, and whose entropy is not.
     """
-    keys, found = sample_keys(batch), {}
+    keys, records = sample_keys(batch), {}
     for index in chosen(batch, max(number, 1)):
         key = keys[index]
         ids = batch["completion_ids"][index][:MAX_TOKENS].tolist()
@@ -52,8 +52,8 @@ def token_records(
             values["policy"] = mask.int().tolist()
         if (num_tokens := len(batch["completion_ids"][index])) > MAX_TOKENS:
             values["num_tokens"] = num_tokens
-        found[key] = values
-    return found
+        records[key] = values
+    return records
 
 
 def chosen(batch: Batch, number: int) -> list[int]:

@@ -43,8 +43,8 @@ def build_tokenizer(examples: Sequence[str], max_length: int) -> PreTrainedToken
     Each word of the examples, and what stands between words, is one token; so is any other character of ASCII, each
     digit among them.
     """
-    found = {piece for text in examples for piece in _PIECES.findall(text)}
-    pieces = sorted(found, key=lambda piece: (-len(piece), piece))  # the longest first, as the pattern tries them
+    piece_set = {piece for text in examples for piece in _PIECES.findall(text)}
+    pieces = sorted(piece_set, key=lambda piece: (-len(piece), piece))  # the longest first, as the pattern tries them
     words = dict.fromkeys((PAD, END, START, UNKNOWN, *pieces, *string.printable))
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
     split = "|".join((*map(re.escape, pieces), r"[\s\S]"))

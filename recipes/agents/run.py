@@ -47,10 +47,10 @@ def main(arguments: Sequence[str], settings: Path, doc: str, build_task: BuildTa
         return
     if own.data.train_path is not None:
         raise ConfigError("data.train_path needs a model of your own: set model.path too")
-    config, given = settings_of(settings, arguments)
+    config, given_paths = settings_of(settings, arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task = build_task(config.seed)
-    check(task, config, given)
+    check(task, config, given_paths)
     model, tokenizer = warm_started(task, config)
     outcome = improve(model, tokenizer, task, config, [KeepStart(model, config.seed)])
     for step, accuracy in sorted(outcome.curve.items()):

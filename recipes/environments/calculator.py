@@ -58,7 +58,7 @@ def _value(node: ast.expr, text: str) -> Number:
             left, right = _value(node.left, text), _value(node.right, text)
             return _checked(_OPERATORS[type(node.op)](left, right))
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
-            return _checked(_call(name, [_value(one, text) for one in node.args]))
+            return _checked(_call(name, [_value(argument, text) for argument in node.args]))
     raise ValueError(f"{(ast.get_source_segment(text, node) or text)!r} is not arithmetic")
 
 
@@ -105,8 +105,8 @@ def _call(name: str, values: Sequence[Number]) -> Number | int:
     try:
         return function(*values)
     except (TypeError, ValueError) as error:
-        given = ", ".join(map(_shown, values))
-        raise ValueError(f"{name}({given}): {error}") from None
+        arguments = ", ".join(map(_shown, values))
+        raise ValueError(f"{name}({arguments}): {error}") from None
 
 
 def _root(value: Number) -> Number:

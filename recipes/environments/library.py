@@ -134,8 +134,8 @@ class Library:
             query: Words that the entry should have.
         """
         self.num_searches += 1
-        found = self._index.search(query)
-        return "\n".join(self._index.documents[place] for place in found) or "Nothing found."
+        places = self._index.search(query)
+        return "\n".join(self._index.documents[place] for place in places) or "Nothing found."
 
     def answer(self, text: str) -> str:
         """Answer the question. Only the first answer counts.

@@ -30,9 +30,9 @@ class RLOO(GroupEstimator):
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Compute the difference, exactly 0 in a group whose rewards are all equal."""
-        found = Groups.of(rewards, groups)
-        factor = found.counts / (found.counts - 1).clamp(min=1)
-        return torch.where(found.compared, factor[found.index] * found.centred, 0.0)
+        grouping = Groups.of(rewards, groups)
+        factor = grouping.counts / (grouping.counts - 1).clamp(min=1)
+        return torch.where(grouping.compared, factor[grouping.index] * grouping.centred, 0.0)
 
 
 @register
@@ -56,10 +56,10 @@ class GPG(GroupEstimator):
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Compute the scaled difference, exactly 0 in a group whose rewards are all equal."""
-        found = Groups.of(rewards, groups)
-        factor = found.scored.sum().double() / found.compared.sum().clamp(min=1)
-        scaled = factor * found.centred / found.scale(self.scale_rewards)[found.index]
-        return torch.where(found.compared, scaled, 0.0)
+        grouping = Groups.of(rewards, groups)
+        factor = grouping.scored.sum().double() / grouping.compared.sum().clamp(min=1)
+        scaled = factor * grouping.centred / grouping.scale(self.scale_rewards)[grouping.index]
+        return torch.where(grouping.compared, scaled, 0.0)
 
 
 @register
@@ -78,16 +78,16 @@ class MaxRL(GroupEstimator):
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Compute the relative difference, exactly 0 in a group whose rewards are all equal."""
-        found = Groups.of(rewards, groups)
-        least = float(found.rewards.min()) if len(rewards) else 0.0
+        grouping = Groups.of(rewards, groups)
+        least = float(grouping.rewards.min()) if len(rewards) else 0.0
         if least < 0:
             raise ValueError(
                 f"MaxRL divides by the mean reward of a group, but a reward is {least}; use rewards of at least 0 "
                 "(1 = success), without penalties in them"
             )
-        mean = found.mean(found.rewards)[found.index]
+        mean = grouping.mean(grouping.rewards)[grouping.index]
         # If rewards are not all equal and none is negative, the mean is above 0.
-        return torch.where(found.compared, found.centred / torch.where(mean > 0, mean, 1.0), 0.0)
+        return torch.where(grouping.compared, grouping.centred / torch.where(mean > 0, mean, 1.0), 0.0)
 
 
 @register
@@ -105,12 +105,12 @@ class OPO(AdvantageEstimator):
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """Compute differences to the weighted mean."""
-        found = Groups.of(inputs.rewards, inputs.groups)
+        grouping = Groups.of(inputs.rewards, inputs.groups)
         lengths = row_sum(inputs.mask.double(), inputs.rows, len(inputs.rewards))
-        total = found.sum(lengths)
-        baseline = found.sum(lengths / total.clamp(min=1)[found.index] * found.rewards)
-        keep = found.compared & (total > 0)[found.index]
-        return Advantages(inputs.per_token(torch.where(keep, found.rewards - baseline[found.index], 0.0)))
+        total = grouping.sum(lengths)
+        baseline = grouping.sum(lengths / total.clamp(min=1)[grouping.index] * grouping.rewards)
+        keep = grouping.compared & (total > 0)[grouping.index]
+        return Advantages(inputs.per_token(torch.where(keep, grouping.rewards - baseline[grouping.index], 0.0)))
 
 
 @register
@@ -172,10 +172,10 @@ class OptimalTokenBaseline(AdvantageEstimator):
         _, group = inputs.groups.unique(return_inverse=True)
         width = int(steps.lengths.max()) if len(steps.lengths) else 0
         # The samples of a group that reach the same step are compared.
-        found = Groups.of(ahead[scored], (group[steps.rows] * width + steps.position)[scored])
-        baseline = found.sum(found.rewards * weight[scored]) / found.sum(weight[scored])
+        grouping = Groups.of(ahead[scored], (group[steps.rows] * width + steps.position)[scored])
+        baseline = grouping.sum(grouping.rewards * weight[scored]) / grouping.sum(weight[scored])
         advantages = torch.zeros_like(ahead)
-        advantages[scored] = torch.where(found.compared, found.rewards - baseline[found.index], 0.0)
+        advantages[scored] = torch.where(grouping.compared, grouping.rewards - baseline[grouping.index], 0.0)
         return Advantages(steps.spread(advantages))
 
 
@@ -220,6 +220,6 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
 
     def compute(self, inputs: AdvantageInputs) -> Advantages:
         """Compute normalised differences."""
-        found = Groups.of(inputs.rewards, inputs.groups)
-        centred = inputs.per_token(torch.where(found.compared, found.centred, 0.0))
+        grouping = Groups.of(inputs.rewards, inputs.groups)
+        centred = inputs.per_token(torch.where(grouping.compared, grouping.centred, 0.0))
         return Advantages(whitened(centred, inputs.learned, inputs.gather))

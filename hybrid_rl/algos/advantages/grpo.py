@@ -123,15 +123,15 @@ class GRPO(GroupEstimator):
     def of_steps(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the sum of the normalised step rewards at each token and after it, float64 [T]. Collective."""
         rows, num_rows = inputs.rows, len(inputs.rewards)
-        found, token_rewards = Groups.of(inputs.rewards, inputs.groups), inputs.token_rewards.double()
+        grouping, token_rewards = Groups.of(inputs.rewards, inputs.groups), inputs.token_rewards.double()
         dense = row_sum(token_rewards, rows, num_rows)
-        is_outcome = (found.rewards - dense).abs() > ROUNDING * row_sum(token_rewards.abs(), rows, num_rows)
-        with_outcome = (found.sum(is_outcome) > 0)[found.index]
-        total = torch.where(found.scored, torch.where(with_outcome, found.rewards, dense), torch.nan)
+        is_outcome = (grouping.rewards - dense).abs() > ROUNDING * row_sum(token_rewards.abs(), rows, num_rows)
+        with_outcome = (grouping.sum(is_outcome) > 0)[grouping.index]
+        total = torch.where(grouping.scored, torch.where(with_outcome, grouping.rewards, dense), torch.nan)
 
         steps = Steps.of(inputs.mask, rows, num_rows)
         earned = steps.take(step_rewards(total, token_rewards, inputs.mask, rows))
-        is_step = found.scored[steps.rows] & ((earned != 0) | (steps.is_last & with_outcome[steps.rows]))
+        is_step = grouping.scored[steps.rows] & ((earned != 0) | (steps.is_last & with_outcome[steps.rows]))
         (values, owners), mine = inputs.everywhere(earned[is_step], inputs.groups[steps.rows[is_step]])
         terms = torch.zeros_like(earned)
         terms[is_step] = self.of_samples(values, owners)[mine]
@@ -148,9 +148,9 @@ def group_relative_advantages(rewards: Tensor, groups: Tensor, *, scale_rewards:
     samples, for a group whose rewards are all equal (exactly, not up to rounding), and for the only scored sample of a
     group.
     """
-    found = Groups.of(rewards, groups)
-    scale = found.scale(scale_rewards)[found.index]
-    return torch.where(found.compared, found.centred / scale, 0.0)
+    grouping = Groups.of(rewards, groups)
+    scale = grouping.scale(scale_rewards)[grouping.index]
+    return torch.where(grouping.compared, grouping.centred / scale, 0.0)
 
 
 def reward_decoupled_advantages(rewards: Tensor, of_functions: Tensor, weights: Tensor, groups: Tensor) -> Tensor:

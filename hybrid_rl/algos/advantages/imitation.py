@@ -64,13 +64,13 @@ class Rejection(GroupEstimator):
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Return the accepted samples, bool [N]. One without a reward never is."""
-        found = Groups.of(rewards, groups)
-        accepted = found.scored
+        grouping = Groups.of(rewards, groups)
+        accepted = grouping.scored
         if self.reward_threshold is not None:
-            accepted = accepted & (found.rewards >= self.reward_threshold)
+            accepted = accepted & (grouping.rewards >= self.reward_threshold)
         if self.num_best is not None:
-            order, starts = found.ranking(-found.rewards)
-            place = torch.arange(len(order), device=rewards.device) - starts[found.index[order]]
+            order, starts = grouping.ranking(-grouping.rewards)
+            place = torch.arange(len(order), device=rewards.device) - starts[grouping.index[order]]
             accepted = accepted & torch.zeros_like(accepted).index_copy(0, order, place < self.num_best)
         return accepted
 

@@ -40,18 +40,18 @@ class PassAtK(GroupEstimator):
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Compute A(success) or A(failure)."""
-        found, pass_k = Groups.of(rewards, groups), self.pass_k
-        success = found.scored & (found.rewards >= self.success_threshold)
-        count = found.counts
-        failures = count - found.sum(success.double())
+        grouping, pass_k = Groups.of(rewards, groups), self.pass_k
+        success = grouping.scored & (grouping.rewards >= self.success_threshold)
+        count = grouping.counts
+        failures = count - grouping.sum(success.double())
         usable = (count > pass_k) & (failures >= pass_k) & (failures < count)
         # Other groups get numbers that divide by nothing; they are left out below.
         count, failures = torch.where(usable, count, pass_k + 1.0), torch.where(usable, failures, float(pass_k))
         all_fail = _binomial_ratio(failures, count, pass_k)
         sigma = (all_fail * (1 - all_fail)).sqrt()
         others_fail = _binomial_ratio(failures - 1, count - 1, pass_k - 1)
-        of_success, of_failure = (all_fail / sigma)[found.index], ((all_fail - others_fail) / sigma)[found.index]
-        return torch.where(found.scored & usable[found.index], torch.where(success, of_success, of_failure), 0.0)
+        of_success, of_failure = (all_fail / sigma)[grouping.index], ((all_fail - others_fail) / sigma)[grouping.index]
+        return torch.where(grouping.scored & usable[grouping.index], torch.where(success, of_success, of_failure), 0.0)
 
 
 @register
@@ -70,13 +70,13 @@ class MaxOfGroup(GroupEstimator):
 
     def of_samples(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Compute the gain of the best sample."""
-        found = Groups.of(rewards, groups)
-        order, starts = found.ranking(found.rewards)
-        ends = starts + found.counts.long()
-        several = found.counts > 1
+        grouping = Groups.of(rewards, groups)
+        order, starts = grouping.ranking(grouping.rewards)
+        ends = starts + grouping.counts.long()
+        several = grouping.counts > 1
         best, second = order[ends[several] - 1], order[ends[several] - 2]
-        gain = (found.rewards[best] - found.rewards[second]) / found.scale(self.scale_rewards)[several]
-        return torch.zeros_like(found.rewards).index_copy(0, best, gain)
+        gain = (grouping.rewards[best] - grouping.rewards[second]) / grouping.scale(self.scale_rewards)[several]
+        return torch.zeros_like(grouping.rewards).index_copy(0, best, gain)
 
 
 def _binomial_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:

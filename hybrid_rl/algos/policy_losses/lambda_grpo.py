@@ -76,22 +76,22 @@ def length_bases(mask: Tensor, rows: Tensor, num_rows: int, groups: Tensor, *, l
             f"and {tuple(groups.shape)}"
         )
     lengths = row_sum(mask.double(), rows, num_rows)
-    found = Groups.of(torch.where(lengths > 0, lengths, torch.nan), groups)
-    std = found.mean(found.centred**2).sqrt()[found.index]
-    bases = 1 + length_scale * torch.where(found.compared, found.centred / std, 0.0)
+    grouping = Groups.of(torch.where(lengths > 0, lengths, torch.nan), groups)
+    std = grouping.mean(grouping.centred**2).sqrt()[grouping.index]
+    bases = 1 + length_scale * torch.where(grouping.compared, grouping.centred / std, 0.0)
     if bool((bases <= 0).any()):
         raise ValueError(
             f"lambda_length_scale={length_scale:.4g} is too large: a completion is "
             f"{float((1 - bases.min()) / length_scale):.4g} standard deviations shorter than its group, so that "
             "its base is 0 or less; use a smaller one"
         )
-    width = int(torch.bincount(found.index).max()) if num_rows else 1
-    table = lengths.new_full((len(found.counts), width), torch.nan)
-    table[found.counts == 0, 0] = 1.0  # for groups without tokens; finite, so that its gradient is 0 and not NaN
-    order, starts = found.ranking(bases)
-    group = found.index[order]
+    width = int(torch.bincount(grouping.index).max()) if num_rows else 1
+    table = lengths.new_full((len(grouping.counts), width), torch.nan)
+    table[grouping.counts == 0, 0] = 1.0  # for groups without tokens; finite, so that its gradient is 0 and not NaN
+    order, starts = grouping.ranking(bases)
+    group = grouping.index[order]
     table[group, torch.arange(len(order), device=mask.device) - starts[group]] = bases[order]
-    return torch.cat([bases[:, None], table[found.index]], 1)[rows]
+    return torch.cat([bases[:, None], table[grouping.index]], 1)[rows]
 
 
 def length_weights(bases: Tensor, exponent: Tensor) -> Tensor:

@@ -86,5 +86,5 @@ def row_quantile(values: Tensor, mask: Tensor, rows: Tensor, num_rows: int, quan
     place = quantile * (counts - 1).clamp(min=0).double()
     first = (totals.cumsum(0) - totals).clamp(max=len(values) - 1)  # of a sample without tokens it is never used
     low, high = values[first + place.floor().long()], values[first + place.ceil().long()]
-    found = low + (high - low) * place.frac().to(values.dtype)
-    return torch.where(counts > 0, found, torch.inf)
+    quantiles = low + (high - low) * place.frac().to(values.dtype)
+    return torch.where(counts > 0, quantiles, torch.inf)

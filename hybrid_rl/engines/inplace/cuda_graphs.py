@@ -85,13 +85,13 @@ class PassTables:
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """Tensors over device bytes, by name; block_table: int32 [size, most blocks], with the columns side by side."""
-        found = {}
+        views = {}
         for name, (start, dtype) in self._places.items():
             kind = torch.from_numpy(np.empty(0, dtype)).dtype
-            found[name] = memory[start : start + self.size * kind.itemsize].view(kind)
+            views[name] = memory[start : start + self.size * kind.itemsize].view(kind)
         table = memory[self._table : self.num_bytes].view(torch.int32)
-        found["block_table"] = table.view(-1, self._rows)[:, : self.size].t()
-        return found
+        views["block_table"] = table.view(-1, self._rows)[:, : self.size].t()
+        return views
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ class DecodeGraphs:
     def _addresses(self) -> dict[str, int]:
         """Addresses of everything that a graph reads and that is not its own."""
         module = self._model.module
-        found = {name: tensor.data_ptr() for name, tensor in module.named_parameters(remove_duplicate=False)}
-        found |= {name: tensor.data_ptr() for name, tensor in module.named_buffers(remove_duplicate=False)}
+        addresses = {name: tensor.data_ptr() for name, tensor in module.named_parameters(remove_duplicate=False)}
+        addresses |= {name: tensor.data_ptr() for name, tensor in module.named_buffers(remove_duplicate=False)}
         for layer in self._cache.layers:
             keys, values = self._cache.memory(layer)
-            found |= {f"keys of layer {layer}": keys.data_ptr(), f"values of layer {layer}": values.data_ptr()}
-        return found
+            addresses |= {f"keys of layer {layer}": keys.data_ptr(), f"values of layer {layer}": values.data_ptr()}
+        return addresses
 
     def _capture_all(self, num_blocks: int) -> bool:
         device = self._model.device

@@ -119,9 +119,9 @@ def chunks(identity: str, request: AnswerRequest, answers: Sequence[Answer]) -> 
 
     made = []
     for index, answer in enumerate(answers):
-        told = {"logprobs": _logprobs(request, answer), **_token_ids(request, answer)}
+        token_fields = {"logprobs": _logprobs(request, answer), **_token_ids(request, answer)}
         if not request.is_chat:
-            made += [chunk(index, answer.finish_reason, text=answer.text, **told)]
+            made += [chunk(index, answer.finish_reason, text=answer.text, **token_fields)]
             continue
         delta: dict[str, Any] = {"content": answer.text}
         if answer.reasoning:
@@ -130,7 +130,7 @@ def chunks(identity: str, request: AnswerRequest, answers: Sequence[Answer]) -> 
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(answer.calls)]
         made += [
             chunk(index, delta={"role": "assistant", "content": "", "refusal": None}),
-            chunk(index, delta=delta, **told),
+            chunk(index, delta=delta, **token_fields),
             chunk(index, answer.finish_reason, delta={}),
         ]
     if request.has_token_ids:

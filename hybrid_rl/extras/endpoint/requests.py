@@ -90,28 +90,28 @@ def read_request(body: Any, *, is_chat: bool, temperature: float) -> AnswerReque
     bias training; parameters that would have no effect are ignored."""
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object; it is {shorten(body)}")
-    given = {name: value for name, value in body.items() if value is not None}
-    _check_parameters(given, temperature)
+    parameters = {name: value for name, value in body.items() if value is not None}
+    _check_parameters(parameters, temperature)
     for name in ("prompt", "stop", "tools"):
-        _check_unicode(given.get(name), name)
-    options = given.get("stream_options", {})
-    limits = [_number(given, name, 1) for name in ("max_tokens", "max_completion_tokens") if name in given]
-    is_told = given.get("logprobs", False)
+        _check_unicode(parameters.get(name), name)
+    options = parameters.get("stream_options", {})
+    limits = [_number(parameters, name, 1) for name in ("max_tokens", "max_completion_tokens") if name in parameters]
+    is_told = parameters.get("logprobs", False)
     if not isinstance(is_told, bool) and (is_chat or is_told != 0):
         reason = _NEUTRAL["top_logprobs"][1] if isinstance(is_told, int) else "it must be true or false"
         raise bad_request(f"logprobs={shorten(is_told)}: {reason}", "logprobs")
     return AnswerRequest(
         is_chat=is_chat,
-        prompt=read_messages(given.get("messages")) if is_chat else _read_prompt(given.get("prompt")),
-        tools=_read_tools(given) if is_chat else (),
-        num_answers=_number(given, "n", 1, MAX_ANSWERS) if "n" in given else 1,
+        prompt=read_messages(parameters.get("messages")) if is_chat else _read_prompt(parameters.get("prompt")),
+        tools=_read_tools(parameters) if is_chat else (),
+        num_answers=_number(parameters, "n", 1, MAX_ANSWERS) if "n" in parameters else 1,
         max_tokens=min(limits, default=None),
-        stop=_read_stop(given.get("stop", [])),
-        streams=_flag(given, "stream"),
+        stop=_read_stop(parameters.get("stop", [])),
+        streams=_flag(parameters, "stream"),
         includes_usage=isinstance(options, dict) and bool(options.get("include_usage")),
         has_logprobs=is_told is not False,
-        has_token_ids=_flag(given, "return_token_ids"),
-        model=str(given.get("model", MODEL)),
+        has_token_ids=_flag(parameters, "return_token_ids"),
+        model=str(parameters.get("model", MODEL)),
     )
 
 
@@ -269,8 +269,8 @@ def as_object(arguments: Any) -> Any:
     """Return the arguments of a tool call as an object if they are the text of one, else as they are."""
     if isinstance(arguments, str):
         try:
-            found = json.loads(arguments)
+            parsed_arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return arguments
-        return found if isinstance(found, dict) else arguments
+        return parsed_arguments if isinstance(parsed_arguments, dict) else arguments
     return arguments

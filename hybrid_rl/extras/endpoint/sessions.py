@@ -107,7 +107,7 @@ class Session:
         known = [(start, ids) for start, ids in self._texts if text.startswith(start)]
         if not known:
             return self.client.chat.encode(text)
-        start, ids = max(known, key=lambda one: len(one[0]))
+        start, ids = max(known, key=lambda pair: len(pair[0]))
         return [*ids, *self.client.chat.encode(text[len(start) :], goes_on=True)]
 
     async def close(self) -> None:
@@ -149,5 +149,5 @@ class _Said:
 def _form(place: int, text: str, calls: Sequence[Mapping[str, Any]]) -> Any:
     """Return what a client gives back unchanged."""
     functions = [(call.get("id"), call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    told = tuple((i, name, json.dumps(as_object(arguments), sort_keys=True)) for i, name, arguments in functions)
-    return place, text.strip(), told
+    call_forms = tuple((i, name, json.dumps(as_object(arguments), sort_keys=True)) for i, name, arguments in functions)
+    return place, text.strip(), call_forms

@@ -61,11 +61,11 @@ def stop_texts(stop: Sequence[str] | Sequence[int], tokenizer: Any) -> list[str]
     """Return a stop condition as texts, without the token that ends every answer. Raises DataError for another special
     token, which the text of an answer does not have."""
     texts = []
-    for one in stop:
-        if not isinstance(one, str) and one != tokenizer.eos_token_id and one in tokenizer.all_special_ids:
+    for ending in stop:
+        if not isinstance(ending, str) and ending != tokenizer.eos_token_id and ending in tokenizer.all_special_ids:
             raise DataError(
-                f"the environment stops at the special token {one} ({tokenizer.convert_ids_to_tokens(one)!r}), but "
-                f"answers of this model end with {tokenizer.eos_token!r}; use the renderer of this model"
+                f"the environment stops at the special token {ending} ({tokenizer.convert_ids_to_tokens(ending)!r}), "
+                f"but answers of this model end with {tokenizer.eos_token!r}; use the renderer of this model"
             )
-        texts.append(one if isinstance(one, str) else tokenizer.decode([one]))
+        texts.append(ending if isinstance(ending, str) else tokenizer.decode([ending]))
     return [text for text in texts if text != tokenizer.eos_token]

@@ -93,14 +93,14 @@ def _of_checkpoint(model: Path, overrides: Mapping[str, Any], config: Any) -> tu
         return None, {}
     state = read_state(model)
     names = {name.rpartition(".")[2] for name in (*overrides, *load_config(config)[1])}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     saved = state.get("config", {})
     for path in (*KEPT, *(f"eval.{name}" for name in KEPT_EVAL)):
         section, _, name = path.rpartition(".")
         is_sampling = section == "eval" and names & set(KEPT_EVAL)  # of which one may exclude another
         if name in saved.get(section, {}) and name not in names and not is_sampling:
-            found[path] = saved[section][name]
-    return state.get("global_step"), found
+            settings[path] = saved[section][name]
+    return state.get("global_step"), settings
 
 
 def _make_folder(config: TrainerConfig, folder: str | Path | None, name: str) -> Path:

@@ -41,7 +41,9 @@ class Evaluation:
         """Compare with an earlier evaluation of the same prompts, set by set. Raises DataError if the sets or their
         prompts differ, or if it is not known what is right."""
         if self.sets.keys() != baseline.sets.keys():
-            names = (", ".join(name or "one without a name" for name in one.sets) for one in (self, baseline))
+            names = (
+                ", ".join(name or "one without a name" for name in evaluation.sets) for evaluation in (self, baseline)
+            )
             raise DataError("the two evaluations have different sets: {} and {}".format(*names))
         return {name: samples.against(baseline.sets[name]) for name, samples in self.sets.items()}
 
@@ -59,10 +61,11 @@ class Evaluation:
             "step": self.step,
             "settings": dict(self.settings),
             "estimates": {
-                name: {metric: asdict(one) for metric, one in found.items()} for name, found in self.estimates().items()
+                name: {metric: asdict(estimate) for metric, estimate in estimates.items()}
+                for name, estimates in self.estimates().items()
             },
             "by_budget": {
-                name: {str(budget): asdict(one) for budget, one in samples.within().items()}
+                name: {str(budget): asdict(estimate) for budget, estimate in samples.within().items()}
                 for name, samples in self.sets.items()
                 if samples.right
             },

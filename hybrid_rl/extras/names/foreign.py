@@ -24,32 +24,32 @@ def split_args(keywords: Mapping[str, Any]) -> tuple[Translation, dict[str, Any]
     arguments: its fields that differ from a new one's count as given. Raises ConfigError for anything else.
     """
     rest = {name: value for name, value in keywords.items() if name != ARGS}
-    given = keywords.get(ARGS)
-    if given is None or isinstance(given, Mapping):
-        return Translation(dict(given or {})), rest
-    if not dataclasses.is_dataclass(given) or isinstance(given, type):
+    args = keywords.get(ARGS)
+    if args is None or isinstance(args, Mapping):
+        return Translation(dict(args or {})), rest
+    if not dataclasses.is_dataclass(args) or isinstance(args, type):
         raise ConfigError(
-            f"args={given!r:.60} is of type {type(given).__name__}; pass a GRPOConfig of TRL, keywords, or config= "
+            f"args={args!r:.60} is of type {type(args).__name__}; pass a GRPOConfig of TRL, keywords, or config= "
             "(a YAML file, a mapping or a TrainerConfig)"
         )
-    names = [item.name for item in dataclasses.fields(given) if item.init]
-    default = _default_of(given)
-    fields, defaults = ({name: getattr(one, name) for name in names} for one in (given, default))
+    names = [item.name for item in dataclasses.fields(args) if item.init]
+    default = _default_of(args)
+    fields, defaults = ({name: getattr(instance, name) for name in names} for instance in (args, default))
     if OF_TRL in fields:
-        return translate(fields, defaults | _own_defaults(given), rest), rest
+        return translate(fields, defaults | _own_defaults(args), rest), rest
     return Translation({name: plain(fields[name]) for name in names if differ(fields[name], defaults[name])}), rest
 
 
 def _own_defaults(given: Any) -> dict[str, Any]:
     """Return TRL's defaults of the fields that `_default_of` may have to set."""
     fixed = {item.name: item for item in dataclasses.fields(given)}
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name in WITHOUT_GPU.keys() & fixed.keys():
         item = fixed[name]
-        found[name] = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-    if found.get("bf16", "") is None:  # filled in
-        found["bf16"] = True
-    return found
+        defaults[name] = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    if defaults.get("bf16", "") is None:  # filled in
+        defaults["bf16"] = True
+    return defaults
 
 
 def _default_of(given: Any) -> Any:

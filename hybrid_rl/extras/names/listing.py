@@ -67,16 +67,16 @@ class Key:
 def all_keys() -> list[Key]:
     """Return every key, by section; in a section those that always exist come first."""
     foreign = _foreign_names()
-    found: dict[str, list[Key]] = {section: [] for section in ("", *_sections())}
-    leaves: dict[str, list[Leaf]] = {section: [] for section in found if section not in CHOICES}
+    keys_by_section: dict[str, list[Key]] = {section: [] for section in ("", *_sections())}
+    leaves: dict[str, list[Leaf]] = {section: [] for section in keys_by_section if section not in CHOICES}
     for path, leaf in visible_leaves().items():
         section = path.partition(".")[0] if "." in path else ""
         leaves.get(section, []).append(leaf)
     for section, of_section in leaves.items():
-        found[section] = _gathered([(leaf, _key(leaf, section, "", foreign)) for leaf in of_section])
+        keys_by_section[section] = _gathered([(leaf, _key(leaf, section, "", foreign)) for leaf in of_section])
     for section, choice in CHOICES.items():
-        found[section] = _of_choice(section, choice, foreign)
-    return [key for keys in found.values() for key in keys]
+        keys_by_section[section] = _of_choice(section, choice, foreign)
+    return [key for keys in keys_by_section.values() for key in keys]
 
 
 def section_title(section: str) -> str:
@@ -182,13 +182,13 @@ def _words(kind: Any) -> str:
 
 def _foreign_names() -> dict[str, list[str]]:
     """Return a key's names in other libraries, a text for each library, by the leaf name that it has here."""
-    found: dict[str, dict[str, list[str]]] = {}
+    names_by_key: dict[str, dict[str, list[str]]] = {}
     for habit in records():
         instead = INSTEAD.match(habit.here)
         if instead is not None:
             shown = SAME_NAME if habit.name == instead[1] else habit.name
-            found.setdefault(instead[1], {}).setdefault(habit.library, []).append(shown)
+            names_by_key.setdefault(instead[1], {}).setdefault(habit.library, []).append(shown)
     return {
         name: [f"{library}: {', '.join(names)}" for library, names in libraries.items()]
-        for name, libraries in found.items()
+        for name, libraries in names_by_key.items()
     }

@@ -217,9 +217,11 @@ def _rank(name: str, rank: int, alpha: int) -> Callable[[Any, Mapping[str, Any]]
     def rule(value: Any, asked: Mapping[str, Any]) -> Answer:
         if not value:
             return Answer(note=f"{value} asks for nothing")
-        given = asked.get("lora_alpha", asked.get("lora.lora_alpha"))
-        note = "" if given is not None else f"without lora_alpha it is {alpha} there"
-        return Answer({"lora.r": asked.get(name, rank), "lora_alpha": alpha if given is None else given}, note)
+        asked_alpha = asked.get("lora_alpha", asked.get("lora.lora_alpha"))
+        note = "" if asked_alpha is not None else f"without lora_alpha it is {alpha} there"
+        return Answer(
+            {"lora.r": asked.get(name, rank), "lora_alpha": alpha if asked_alpha is None else asked_alpha}, note
+        )
 
     return rule
 

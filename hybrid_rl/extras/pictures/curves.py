@@ -68,17 +68,17 @@ def draw(records: Records, picture: Path) -> None:
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Return the exponential moving average of values, which begins at the first of them instead of at 0."""
-    found, total, norm = [], 0.0, 0.0
+    averages, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = SMOOTHING * total + (1 - SMOOTHING) * value, SMOOTHING * norm + (1 - SMOOTHING)
-        found.append(total / norm)
-    return found
+        averages.append(total / norm)
+    return averages
 
 
 def _known(records: Records, name: str) -> tuple[list[int], list[float]]:
     """Return the steps at which a metric was recorded, and its values."""
-    found = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
-    return [step for step, _ in found], [float(value) for _, value in found]
+    points = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
+    return [step for step, _ in points], [float(value) for _, value in points]
 
 
 def _line(axes: Any, records: Records, name: str, label: str, color: str) -> None:

@@ -53,12 +53,12 @@ class HandoffPlan:
         are not known."""
         if self.missing:
             return None
-        found = {name: self.links.get(name, Traffic()) for name in LINKS}
-        remote = found["remote"].written_bytes
+        traffic = {name: self.links.get(name, Traffic()) for name in LINKS}
+        remote = traffic["remote"].written_bytes
         if not self.is_on_gpus:
-            return {"remote": remote, "pcie": sum(part.written_bytes for part in found.values())}
-        local = found["local"].read_bytes + found["local"].written_bytes
-        return {"local": local, "host": found["host"].read_bytes, "remote": remote}
+            return {"remote": remote, "pcie": sum(part.written_bytes for part in traffic.values())}
+        local = traffic["local"].read_bytes + traffic["local"].written_bytes
+        return {"local": local, "host": traffic["host"].read_bytes, "remote": remote}
 
 
 def plan_handoff(
@@ -101,14 +101,14 @@ def plan_handoff(
         trace = _in_dtype(traces[rank % size], dtype)
         reports[rank] = report_of(make_plan(trace, layout, rank), trace, layout)
     rank = max(reports, key=lambda number: reports[number].total.read_bytes - reports[number].local.read_bytes)
-    found = reports[rank]
+    report = reports[rank]
     words += f"; through files in {rollout.handoff.weights_path}" if rollout.handoff.transport == "disk" else ""
     words += "; its shards are in host memory" if config.memory.keeps_on_host("shards") and on_host else ""
     return HandoffPlan(
         words,
-        {"local": found.local, "host": found.host, "remote": found.remote},
-        minimum=found.minimum,
-        staging_bytes=found.staging_bytes if found.remote.read_bytes else 0,
+        {"local": report.local, "host": report.host, "remote": report.remote},
+        minimum=report.minimum,
+        staging_bytes=report.staging_bytes if report.remote.read_bytes else 0,
         gathered_bytes=_received(gathered(layout, rank)),
         source=source,
         is_on_gpus=not on_host,
@@ -166,10 +166,10 @@ def _traces(
     wanted = sorted({0, size - 1})
     reason = "no folder of layouts was given"
     if layouts is not None:
-        found = _files(layouts, skeleton, size)
-        if found.keys() >= set(wanted):
-            names = " and ".join(found[rank].name for rank in wanted)
-            return {rank: load_trace(found[rank]) for rank in wanted}, f"traces of vLLM's loader in {names}"
+        paths = _files(layouts, skeleton, size)
+        if paths.keys() >= set(wanted):
+            names = " and ".join(paths[rank].name for rank in wanted)
+            return {rank: load_trace(paths[rank]) for rank in wanted}, f"traces of vLLM's loader in {names}"
         reason = f"{layouts} has no trace of this model with tensor_parallel_size={size}"
     if not may_trace:
         return {}, f"{reason} (layouts=, such as benchmarks/layouts); metrics of a step have handoff/*_bytes"
@@ -204,7 +204,7 @@ def _files(folder: Path, skeleton: PreTrainedModel, size: int) -> dict[int, Path
     weights = {name: tuple(tensor.shape) for name, tensor in named_weights(skeleton).items()}
     parameters = {name for name, _ in skeleton.named_parameters()}
     fitting: dict[str, bool] = {}
-    found = {}
+    paths = {}
     for match, path in trace_files(folder):
         if int(match["size"]) != size:
             continue
@@ -212,5 +212,5 @@ def _files(folder: Path, skeleton: PreTrainedModel, size: int) -> dict[int, Path
             sources = read_sources(path)
             fitting[match["model"]] = parameters <= sources.keys() and sources.items() <= weights.items()
         if fitting[match["model"]]:
-            found[int(match["rank"])] = path
-    return found
+            paths[int(match["rank"])] = path
+    return paths

@@ -185,13 +185,13 @@ def _state(name: str, phase: Phase, memory: MemoryPlan) -> str:
     """Return where a resident is in a phase; nothing if that phase was not counted."""
     if name in phase.tags:
         return NEEDED
-    found = [planned for planned in memory.phases if planned.phase == phase.name]
-    if any(planned.bytes_of(name) for planned in found):
+    phases = [planned for planned in memory.phases if planned.phase == phase.name]
+    if any(planned.bytes_of(name) for planned in phases):
         return STAYS
     # What sleeps waits in the arena, under that name.
-    if name in memory.choices.offload or any(planned.host_bytes_of(name) for planned in found):
+    if name in memory.choices.offload or any(planned.host_bytes_of(name) for planned in phases):
         return ON_HOST
-    return GIVEN_UP if found else UNKNOWN
+    return GIVEN_UP if phases else UNKNOWN
 
 
 def _rank(name: str) -> int:
@@ -226,16 +226,16 @@ def _verdicts(memory: MemoryPlan) -> Iterator[Text]:
         yield _verdict(memory)
         return
     for words, plan in (("ranks that train: ", memory), ("ranks that only generate: ", memory.generating)):
-        found = _verdict(plan)
-        yield Text.assemble((words, found.style), found)
+        verdict = _verdict(plan)
+        yield Text.assemble((words, verdict.style), verdict)
 
 
 def _verdict(memory: MemoryPlan) -> Text:
     """Say whether the run fits, with the numbers that decide it."""
     peak, budget = memory.peak, memory.budget
     if budget.device_bytes is None:
-        what = f"peak {size_text(peak.device_bytes)} per rank, in {peak.name}"
-        return Text(f"{what}; the memory of the machine is not known")
+        peak_text = f"peak {size_text(peak.device_bytes)} per rank, in {peak.name}"
+        return Text(f"{peak_text}; the memory of the machine is not known")
     of = f"of {size_text(budget.device_bytes)}"
     over = peak.device_bytes - budget.device_bytes
     if over > 0:

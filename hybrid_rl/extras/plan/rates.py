@@ -58,12 +58,12 @@ class Assumptions:
 
 def rates_of(name: str) -> Rates:
     """Return the rates of a GPU by its name, such as H100. Raises ConfigError for one that is not known."""
-    found = {key.lower(): gpu for key, gpu in GPUS.items()}
-    if name.lower() not in found:
-        near = difflib.get_close_matches(name.lower(), found, n=1)
-        hint = f" (did you mean {found[near[0]].name}?)" if near else ""
+    gpus = {key.lower(): gpu for key, gpu in GPUS.items()}
+    if name.lower() not in gpus:
+        near = difflib.get_close_matches(name.lower(), gpus, n=1)
+        hint = f" (did you mean {gpus[near[0]].name}?)" if near else ""
         raise ConfigError(f"the rates of GPU {name!r} are not known{hint}; use one of {', '.join(GPUS)}, or none")
-    return found[name.lower()]
+    return gpus[name.lower()]
 
 
 def rates_of_device(name: str) -> Rates | None:

@@ -84,10 +84,10 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
             arguments.append(f"memory.{name}={value}")
     if machine.num_gpus is not None and "num_ranks" not in keys:
         settings["num_ranks"] = "auto"
-    config, given = load_config(base, settings, arguments)
+    config, given_keys = load_config(base, settings, arguments)
     if config.model.path is None:
         raise ConfigError("the model is missing: set model.path to its name, or to a folder that has its config.json")
-    config, given, adapter = record_adapters(config, given, None)
+    config, given_keys, adapter = record_adapters(config, given_keys, None)
     if adapter is not None:
         config = load_config(config, {"model.path": adapter_of(str(config.model.path))[0]})[0]
     if machine.num_gpus is None and config.model.device != "cpu":
@@ -101,7 +101,7 @@ def planned_config(words: Sequence[str], machine: Machine) -> TrainerConfig:
     if machine.num_gpus is not None and config.memory.device_memory is None:
         raise ConfigError("the memory of a GPU is missing: give --gpu-memory 80GB, or --gpu H100 for all of that GPU's")
     _refuse_more_than_there_is(config, machine)
-    resolved = resolve(config, given, hardware=gpus)
+    resolved = resolve(config, given_keys, hardware=gpus)
     if adapter is not None:
         trusts = resolved.model.trust_remote_code
         check_adapters(ModelRecipe.of_folder(str(config.model.path), trust_remote_code=trusts), adapter, resolved)
@@ -115,10 +115,10 @@ def _refuse_more_than_there_is(config: TrainerConfig, machine: Machine) -> None:
         ("device_memory", gpu, machine.device_memory),
         ("host_memory", f"--host-memory {machine.host_memory}", machine.host_memory),
     ):
-        given = getattr(config.memory, name)
-        if None not in (given, there) and memory_bytes(given, f"memory.{name}") > memory_bytes(str(there), option):
+        limit = getattr(config.memory, name)
+        if None not in (limit, there) and memory_bytes(limit, f"memory.{name}") > memory_bytes(str(there), option):
             raise ConfigError(
-                f"memory.{name}={given} is more than there is ({option}: {there}); leave one of them out, or make the "
+                f"memory.{name}={limit} is more than there is ({option}: {there}); leave one of them out, or make the "
                 "key smaller"
             )
 
@@ -154,9 +154,9 @@ def _recipe(path: Path, arguments: list[str]) -> tuple[str | None, dict[str, obj
     if not path.is_file() or not beside.is_file():
         missing = path if not path.is_file() else beside
         raise ConfigError(f"{missing} does not exist; a recipe is a script with its settings in a YAML file beside it")
-    given = [argument.partition("=") for argument in arguments]
-    values = {name: value for name, _, value in given if name in RECIPE_ARGUMENTS}
-    keys = [argument for argument, (name, _, _) in zip(arguments, given, strict=True) if name not in RECIPE_ARGUMENTS]
+    parts = [argument.partition("=") for argument in arguments]
+    values = {name: value for name, _, value in parts if name in RECIPE_ARGUMENTS}
+    keys = [argument for argument, (name, _, _) in zip(arguments, parts, strict=True) if name not in RECIPE_ARGUMENTS]
     config, explicit = load_config(values.get("config"), arguments=keys)
     if config.model.path is None:
         raise ConfigError(

@@ -74,8 +74,8 @@ class RunPlan:
         if self.memory.generating is not None:
             sides.append((memory["generating"], self.memory.generating))
         for side, plan in sides:
-            for phase, found in zip(side["phases"], plan.phases, strict=True):
-                phase |= {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
+            for phase, phase_memory in zip(side["phases"], plan.phases, strict=True):
+                phase |= {"device_bytes": phase_memory.device_bytes, "host_bytes": phase_memory.host_bytes}
         memory |= {"peak": self.memory.peak.name, "free_bytes": self.memory.free_bytes, "fits": self.fits}
         return {
             "title": self.title,

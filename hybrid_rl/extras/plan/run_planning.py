@@ -155,7 +155,7 @@ def _time(plan: RunPlan, config: TrainerConfig, passes: Passes, rates: Rates) ->
 def _budget(config: TrainerConfig, machine: Machine) -> Budget:
     """Return the memory that the machine of a plan has."""
     assert config.num_ranks != "auto"
-    found: list[tuple[int | None, str]] = []
+    sizes: list[tuple[int | None, str]] = []
     for name, there, option in (
         ("device_memory", machine.device_memory, machine.device_option),
         ("host_memory", machine.host_memory, f"--host-memory {machine.host_memory}"),
@@ -163,8 +163,8 @@ def _budget(config: TrainerConfig, machine: Machine) -> Budget:
         text = getattr(config.memory, name)
         size = None if text is None else memory_bytes(text, f"memory.{name}")
         source = "not given" if text is None else option if text == there else f"memory.{name}={text}"
-        found.append((size, source))
-    (device, device_source), (host, host_source) = found
+        sizes.append((size, source))
+    (device, device_source), (host, host_source) = sizes
     return Budget(device, host, 1, device_source, host_source, machine.gpus_per_host).for_ranks(config.num_ranks)
 
 
@@ -183,9 +183,9 @@ def _longest_prompt(config: TrainerConfig, models: RunModels) -> tuple[int, str]
     """Return the tokens that a prompt may have, and a note if that is assumed."""
     limit = getattr(models.policy.config.get_text_config(), "max_position_embeddings", None)
     room = prompt_room(config, limit)
-    given = config.data.max_prompt_length
-    if given is not None:
-        return given, ""
+    max_prompt_length = config.data.max_prompt_length
+    if max_prompt_length is not None:
+        return max_prompt_length, ""
     tokens = PROMPT_TOKENS if room is None else min(PROMPT_TOKENS, room.num_tokens)
     return tokens, f"prompts of up to {tokens:,} tokens are assumed, because data.max_prompt_length is not given"
 

@@ -68,8 +68,8 @@ def load_trace(path: Path) -> Trace:
         raise HandoffError(f"cannot read a trace from {path}: {error}") from error
 
     def table(kind: Any, prefix: str) -> Any:
-        found = {item.name: columns[f"{prefix}.{item.name}"].T for item in fields(kind)}
-        return kind(**{n: c if c.dtype == np.float64 else np.cumsum(c, axis=0) for n, c in found.items()})
+        arrays = {item.name: columns[f"{prefix}.{item.name}"].T for item in fields(kind)}
+        return kind(**{n: c if c.dtype == np.float64 else np.cumsum(c, axis=0) for n, c in arrays.items()})
 
     return Trace(
         tuple(TensorSpec(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in head["sources"]),

@@ -96,15 +96,15 @@ class DatasetPreview:
             "rows": self.num_rows,
             "read_as": self.note,
             "would_start": self.would_start,
-            "columns": {name: {"types": kinds, "example": one} for name, (kinds, one) in self.columns.items()},
+            "columns": {name: {"types": kinds, "example": example} for name, (kinds, example) in self.columns.items()},
             "lengths": {"unit": self.unit, **self.quantiles(), "histogram": self.histogram()},
             "max_prompt_length": self.limit,
             "over_max_prompt_length": self.too_long,
             "refused": [{"row": row, "why": why} for row, why in self.refused],
             "duplicates": [{"row": row, "first": first} for row, first in self.duplicates],
             "shown": [
-                {"row": one.row, "text": one.text, "length": one.length, "columns": _plain(one.columns)}
-                for one in self.shown
+                {"row": prompt.row, "text": prompt.text, "length": prompt.length, "columns": _plain(prompt.columns)}
+                for prompt in self.shown
             ],
         }
 
@@ -122,47 +122,47 @@ def preview_datasets(dataset: Any, encoder: PromptEncoder, *, num_shown: int = 2
 def overlap(train: Sequence[DatasetPreview], held_out: Sequence[DatasetPreview]) -> list[tuple[str, int, str, int]]:
     """Return the prompts that are in both: dataset and row of evaluation, dataset and row of training."""
     return [
-        (other.name, row, one.name, one.keys[key])
+        (other.name, row, dataset.name, dataset.keys[key])
         for other in held_out
         for key, row in other.keys.items()
-        for one in train
-        if key in one.keys
+        for dataset in train
+        if key in dataset.keys
     ]
 
 
 def _preview(dataset: Any, encoder: PromptEncoder, name: str, num_shown: int) -> DatasetPreview:
     has_tokenizer = not isinstance(encoder.tokenizer, NoTokenizer)
-    found = DatasetPreview(name, unit="tokens" if has_tokenizer else "characters")
-    found.limit = encoder.max_prompt_length if has_tokenizer else None
-    found.overlong = encoder.overlong_prompts
+    preview = DatasetPreview(name, unit="tokens" if has_tokenizer else "characters")
+    preview.limit = encoder.max_prompt_length if has_tokenizer else None
+    preview.overlong = encoder.overlong_prompts
     unread: list[str] = []
     rows, form = dataset, None
     if isinstance(dataset, str | Mapping) and is_gym(dataset):
         rows, form = gym_rows(dataset)
     elif isinstance(dataset, str | Path):
         rows = read_path(Path(dataset), unread)
-    found.refused += [(None, why) for why in unread]
+    preview.refused += [(None, why) for why in unread]
     if is_stream(rows):
         rows = list(islice(rows() if callable(rows) else iter(rows), STREAM_ROWS))
-        found.note = f"a stream; its first {len(rows)} rows"
+        preview.note = f"a stream; its first {len(rows)} rows"
     held = rows_of(rows)
-    found.num_rows = len(held)
+    preview.num_rows = len(held)
     if not len(held):
-        found.refused.append((None, "the dataset is empty; give at least one row with a `prompt`"))
-        return found
+        preview.refused.append((None, "the dataset is empty; give at least one row with a `prompt`"))
+        return preview
     reader = Reader(encoder)
     reader.look_at(held.column_names, held.row(0), "row 0", form)
     check_column_names(reader.names(held.column_names), "the dataset", needs_prompt=encoder.needs_prompts)
-    found.note = "; ".join(filter(None, (found.note, reader.note)))
+    preview.note = "; ".join(filter(None, (preview.note, reader.note)))
     kinds: dict[str, Counter[str]] = {column: Counter() for column in reader.names(held.column_names)}
     examples: Mapping[str, Any] = {}
-    rows_left = _usable_rows(held, reader, encoder, found, kinds)
+    rows_left = _usable_rows(held, reader, encoder, preview, kinds)
     while chunk := list(islice(rows_left, _CHUNK)):
         examples = examples or chunk[0][1]
-        _measure(chunk, encoder, found, num_shown)
-    found.columns = {name: (dict(counts), shorten(examples.get(name), 60)) for name, counts in kinds.items()}
-    found.refused.sort(key=lambda one: -1 if one[0] is None else one[0])
-    return found
+        _measure(chunk, encoder, preview, num_shown)
+    preview.columns = {name: (dict(counts), shorten(examples.get(name), 60)) for name, counts in kinds.items()}
+    preview.refused.sort(key=lambda refusal: -1 if refusal[0] is None else refusal[0])
+    return preview
 
 
 def _usable_rows(

@@ -29,19 +29,19 @@ class RewardNeeds:
 
     def missing(self, columns: Sequence[str]) -> tuple[str, ...]:
         """Return the columns that are missing for the first alternative, none if one of them is complete."""
-        lacks = [tuple(name for name in one if name not in columns) for one in self.needs]
+        lacks = [tuple(name for name in names if name not in columns) for names in self.needs]
         return () if not lacks or () in lacks else lacks[0]
 
     def unusable(self, datasets: Sequence[DatasetPreview]) -> dict[str, int]:
         """Return the types of values in its columns that give no reward, with their numbers. Nulls count for every
         function: only it knows what it makes of them."""
-        columns = [name for one in datasets for name in one.columns]
+        columns = [name for dataset in datasets for name in dataset.columns]
         used = next((names for names in self.needs if set(names) <= set(columns)), ())
-        found: Counter[str] = Counter()
-        for one, name in ((one, name) for one in datasets for name in used):
-            kinds = one.columns.get(name, ({"null": one.num_rows}, ""))[0]
-            found.update({kind: n for kind, n in kinds.items() if kind in ("null", *self.refused)})
-        return {kind: n for kind, n in found.items() if n}
+        counts: Counter[str] = Counter()
+        for dataset, name in ((dataset, name) for dataset in datasets for name in used):
+            kinds = dataset.columns.get(name, ({"null": dataset.num_rows}, ""))[0]
+            counts.update({kind: n for kind, n in kinds.items() if kind in ("null", *self.refused)})
+        return {kind: n for kind, n in counts.items() if n}
 
 
 @dataclass(frozen=True)
@@ -61,35 +61,35 @@ class Preview:
     @property
     def would_start(self) -> bool:
         """Whether a run would take the data as it is."""
-        return all(one.would_start for one in (*self.train, *self.held_out))
+        return all(dataset.would_start for dataset in (*self.train, *self.held_out))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain JSON values."""
-        columns = [name for one in self.train for name in one.columns]
+        columns = [name for dataset in self.train for name in dataset.columns]
         return {
             "would_start": self.would_start,
-            "train": [one.to_dict() for one in self.train],
-            "eval": [one.to_dict() for one in self.held_out],
+            "train": [dataset.to_dict() for dataset in self.train],
+            "eval": [dataset.to_dict() for dataset in self.held_out],
             "in_both": [
                 {"eval": other, "eval_row": row, "train": name, "train_row": first}
                 for other, row, name, first in self.shared
             ],
             "rewards": [
                 {
-                    "name": one.name,
-                    "needs": one.needs,
-                    "missing": one.missing(columns),
-                    "unusable": one.unusable(self.train),
+                    "name": reward.name,
+                    "needs": reward.needs,
+                    "missing": reward.missing(columns),
+                    "unusable": reward.unusable(self.train),
                 }
-                for one in self.rewards
+                for reward in self.rewards
             ],
         }
 
     def __str__(self) -> str:
         lines: list[str] = []
         for title, parts in (("", self.train), ("evaluation: ", self.held_out)):
-            for one in parts:
-                lines += [*_dataset_lines(one, title), ""]
+            for dataset in parts:
+                lines += [*_dataset_lines(dataset, title), ""]
         lines += self._reward_lines()
         lines += self._shared_lines()
         return "\n".join(visible(line.rstrip()) for line in [*lines, self._verdict()])
@@ -97,29 +97,29 @@ class Preview:
     def _reward_lines(self) -> Iterator[str]:
         if not self.rewards:
             return
-        columns = [name for one in self.train for name in one.columns]
+        columns = [name for dataset in self.train for name in dataset.columns]
         yield "rewards and the columns that they need"
-        for one in self.rewards:
-            needs = " or ".join(", ".join(names) for names in one.needs) or "nothing but the completion"
-            missing = one.missing(columns)
-            state = f"missing: {', '.join(missing)}" if missing else "there" + self._unusable(one)
-            yield from _wrapped(f"{one.name}: {needs}: {state}", "  ", "    ")
+        for reward in self.rewards:
+            needs = " or ".join(", ".join(names) for names in reward.needs) or "nothing but the completion"
+            missing = reward.missing(columns)
+            state = f"missing: {', '.join(missing)}" if missing else "there" + self._unusable(reward)
+            yield from _wrapped(f"{reward.name}: {needs}: {state}", "  ", "    ")
         yield ""
 
     def _unusable(self, one: RewardNeeds) -> str:
         """Say which values of its columns a reward function gets that give no reward."""
-        found = one.unusable(self.train)
-        if not found:
+        counts = one.unusable(self.train)
+        if not counts:
             return ""
-        number = f"in {sum(found.values()):,} of {counted(sum(dataset.num_rows for dataset in self.train), 'row')}"
-        why = ", which it cannot compare" if set(found) - {"null"} else ""
-        return f", but {', '.join(sorted(found))} {number}{why}"
+        number = f"in {sum(counts.values()):,} of {counted(sum(dataset.num_rows for dataset in self.train), 'row')}"
+        why = ", which it cannot compare" if set(counts) - {"null"} else ""
+        return f", but {', '.join(sorted(counts))} {number}{why}"
 
     @property
     def _is_hopeless(self) -> bool:
         """Whether no ready-made reward function could score enough rows."""
         num_rows = sum(dataset.num_rows for dataset in self.train)
-        known = [sum(one.unusable(self.train).values()) for one in self.rewards if one.is_known]
+        known = [sum(reward.unusable(self.train).values()) for reward in self.rewards if reward.is_known]
         return 0 < len(known) == len(self.rewards) and min(known) > self.failure_share * num_rows
 
     def _shared_lines(self) -> Iterator[str]:
@@ -183,9 +183,9 @@ def _length_lines(one: DatasetPreview) -> Iterator[str]:
         yield f"  {low:>7,} - {high:<7,} {'#' * -(-BAR * count // most):<{BAR}} {count:,}"
     if one.limit is not None:
         share = len(one.too_long) / len(one.lengths)
-        what = {"error": "refused", "drop": "dropped", "truncate": "cut to their end"}[one.overlong]
+        fate = {"error": "refused", "drop": "dropped", "truncate": "cut to their end"}[one.overlong]
         row = f", the first is row {one.too_long[0]}" if one.too_long else ""
-        over = f"over max_prompt_length={one.limit:,}: {len(one.too_long):,} ({share:.1%}), which would be {what}{row}"
+        over = f"over max_prompt_length={one.limit:,}: {len(one.too_long):,} ({share:.1%}), which would be {fate}{row}"
         yield from _wrapped(over, "", "  ")
 
 

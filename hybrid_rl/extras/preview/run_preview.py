@@ -79,8 +79,8 @@ def _needs(reward_funcs: Any, seen: Sequence[Any]) -> tuple[RewardNeeds, ...]:
     """Return what the given reward functions need; of the ready-made ones those whose columns are there, if none is
     given."""
     if reward_funcs is None:
-        columns = [name for one in seen for name in one.columns]
-        return tuple(one for one in READY_MADE if not one.missing(columns))
+        columns = [name for dataset in seen for name in dataset.columns]
+        return tuple(reward for reward in READY_MADE if not reward.missing(columns))
     functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     return tuple(_needs_of(function) for function in functions)
 
@@ -93,12 +93,14 @@ def _needs_of(function: Any) -> RewardNeeds:
     except (TypeError, ValueError):
         return RewardNeeds(name, ())
     is_ours = str(getattr(function, "__module__", "")).startswith("hybrid_rl.")
-    ready = next((one for one in READY_MADE if is_ours and one.name == name), None)
+    ready = next((reward for reward in READY_MADE if is_ours and reward.name == name), None)
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = tuple(
-        one.name
-        for one in parameters
-        if one.kind not in kinds and one.default is inspect.Parameter.empty and one.name not in RESERVED_COLUMNS
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in kinds
+        and parameter.default is inspect.Parameter.empty
+        and parameter.name not in RESERVED_COLUMNS
     )
     if ready is not None:
         return dataclasses.replace(ready, needs=(needed,)) if needed else ready

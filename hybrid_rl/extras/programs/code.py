@@ -107,7 +107,7 @@ def find_program(completion: str | Messages, opening: str = "") -> str:
     if not blocks:
         return text.strip("\n") if "```" not in text and text.strip() else ""
     for languages in (PYTHON, ("",)):
-        found = [code for language, code in blocks if language.strip().lower() in languages]
-        if found:
-            return str(found[-1])
+        programs = [code for language, code in blocks if language.strip().lower() in languages]
+        if programs:
+            return str(programs[-1])
     return ""

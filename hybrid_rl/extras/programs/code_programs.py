@@ -153,10 +153,10 @@ def read_answer(output: str, mark: str = MARK) -> dict[str, Any]:
     """Return what a program answered; {} if it did not. mark: the beginning of its answer."""
     text = output.rpartition(mark)[2] if mark in output else ""
     try:
-        found = json.loads(text.partition("\n")[0])
+        answer = json.loads(text.partition("\n")[0])
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return answer if isinstance(answer, dict) else {}
 
 
 def defined_names(source: str) -> frozenset[str]:

@@ -73,7 +73,10 @@ def _read(given: Any, entry_point: str | None, setup: str) -> list[Test]:
         inputs, outputs = given["inputs"], given["outputs"]
         if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs):
             raise DataError(f"the tests {given!r:.200} need as many outputs as inputs, both as lists")
-        return [_pair(one, other, given.get("fn_name")) for one, other in zip(inputs, outputs, strict=True)]
+        return [
+            _pair(test_input, test_output, given.get("fn_name"))
+            for test_input, test_output in zip(inputs, outputs, strict=True)
+        ]
     if isinstance(given, Mapping) and {"input", "output"} <= given.keys():
         name = given.get("fn_name") or given.get("func_name")
         if not name and given.get("testtype", given.get("type")) in ("functional", "function_call"):
@@ -82,7 +85,7 @@ def _read(given: Any, entry_point: str | None, setup: str) -> list[Test]:
                 raise DataError(f"the test {given!r:.200} is a call of a function; name it as fn_name or entry_point")
         return [_pair(given["input"], given["output"], name)]
     if _is_list(given):
-        return [test for one in given for test in _read(one, entry_point, setup)]
+        return [test for item in given for test in _read(item, entry_point, setup)]
     raise DataError(f"the tests {given!r:.200} are of no known form; {FORMS}")
 
 
@@ -93,7 +96,7 @@ def _pair(given: Any, wanted: Any, name: str | None) -> Test:
         given = [_parsed(line) for line in given.splitlines() if line.strip()]
     if not _is_list(given):
         raise DataError(f"the test of {name} has the input {given!r:.200}; give the list of its arguments")
-    arguments = [_plain(one) for one in given]
+    arguments = [_plain(argument) for argument in given]
     return CallTest(name, tuple(arguments), _parsed(wanted) if isinstance(wanted, str) else _plain(wanted))
 
 
@@ -150,5 +153,5 @@ def _assertions(text: str, entry_point: str | None, setup: str) -> AssertionTest
     free = used - defined - own
     modules = {name for name in free & with_attributes if name in sys.stdlib_module_names}
     check = "check" if entry_point and any(getattr(node, "name", "") == "check" for node in tree.body) else ""
-    names, needed, anew = (tuple(sorted(found)) for found in (free - modules, modules, own))
+    names, needed, anew = (tuple(sorted(group)) for group in (free - modules, modules, own))
     return AssertionTest(source, names, needed, check, entry_point or "", anew)

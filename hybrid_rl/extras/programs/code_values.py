@@ -74,7 +74,7 @@ def _is_same(value: Any, wanted: Any) -> bool:
             str(key) in named and _is_same(named[str(key)], item) for key, item in wanted.items()
         )
     if isinstance(value, float) or isinstance(wanted, float):
-        are_numbers = all(isinstance(one, int | float) for one in (value, wanted))
+        are_numbers = all(isinstance(side, int | float) for side in (value, wanted))
         return are_numbers and math.isclose(value, wanted, rel_tol=TOLERANCE, abs_tol=LEAST)
     return bool(value == wanted)
 

@@ -54,11 +54,11 @@ class Row:
 
 def quickstart(settings: Path, arguments: Sequence[str], *, compares: bool) -> None:
     """Build the model, warm-start it, improve it, and compare on request."""
-    config, given = settings_of(settings, arguments)
+    config, given_keys = settings_of(settings, arguments)
     torch.set_num_threads(1)  # half a million parameters: a second thread would mostly wait for the first
     task, tokenizer = build_task(config.seed), build_tokenizer()
     # What cannot run is refused before the warm start; that keys do nothing, while it is known which ones were given.
-    resolve(config, given, hardware=find_hardware(config))
+    resolve(config, given_keys, hardware=find_hardware(config))
     check(build_model(tokenizer, config.seed), tokenizer, task, config)
     model, warm = warm_started(task, tokenizer, config)
     supervised = [copy.deepcopy(model) for _ in range(2 if compares else 0)]
@@ -99,23 +99,23 @@ def warm_started(
 def warming(num_steps: int) -> Iterator[Callable[[int, float], None]]:
     """Show a warm start on the console, and say so if it is interrupted. Gives what is called with the number of steps
     done and the last loss."""
-    what = "supervised warm start"
+    phase = "supervised warm start"
     if not console.is_terminal:
-        console.print(f"{what}: {num_steps} steps")
+        console.print(f"{phase}: {num_steps} steps")
     try:
-        with console.status(f"{what}: {num_steps} steps") as status:
+        with console.status(f"{phase}: {num_steps} steps") as status:
             begin = time.perf_counter()
 
             def show(step: int, loss: float) -> None:
                 left = (time.perf_counter() - begin) / step * (num_steps - step)
-                line = f"{what}: step {step} of {num_steps}, loss {loss:.3f}, about {left:.0f} s left"
+                line = f"{phase}: step {step} of {num_steps}, loss {loss:.3f}, about {left:.0f} s left"
                 status.update(line)
                 if not console.is_terminal and (step % 100 == 0 or step == STEPS_PER_EVALUATION):
                     console.print(line)
 
             yield show
     except KeyboardInterrupt:
-        console.print(f"interrupted in the {what}, before training; nothing of it is kept")
+        console.print(f"interrupted in the {phase}, before training; nothing of it is kept")
         raise
 
 
@@ -163,20 +163,20 @@ def show_what_is_next(run: Path, again: str) -> None:
         console.print(f"picture of the curves: {picture}", soft_wrap=True)
     console.print(f"metrics and samples:   {run}", soft_wrap=True)
     console.print("\nnext:")
-    for command, what in (
+    for command, description in (
         (f"{program} report {run}", "the run as a web page: curves, phases, samples"),
         (f"{program} {again} algorithm=gspo", "the same with another algorithm"),
         (f"{program} train model.path=... data.train_path=... reward=...", "your model, data and reward"),
     ):
         console.print(f"  {command}", soft_wrap=True, markup=False)
-        console.print(f"      {what}", style="dim")
+        console.print(f"      {description}", style="dim")
 
 
 def own_program() -> str:
     """Return what to type for `hybrid-rl` here: its path if it is not the one that the shell finds."""
     installed = Path(sys.executable).with_name("hybrid-rl")
-    found = shutil.which("hybrid-rl")
-    if not installed.is_file() or (found is not None and Path(found).resolve() == installed.resolve()):
-        return "hybrid-rl" if found is not None else f"{Path(sys.executable).name} -m hybrid_rl"
+    program = shutil.which("hybrid-rl")
+    if not installed.is_file() or (program is not None and Path(program).resolve() == installed.resolve()):
+        return "hybrid-rl" if program is not None else f"{Path(sys.executable).name} -m hybrid_rl"
     here = Path.cwd()
     return str(installed.relative_to(here) if installed.is_relative_to(here) else installed)

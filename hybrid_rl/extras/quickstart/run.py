@@ -62,7 +62,7 @@ def settings_of(file: Path, arguments: Sequence[str]) -> tuple[TrainerConfig, fr
     """Read the settings of a recipe under `key=value` arguments, as `load_config` does. A run made shorter than the
     recipe's warm-up of the learning rate has a shorter warm-up too, unless one is given; an algorithm that learns from
     demonstrations draws no groups."""
-    config, given = load_config(file, arguments=arguments)
+    config, given_keys = load_config(file, arguments=arguments)
     _, own = load_config(arguments=arguments)
     steps, warmup, changes = config.max_steps, config.optimizer.warmup_steps, dict[str, int]()
     if steps is not None and 0 < steps <= warmup and "optimizer.warmup_steps" not in own:
@@ -71,7 +71,7 @@ def settings_of(file: Path, arguments: Sequence[str]) -> tuple[TrainerConfig, fr
         defaults = type(config.algorithm)()
         groups = {"max_refills": defaults.max_refills, "num_generations": defaults.num_generations}
         changes |= {key: value for key, value in groups.items() if f"algorithm.{key}" not in own}
-    return load_config(file, changes, arguments) if changes else (config, given)
+    return load_config(file, changes, arguments) if changes else (config, given_keys)
 
 
 def check(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Task, config: TrainerConfig) -> None:

@@ -57,15 +57,15 @@ def _row(left: int, right: int) -> dict[str, Any]:
 def right_sum(prompts: list[Any], completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
     """Return TRL-style rewards: 1.0 if the last number of the completion is the answer, else 0.0."""
     numbers = [re.findall(r"\d+", completion[-1]["content"]) for completion in completions]
-    return [float(found[-1:] == [expected]) for found, expected in zip(numbers, answer, strict=True)]
+    return [float(matches[-1:] == [expected]) for matches, expected in zip(numbers, answer, strict=True)]
 
 
 def train_smollm2(arguments: Sequence[str]) -> None:
     """Train the model on sums with the settings of smollm2.yaml under `key=value` arguments, and show the results.
 
     Raises what the Trainer raises, and ModelError if the model cannot be had."""
-    config, given = settings_of(SETTINGS, arguments)
-    resolve(config, given, hardware=find_hardware(config))  # what cannot run is refused before the download
+    config, given_keys = settings_of(SETTINGS, arguments)
+    resolve(config, given_keys, hardware=find_hardware(config))  # what cannot run is refused before the download
     folder, task = model_folder(str(model_file(SMOLLM2))), build_sums(config.seed)
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
     size = sum(parameter.numel() for parameter in model.parameters())

@@ -204,11 +204,11 @@ SECTIONS = (
 
 def guides_of(config: Mapping[str, Any]) -> dict[str, list[Guide]]:
     """Return the guides that a run's own configuration gives, by metric."""
-    found: dict[str, list[Guide]] = {}
+    guides: dict[str, list[Guide]] = {}
 
     def add(metric: str, name: str, value: Any, kind: str, says: str) -> None:
         if is_number(value):
-            found.setdefault(metric, []).append(Guide(kind, f"{says} ({name}={value:g})", high=float(value)))
+            guides.setdefault(metric, []).append(Guide(kind, f"{says} ({name}={value:g})", high=float(value)))
 
     tolerance = config.get("rollout.handoff.probe_tolerance")
     if tolerance is None:
@@ -220,8 +220,8 @@ def guides_of(config: Mapping[str, Any]) -> dict[str, list[Guide]]:
     low, high = config.get("policy_loss.epsilon"), config.get("policy_loss.epsilon_high")
     high = low if high is None else high
     if is_number(low) and is_number(high):
-        found["ratio/mean"] = [Guide("healthy", f"not clipped ({1 - low:g} to {1 + high:g})", 1 - low, 1 + high)]
-    return found
+        guides["ratio/mean"] = [Guide("healthy", f"not clipped ({1 - low:g} to {1 + high:g})", 1 - low, 1 + high)]
+    return guides
 
 
 def layout(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -64,9 +64,9 @@ def places(path: Path) -> Iterator[Line]:
     start = 0
     for line in _lines(path):
         # Parsing is only needed if the line is not as this library writes it, or is the one that may be cut short.
-        found = STEP.match(line) if line.endswith(b"}") else None
-        record = None if found else parsed(line)
-        step = int(found[1]) if found else None if record is None else _step(record)
+        match = STEP.match(line) if line.endswith(b"}") else None
+        record = None if match else parsed(line)
+        step = int(match[1]) if match else None if record is None else _step(record)
         yield Line(path, start, len(line), step, b'"token_values": {' in line)
         start += len(line) + 1
 
@@ -81,10 +81,10 @@ def at(line: Line) -> dict[str, Any] | None:
 def mapping(path: Path) -> dict[str, Any]:
     """Read a JSON file; {} if it is missing or broken."""
     try:
-        found = json.loads(path.read_bytes(), parse_constant=lambda _: None)
+        content = json.loads(path.read_bytes(), parse_constant=lambda _: None)
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _lines(path: Path) -> Iterator[bytes]:

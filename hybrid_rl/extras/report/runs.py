@@ -89,10 +89,10 @@ def _note_broken(notes: list[str], name: str, number: int) -> None:
 def config_keys(path: Path) -> dict[str, Any] | None:
     """Return the keys of a configuration by path; None if it cannot be read."""
     try:
-        found = yaml.safe_load(path.read_bytes())
+        config = yaml.safe_load(path.read_bytes())
     except (OSError, yaml.YAMLError, ValueError):
         return None
-    return flat(found) if isinstance(found, Mapping) else None
+    return flat(config) if isinstance(config, Mapping) else None
 
 
 def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -110,19 +110,19 @@ def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 def _clock(metrics: Sequence[Mapping[str, Any]], timeline: Mapping[int, Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return hours of training and tokens so far at the end of every step: the axes that curves may have. Hours between
     two sessions of a resumed run do not count, nor does what a notebook did between steps."""
-    found: dict[str, list[float]] = {"steps": [], "hours": [], "tokens": []}
+    axes: dict[str, list[float]] = {"steps": [], "hours": [], "tokens": []}
     seconds = 0.0
     for record in metrics:
         step = record["step"]
         spent = timeline[step]["seconds"] if step in timeline else record.get("timing/step", 0.0)
         seconds += spent if is_number(spent) else 0.0
         tokens = record.get("num_tokens", 0.0)
-        found["steps"].append(step)
-        found["hours"].append(rounded(seconds / 3600))
-        found["tokens"].append(float(tokens) if is_number(tokens) else 0.0)
+        axes["steps"].append(step)
+        axes["hours"].append(rounded(seconds / 3600))
+        axes["tokens"].append(float(tokens) if is_number(tokens) else 0.0)
     every = -(-len(metrics) // (2 * MAX_POINTS)) or 1
     kept = sorted({*range(0, len(metrics), every), *range(len(metrics) - 1, len(metrics))}) if metrics else []
-    return {name: [values[index] for index in kept] for name, values in found.items()}
+    return {name: [values[index] for index in kept] for name, values in axes.items()}
 
 
 def _memory(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,13 +33,13 @@ def chosen(lines: Sequence[Line], max_samples: int) -> list[Line]:
         assert line.step is not None
         by_step[line.step].append(line)
     steps = [sorted(by_step)[start] for start, _ in stretches(len(by_step), max_samples)]
-    left, found = max_samples, list[Line]()
+    left, choice = max_samples, list[Line]()
     for place, step in enumerate(sorted(steps, key=lambda step: len(by_step[step]))):
         share = left // (len(steps) - place)  # what small steps leave is for larger ones
         own = sorted(by_step[step], key=lambda line: not line.has_token_values)[:share]
-        found += own
+        choice += own
         left -= len(own)
-    return sorted(found, key=lambda line: (line.step, line.path, line.start))
+    return sorted(choice, key=lambda line: (line.step, line.path, line.start))
 
 
 def read(lines: Sequence[Line], max_bytes: int) -> list[dict[str, Any]]:
@@ -54,19 +54,19 @@ def read(lines: Sequence[Line], max_bytes: int) -> list[dict[str, Any]]:
 
 def bounded(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample with nothing in it that is too long for a page."""
-    found: dict[str, Any] = {}
+    sample: dict[str, Any] = {}
     room = Room(MAX_SAMPLE)
     for name, value in sorted(record.items(), key=lambda item: item[0] != "completion"):  # before a huge prompt
         if name == "token_values" and isinstance(value, dict):
-            found[name] = {
+            sample[name] = {
                 key: values[:MAX_TOKENS] if isinstance(values, list) else values for key, values in value.items()
             }
             length = max([len(values) for values in value.values() if isinstance(values, list)], default=0)
             if length > MAX_TOKENS:
-                found[name].setdefault("num_tokens", length)
+                sample[name].setdefault("num_tokens", length)
         else:
-            found[str(name)] = cut(value, room)
-    return found
+            sample[str(name)] = cut(value, room)
+    return sample
 
 
 @dataclass
@@ -86,8 +86,8 @@ def cut(value: Any, room: Room | None = None, depth: int = 6) -> Any:
     if isinstance(value, dict | list) and depth == 0:
         return "[...]"
     if isinstance(value, dict):
-        return {str(name)[:MAX_TEXT]: cut(one, room, depth - 1) for name, one in list(value.items())[:MAX_ITEMS]}
+        return {str(name)[:MAX_TEXT]: cut(item, room, depth - 1) for name, item in list(value.items())[:MAX_ITEMS]}
     if isinstance(value, list):
         more = [f"[... {len(value) - MAX_ITEMS:,} more]"] if len(value) > MAX_ITEMS else []
-        return [cut(one, room, depth - 1) for one in value[:MAX_ITEMS]] + more
+        return [cut(item, room, depth - 1) for item in value[:MAX_ITEMS]] + more
     return value

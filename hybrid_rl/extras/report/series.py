@@ -16,17 +16,17 @@ def curves(records: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS) -
     """Return every metric of a run: `axes`, lists of steps, and `metrics`, the number of its axis and its values by
     name. A metric of more than max_points steps is cut into that many stretches of equal length, of which each is drawn
     at its last step as its mean, or as its extreme if the metric is a largest or smallest value itself."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    series: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.items():
             if name != "step" and is_number(value):
-                steps, values = found.setdefault(name, ([], []))
+                steps, values = series.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(float(value))
     axes: dict[tuple[int, ...], int] = {}
     metrics: dict[str, list[Any]] = {}
-    for name in sorted(found):
-        steps, values = thinned(*found[name], combined_by(name), max_points)
+    for name in sorted(series):
+        steps, values = thinned(*series[name], combined_by(name), max_points)
         metrics[name] = [axes.setdefault(tuple(steps), len(axes)), [rounded(value) for value in values]]
     return {"axes": [list(axis) for axis in axes], "metrics": metrics}
 

@@ -29,28 +29,28 @@ def parts_of(metrics: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> 
         value = metrics.get(f"timing/{name}", 0.0)
         return float(value) if is_number(value) else 0.0
 
-    found = dict.fromkeys(PARTS, 0.0)
-    found |= {"generation": seconds("rollout"), "rewards": seconds("reward") + seconds("judge")}
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts |= {"generation": seconds("rollout"), "rewards": seconds("reward") + seconds("judge")}
     if timeline is None:
-        found |= {"logprobs": seconds("logprobs"), "update": seconds("update"), "evaluation": seconds("evaluate")}
-        found["handoff"] = seconds("handoff") + seconds("probe")
+        parts |= {"logprobs": seconds("logprobs"), "update": seconds("update"), "evaluation": seconds("evaluate")}
+        parts["handoff"] = seconds("handoff") + seconds("probe")
         total = seconds("step") + seconds("evaluate")
     else:
         waited: dict[str, float] = {}
         for name, _, length in timeline["phases"]:
             waited[name] = waited.get(name, 0.0) + length
         waiting = waited.pop("rollout", 0.0)
-        known = found["generation"] + found["rewards"]
+        known = parts["generation"] + parts["rewards"]
         if known > waiting > 0:  # the slowest rank of each part is not the same, so that their sum is too large
             for name in ("generation", "rewards"):
-                found[name] *= waiting / known
+                parts[name] *= waiting / known
             known = waiting
-        found["collecting"] = waiting - known
+        parts["collecting"] = waiting - known
         for name, length in waited.items():
-            found[name if name in found else "other"] += length
+            parts[name if name in parts else "other"] += length
         total = float(timeline["seconds"])
-    found["other"] += max(total - sum(found.values()), 0.0)
-    return found
+    parts["other"] += max(total - sum(parts.values()), 0.0)
+    return parts
 
 
 def is_timeline(record: Mapping[str, Any]) -> bool:
@@ -76,10 +76,10 @@ def stacked(metrics: Sequence[Mapping[str, Any]], timeline: Mapping[int, Mapping
     trained = [record for record in metrics if record["step"] > 0 and is_number(record.get("timing/step"))]
     bounds = stretches(len(trained), MAX_BARS)
     all_parts = [parts_of(record, timeline.get(record["step"])) for record in trained]
-    found = {name: [mean([one[name] for one in all_parts[a:b]]) for a, b in bounds] for name in PARTS}
+    means = {name: [mean([parts[name] for parts in all_parts[a:b]]) for a, b in bounds] for name in PARTS}
     return {
         "steps": [trained[end - 1]["step"] for _, end in bounds],
-        "parts": {name: list(map(rounded, values)) for name, values in found.items() if any(values)},
+        "parts": {name: list(map(rounded, values)) for name, values in means.items() if any(values)},
     }
 
 

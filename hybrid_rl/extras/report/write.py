@@ -57,12 +57,12 @@ def write_report(runs: Sequence[str | Path] | str | Path, target: str | Path | N
 def report_data(folders: Sequence[Path]) -> dict[str, Any]:
     """Return everything that a page shows of these runs, as JSON can hold it."""
     max_points = min(MAX_POINTS, max(ALL_POINTS // len(folders), 100))
-    found = [load(folder, name, max_points) for folder, name in zip(folders, names_of(folders), strict=True)]
-    rows, notes = _samples(found)
+    runs = [load(folder, name, max_points) for folder, name in zip(folders, names_of(folders), strict=True)]
+    rows, notes = _samples(runs)
     return {
         "made": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": [run.shown for run in found],
-        "sections": layout([run.shown for run in found]),
+        "runs": [run.shown for run in runs],
+        "sections": layout([run.shown for run in runs]),
         "samples": rows,
         "notes": notes,
     }
@@ -79,9 +79,9 @@ def _samples(runs: Sequence[RunData]) -> tuple[list[dict[str, Any]], list[str]]:
         rows += [record | {"run": place, "kind": kind} for record in records]
         if len(records) < len(lines):
             steps = len({line.step for line in lines})
-            what = "samples" if kind == "train" else "evaluation samples"
+            subject = "samples" if kind == "train" else "evaluation samples"
             notes.append(
-                f"{runs[place].shown['name']}: {len(records):,} of {len(lines):,} {what} are on this page, from "
+                f"{runs[place].shown['name']}: {len(records):,} of {len(lines):,} {subject} are on this page, from "
                 f"{len({record['step'] for record in records}):,} of {steps:,} steps; all are in "
                 f"{runs[place].shown['folder']}"
             )

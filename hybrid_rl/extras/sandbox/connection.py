@@ -124,8 +124,8 @@ class WardenConnection:
                     future.set_exception(SandboxError("the sandbox died while a program ran; the next call starts it"))
             return
         with self._lock:
-            found = [self._open.pop(number) for number in (message["number"],) if number in self._open]
-        for future in found:
+            futures = [self._open.pop(number) for number in (message["number"],) if number in self._open]
+        for future in futures:
             if not future.set_running_or_notify_cancel():
                 continue
             gap = f"\n[{message['cut_bytes']} bytes left out]\n" if message["cut_bytes"] else ""

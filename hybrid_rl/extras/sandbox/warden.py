@@ -48,16 +48,16 @@ def receive(connection: socket.socket) -> dict[str, Any]:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
+    data = bytearray()
+    while len(data) < size:
         try:
-            part = connection.recv(size - len(found))
+            part = connection.recv(size - len(data))
         except ConnectionResetError:
             part = b""
         if not part:
             raise EOFError
-        found += part
-    return bytes(found)
+        data += part
+    return bytes(data)
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ class Warden:
             self._kill(running)
 
     def _wait_seconds(self) -> float | None:
-        deadlines = [one.deadline for one in self._running.values() if not one.end]
+        deadlines = [running.deadline for running in self._running.values() if not running.end]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ class Warden:
             self._waiting.append((int(message["number"]), str(message["code"]), str(message["stdin"]), seconds))
             return
         number = message["cancel"]
-        self._waiting = deque(one for one in self._waiting if one[0] != number)
+        self._waiting = deque(program for program in self._waiting if program[0] != number)
         for running in self._running.values():
             if running.number == number:
                 self._stop(running, "cancelled")
@@ -167,17 +167,17 @@ class Warden:
     def _read_output(self, running: Running) -> bool:
         """Read what a program has printed. Returns whether there may be more."""
         try:
-            found = os.read(running.pipe, READ_BYTES)
+            output = os.read(running.pipe, READ_BYTES)
         except BlockingIOError:
             return False
-        if not found:
+        if not output:
             with suppress(KeyError):
                 self._selector.unregister(running.pipe)
             return False
-        running.num_bytes += len(found)
+        running.num_bytes += len(output)
         room = self._half - len(running.head)
-        running.head += found[:room] if room > 0 else b""
-        running.tail += found[max(room, 0) :]
+        running.head += output[:room] if room > 0 else b""
+        running.tail += output[max(room, 0) :]
         del running.tail[: max(0, len(running.tail) - self._half)]
         if running.num_bytes > self._most_bytes:
             self._stop(running, "output")
@@ -300,9 +300,9 @@ def shown_paths(packages: Sequence[str]) -> list[str]:
     """Return the files and folders that programs may read: Python, its libraries, and packages."""
     libraries = ["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/etc/ld.so.cache"]
     own = [os.path.realpath(path) for path in (*sys.path, os.path.join(sys.base_prefix, "lib"), *packages)]
-    found = [path for path in dict.fromkeys([*libraries, *own]) if os.path.exists(path)]
+    paths = [path for path in dict.fromkeys([*libraries, *own]) if os.path.exists(path)]
     # A folder brings what is in it.
-    return [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
+    return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 
 def main(descriptor: int) -> None:

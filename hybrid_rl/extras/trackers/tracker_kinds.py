@@ -104,13 +104,13 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        given: dict[str, Any] = {"name": run.folder.name, "dir": str(run.folder)} | dict(run.arguments)
+        arguments: dict[str, Any] = {"name": run.folder.name, "dir": str(run.folder)} | dict(run.arguments)
         if "WANDB_PROJECT" not in os.environ:
-            given.setdefault("project", PROJECT)
+            arguments.setdefault("project", PROJECT)
         if run.identity is not None:
-            given |= {"id": run.identity, "resume": "allow"}
+            arguments |= {"id": run.identity, "resume": "allow"}
         self._table = wandb.Table
-        self._run = wandb.init(config=dict(run.config), reinit="create_new", **given)
+        self._run = wandb.init(config=dict(run.config), reinit="create_new", **arguments)
         self.identity = str(self._run.id)
         # Its own count of steps can never go back, but a run that is resumed does.
         self._run.define_metric("step")
@@ -135,9 +135,9 @@ class TrackioTracker:
         import trackio
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        given: dict[str, Any] = {"project": project, "name": run.folder.name, "embed": False} | dict(run.arguments)
-        self._table, self.identity = trackio.Table, str(given["name"])
-        self._run = trackio.init(config=flat(run.config), resume="allow", **given)
+        arguments: dict[str, Any] = {"project": project, "name": run.folder.name, "embed": False} | dict(run.arguments)
+        self._table, self.identity = trackio.Table, str(arguments["name"])
+        self._run = trackio.init(config=flat(run.config), resume="allow", **arguments)
 
     def log(self, steps: Sequence[Measured]) -> None:
         for step, metrics, _ in steps:
@@ -161,20 +161,20 @@ class MlflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self._metric, given = Metric, dict(run.arguments)
+        self._metric, arguments = Metric, dict(run.arguments)
         self._num_tables = 0
         self._tries = (-1, 0)  # of the last table: its step, and how often it was sent
-        self._client = MlflowClient(tracking_uri=given.get("tracking_uri"))
+        self._client = MlflowClient(tracking_uri=arguments.get("tracking_uri"))
         if run.identity is not None:
             self.identity = run.identity
             self._client.update_run(self.identity, status="RUNNING")
             self._num_tables = len(self._client.list_artifacts(self.identity, TABLE))
             return
-        name = given.get("experiment_name") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        name = arguments.get("experiment_name") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         experiment = self._client.get_experiment_by_name(name)
         place = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        run_name = given.get("run_name") or run.folder.name
-        made = self._client.create_run(place, run_name=run_name, tags=given.get("tags"))
+        run_name = arguments.get("run_name") or run.folder.name
+        made = self._client.create_run(place, run_name=run_name, tags=arguments.get("tags"))
         self.identity = made.info.run_id
         values = flat(run.config).items()
         params = [Param(name, str(value)[:MLFLOW_CHARACTERS]) for name, value in values]

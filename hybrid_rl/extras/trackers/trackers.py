@@ -60,10 +60,10 @@ def check_trackers(report_to: Any) -> None:
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"report_to={list(wanted)}: {missing[0]} is not installed; pip install {' '.join(missing)}")
-    for name, given in wanted.items():
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"report_to.{name}={given!r} must be a mapping of arguments")
-        if given and (unknown := [argument for argument in given if argument not in known_arguments(name)]):
+    for name, arguments in wanted.items():
+        if not isinstance(arguments, Mapping):
+            raise ConfigError(f"report_to.{name}={arguments!r} must be a mapping of arguments")
+        if arguments and (unknown := [argument for argument in arguments if argument not in known_arguments(name)]):
             raise ConfigError(
                 f"report_to.{name}.{unknown[0]}: {name} has no such argument; it takes "
                 f"{', '.join(known_arguments(name))}"
@@ -84,12 +84,14 @@ def _arguments(report_to: Any) -> dict[str, Any]:
 def read_state(folder: Path) -> dict[str, dict[str, Any]]:
     """Read which trackers have what of a run; {} if nothing is known."""
     try:
-        found = json.loads((folder / STATE).read_text())
+        state = json.loads((folder / STATE).read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(state, dict):
         return {}
-    return {name: one for name, one in found.items() if isinstance(one, dict) and isinstance(one.get("step"), int)}
+    return {
+        name: entry for name, entry in state.items() if isinstance(entry, dict) and isinstance(entry.get("step"), int)
+    }
 
 
 def _write_state(folder: Path, name: str, identity: str, step: int) -> None:
@@ -118,18 +120,18 @@ def _records(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
 
 def _batches(records: Iterable[tuple[dict[str, Any], int]], first_step: int) -> Iterator[tuple[list[Measured], int]]:
     """Yield the metrics of the steps after `first_step`, several at a time if there are, with the byte after them."""
-    found: list[Measured] = []
+    batch: list[Measured] = []
     end = None
     for record, end in records:
         step = int(record["step"])
         if step > first_step:
             metrics = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
-            found.append(Measured(step, metrics, time.time()))
-        if len(found) == BATCH_STEPS:
-            yield found, end
-            found = []
+            batch.append(Measured(step, metrics, time.time()))
+        if len(batch) == BATCH_STEPS:
+            yield batch, end
+            batch = []
     if end is not None:
-        yield found, end
+        yield batch, end
 
 
 # ------------------------------------------------------------------------------------------------------- delivery
@@ -242,7 +244,7 @@ class Delivery:
                 self._busy_since = time.monotonic()
                 if self._trying[0] != steps[0].step:
                     self._trying = (steps[0].step, time.time())
-                self._tracker.log([one._replace(at=self._trying[1]) for one in steps])
+                self._tracker.log([measured._replace(at=self._trying[1]) for measured in steps])
                 self.last_step = steps[-1].step
                 self._moves += 1
             self._offset = end
@@ -332,19 +334,19 @@ def _close(deliveries: Sequence[Delivery], folder: Path) -> None:
         lost = delivery.tables_lost
         if is_done and not lost:
             continue
-        what = f"not received what came after step {delivery.last_step}"
+        outcome = f"not received what came after step {delivery.last_step}"
         if is_done:
-            what = f"not received samples of {counted(lost, 'step')}"
+            outcome = f"not received samples of {counted(lost, 'step')}"
         elif delivery.last_step >= delivery.newest:
-            what = "not received the end of the run"
+            outcome = "not received the end of the run"
         elif delivery.last_step < 0:
-            what = "received nothing of this run"
+            outcome = "received nothing of this run"
         delivery.give_up()
         why = f" ({delivery.failure})" if delivery.failure else ""
         command = f"hybrid-rl upload {folder} {delivery.name}"
         logger.warning(
             "%s has %s%s. Nothing is lost: the run folder has it, and `%s` sends it",
-            *(delivery.name, what, why, command),
+            *(delivery.name, outcome, why, command),
         )
 
 
@@ -377,7 +379,7 @@ def upload(folder: str | Path, name: str, *, again: bool = False) -> int:
         waiting = next(samples, None)
         for steps, _ in _batches(_records(folder / METRICS, 0), run.first_step):
             tracker.log(steps)
-            for step in (one.step for one in steps):
+            for step in (measured.step for measured in steps):
                 while waiting is not None and waiting[0] < step:
                     waiting = next(samples, None)
                 if waiting is not None and waiting[0] == step:
@@ -406,8 +408,8 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     else:
         if not isinstance(config, dict):
             problem = f"is a {type(config).__name__}, not keys with values"
-        elif not isinstance(given := config.get(FORMER_KEY) or {}, dict):
-            problem = f"has {FORMER_KEY}: {given!r:.100}, which is no mapping"
+        elif not isinstance(arguments := config.get(FORMER_KEY) or {}, dict):
+            problem = f"has {FORMER_KEY}: {arguments!r:.100}, which is no mapping"
         else:
             return config
     raise ConfigError(f"{path} {problem}; restore it, or delete it to send the metrics without it")
@@ -419,12 +421,12 @@ def _samples(folder: Path, number: int) -> Iterator[tuple[int, list[dict[str, An
     heads = [next(file, None) for file in files]
     while any(head is not None for head in heads):
         step = min(int(head[0]["step"]) for head in heads if head is not None)
-        found: list[dict[str, Any]] = []
+        samples: list[dict[str, Any]] = []
         for place, file in enumerate(files):
             head = heads[place]
             while head is not None and int(head[0]["step"]) == step:
-                found.append(head[0])
+                samples.append(head[0])
                 head = next(file, None)
             heads[place] = head
-        found.sort(key=lambda sample: (sample.get("trajectory", 0), sample.get("turn", 0)))
-        yield step, found[:number]
+        samples.sort(key=lambda sample: (sample.get("trajectory", 0), sample.get("turn", 0)))
+        yield step, samples[:number]

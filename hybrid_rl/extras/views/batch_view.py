@@ -37,8 +37,8 @@ class Color(NamedTuple):
 
 
 def _above_reference(token: Any) -> float | None:
-    given = token.trainer_logprob if token.trainer_logprob is not None else token.logprob
-    return None if given is None or token.ref_logprob is None else given - token.ref_logprob
+    logprob = token.trainer_logprob if token.trainer_logprob is not None else token.logprob
+    return None if logprob is None or token.ref_logprob is None else logprob - token.ref_logprob
 
 
 COLORS: Mapping[str, Color] = {
@@ -162,9 +162,9 @@ def _completion_html(sample: Sample, choice: Color, scale: Scale) -> str:
     """Return the completion with its tokens coloured; a conversation as messages, its tokens folded below."""
     tokens = sample.tokens
     error = f"<div><b>error</b> {escaped(sample.error)}</div>" if sample.error else ""
-    told = "" if sample.messages is None else messages_html(_messages(sample.messages))
+    conversation = "" if sample.messages is None else messages_html(_messages(sample.messages))
     if not tokens or any(token.text is None for token in tokens):
-        return (told if sample.messages is not None else escaped(sample.shown_text)) + error
+        return (conversation if sample.messages is not None else escaped(sample.shown_text)) + error
     of_policy = [token.is_policy for token in tokens]
     shown = tokens_html(
         [token.text or "" for token in tokens],
@@ -178,7 +178,7 @@ def _completion_html(sample: Sample, choice: Color, scale: Scale) -> str:
     spans = [(is_policy, len(list(run))) for is_policy, run in groupby(of_policy)]
     counts = ", ".join(f"{size} of the {'policy' if is_policy else 'environment'}" for is_policy, size in spans[:8])
     counts += ", ..." * (len(spans) > 8)
-    return told + folded(f"tokens: {counts}", shown, is_open=not told) + error
+    return conversation + folded(f"tokens: {counts}", shown, is_open=not conversation) + error
 
 
 def _token_title(place: int, token: Any) -> str:

@@ -61,8 +61,8 @@ class Scale:
 
 def scale_of(title: str, values: Iterable[float | None]) -> Scale:
     """Return a linear scale up to the largest magnitude among values; NaN and infinities do not count."""
-    found = [abs(value) for value in values if value is not None and math.isfinite(value)]
-    return Scale(title, max(found, default=0.0) or 1.0)
+    magnitudes = [abs(value) for value in values if value is not None and math.isfinite(value)]
+    return Scale(title, max(magnitudes, default=0.0) or 1.0)
 
 
 def escaped(text: object, limit: int = MAX_TEXT) -> str:

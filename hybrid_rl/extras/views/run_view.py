@@ -36,10 +36,10 @@ class View:
     def html(self) -> str:
         """Return the same as a part of a page, with the configuration."""
         rewards = self._rewards()
-        told = f"{rewards[0]:.3g} to {rewards[-1]:.3g}" if rewards else ""
+        range_text = f"{rewards[0]:.3g} to {rewards[-1]:.3g}" if rewards else ""
         return page_part(
             f"<b>{escaped(self._title())}</b>",
-            f"reward {sparkline(rewards)} {told}" if len(rewards) > 1 else "",
+            f"reward {sparkline(rewards)} {range_text}" if len(rewards) > 1 else "",
             pairs_html(self._facts()),
             folded("configuration (trainer.config has all of it)", changed_html(self._crew.config)),
         )

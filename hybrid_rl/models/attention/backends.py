@@ -154,10 +154,10 @@ def obstacles(name: str, needs: AttentionNeeds, *, is_here: bool = True) -> list
 
 def _refuse(name: str, obstacles_of: Callable[[str], list[str]]) -> None:
     """Raise ConfigError if anything keeps a backend from running."""
-    found = obstacles_of(name)
-    if found:
+    reasons = obstacles_of(name)
+    if reasons:
         runs = ", ".join(other for other in NAMES if not obstacles_of(other))
-        raise ConfigError(f"model.attention={name} cannot run here: {'; '.join(found)}; use auto or one of: {runs}")
+        raise ConfigError(f"model.attention={name} cannot run here: {'; '.join(reasons)}; use auto or one of: {runs}")
 
 
 def _machine_obstacles(name: str, device: torch.device, dtype: torch.dtype, *, is_here: bool) -> list[str]:
@@ -168,23 +168,23 @@ def _machine_obstacles(name: str, device: torch.device, dtype: torch.dtype, *, i
         raise ConfigError(f"model.attention={name!r} is unknown; use auto, {', '.join(NAMES)}")
     is_compiled = name == "compiled"
     runs_on, computes_in = ("cpu", torch.float32) if is_compiled else ("cuda", torch.bfloat16)
-    found = []
+    reasons = []
     if device.type != runs_on:
         needed = "it runs on a CPU" if is_compiled else "it needs a CUDA device"
-        found.append(f"{needed}, and the model is on {device}")
+        reasons.append(f"{needed}, and the model is on {device}")
     elif is_here and device.type == "cuda":
-        found += _capability_obstacles(name, device)
+        reasons += _capability_obstacles(name, device)
     if dtype != computes_in:
-        found.append(f"it computes in {_words(computes_in)}, and the model holds {_words(dtype)}")
+        reasons.append(f"it computes in {_words(computes_in)}, and the model holds {_words(dtype)}")
     if not is_here:
-        return found
+        return reasons
     if is_compiled and not compiled.is_available():
-        found.append("the compiled extension was not built, or is switched off")
+        reasons.append("the compiled extension was not built, or is switched off")
     if name == "flash_attn":
-        found += _flash_attn_obstacles()
+        reasons += _flash_attn_obstacles()
     if name == "flash_attn_3":
-        found += _flash_attn_3_obstacles(may_import=not found)
-    return found
+        reasons += _flash_attn_3_obstacles(may_import=not reasons)
+    return reasons
 
 
 def _words(dtype: torch.dtype) -> str:
@@ -199,14 +199,14 @@ def _model_obstacles(name: str, needs: AttentionNeeds) -> list[str]:
     if name == "compiled":
         largest = compiled.LARGEST_HEAD
         return [f"heads have at most {largest} elements, and these have {head}"] if (head or 0) > largest else []
-    found = []
+    reasons = []
     if head is None:
-        found.append("this architecture does not have one head size")
+        reasons.append("this architecture does not have one head size")
     elif head % 8 or head > LARGEST_HEAD:
-        found.append(f"heads must be a multiple of 8, at most {LARGEST_HEAD}, and have {head} elements")
+        reasons.append(f"heads must be a multiple of 8, at most {LARGEST_HEAD}, and have {head} elements")
     if name != "flash_attn" and softcap is not None:
-        found.append(f"it has no soft-capping, and this architecture caps at {softcap:g}")
-    return found
+        reasons.append(f"it has no soft-capping, and this architecture caps at {softcap:g}")
+    return reasons
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:

@@ -82,16 +82,16 @@ class _Survey:
         name = type(module).__name__
         layer, options = options_of(module, keywords)
         # Layers may cut the mask, which leaves its memory.
-        found = self.masks.get(mask.untyped_storage().data_ptr()) if isinstance(mask, Tensor) else None
-        if found is None:
+        known_mask = self.masks.get(mask.untyped_storage().data_ptr()) if isinstance(mask, Tensor) else None
+        if known_mask is None:
             raise ModelError(f"{name} {'makes its own attention mask' if mask is not None else 'uses no mask'}")
-        self.calls.append(LayerCall(layer, name, options, found[1]))
+        self.calls.append(LayerCall(layer, name, options, known_mask[1]))
 
 
 def _survey() -> _Survey:
-    found = current_context()
-    assert isinstance(found, _Survey)
-    return found
+    context = current_context()
+    assert isinstance(context, _Survey)
+    return context
 
 
 def _mask(

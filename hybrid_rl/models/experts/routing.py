@@ -19,11 +19,11 @@ from hybrid_rl.compat.transformers import OutputRecorder, router_recorders
 def find_routers(module: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     """Find every router of a model, with the index of the logits in its output."""
     owners = [owner for owner in module.modules() if isinstance(owner, PreTrainedModel)]
-    found: dict[nn.Module, int] = {}
+    indices: dict[nn.Module, int] = {}
     for owner in owners:
         for recorder in router_recorders(owner):
-            found |= _recorded(owner, recorder)
-    return [(child, found[child]) for child in module.modules() if child in found]
+            indices |= _recorded(owner, recorder)
+    return [(child, indices[child]) for child in module.modules() if child in indices]
 
 
 def _recorded(owner: nn.Module, recorder: OutputRecorder) -> dict[nn.Module, int]:

@@ -94,8 +94,8 @@ class _Distribution(torch.autograd.Function):
             grad = grads[0][rows] - log_probs[rows].exp() * grads[0][rows].sum(1, keepdim=True)
             return grad, None if options.softcap is None else head_logits(hidden[rows], weight, bias, options)
 
-        found = head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options, ctx.needs_input_grad)
-        return *found, None, None
+        gradients = head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options, ctx.needs_input_grad)
+        return *gradients, None, None
 
 
 class _Entropy(torch.autograd.Function):

@@ -200,8 +200,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 fused[1](logits, labels[rows], *sums, 1 / ctx.temperature)
                 return logits, None  # for which the temperature is done
 
-            found = head_backward(hidden, weight, bias, gradient_in_place, 1.0, options, ctx.needs_input_grad)
-            return *found, None, None, None, None
+            gradients = head_backward(hidden, weight, bias, gradient_in_place, 1.0, options, ctx.needs_input_grad)
+            return *gradients, None, None, None, None
 
         def gradient_of(rows: slice) -> tuple[Tensor, Tensor]:
             log_p, logits = _log_softmax(hidden[rows], weight, bias, ctx.temperature, options)
@@ -214,8 +214,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad -= p * (log_p + entropy) * grad_entropy[rows, None]
             return grad, logits
 
-        found = head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options, ctx.needs_input_grad)
-        return *found, None, None, None, None
+        gradients = head_backward(hidden, weight, bias, gradient_of, ctx.temperature, options, ctx.needs_input_grad)
+        return *gradients, None, None, None, None
 
 
 def _fused(

@@ -49,13 +49,13 @@ def value_model_on_meta(recipe: ModelRecipe, dtype: torch.dtype) -> tuple[PreTra
     head = {name: tuple(state[name].shape) for name in state if not name.startswith(below)}
     if head.keys() & match(module, recipe.source).tensors.keys():
         biases = frozenset(name for name in head if name.endswith("bias"))
-        found = lazy_weights(module, recipe.source, optional=biases)
+        weights = lazy_weights(module, recipe.source, optional=biases)
     else:
-        found = _backbone_weights(language_model, recipe.source, below)
+        weights = _backbone_weights(language_model, recipe.source, below)
     zeros = {
-        name: LazyTensor(head[name], dtype, functools.partial(_zeros, dtype)) for name in head if name not in found
+        name: LazyTensor(head[name], dtype, functools.partial(_zeros, dtype)) for name in head if name not in weights
     }
-    return module, _Filled(recipe.source, found | zeros)
+    return module, _Filled(recipe.source, weights | zeros)
 
 
 @torch.no_grad()
@@ -64,20 +64,20 @@ def value_model_of(module: PreTrainedModel) -> PreTrainedModel:
     a critic or a reward model with its head. What is frozen stays so, but for what is only to train adapters."""
     recipe = ModelRecipe.of_module(module, StateSource({}))
     with plain(module, trained=False):
-        found = _headed(module, recipe, module.dtype)
-        setattr(found, found.base_model_prefix, copy.deepcopy(module.base_model))
+        value_model = _headed(module, recipe, module.dtype)
+        setattr(value_model, value_model.base_model_prefix, copy.deepcopy(module.base_model))
         own = dict(module.named_parameters())
     if is_adapted(module):
-        found.requires_grad_(True)
-    for name, parameter in list(found.named_parameters()):
+        value_model.requires_grad_(True)
+    for name, parameter in list(value_model.named_parameters()):
         if not parameter.is_meta:
             continue
         values = own[name] if name in own else torch.zeros(parameter.shape, dtype=module.dtype, device=module.device)
         if values.shape != parameter.shape:
             raise _no_value_head(module, f"its {name} is {list(values.shape)}, not {list(parameter.shape)}")
         parent, _, leaf = name.rpartition(".")
-        setattr(found.get_submodule(parent), leaf, torch.nn.Parameter(values.detach().clone()))
-    return found.eval()
+        setattr(value_model.get_submodule(parent), leaf, torch.nn.Parameter(values.detach().clone()))
+    return value_model.eval()
 
 
 def value_model_class(language_model: PreTrainedModel) -> type[PreTrainedModel]:
@@ -113,19 +113,19 @@ def _headed(language_model: PreTrainedModel, recipe: ModelRecipe, dtype: torch.d
     config: PreTrainedConfig = copy.deepcopy(language_model.config)
     config.num_labels = 1
     kind = value_model_class(language_model)
-    found = build_on_meta(
+    value_model = build_on_meta(
         dataclasses.replace(recipe, model_class=kind, config=config, generation_config=None, conversions=None), dtype
     )
-    mine, own = type(found.base_model), type(language_model.base_model)
+    mine, own = type(value_model.base_model), type(language_model.base_model)
     if mine is not own:
         raise _no_value_head(
             language_model, f"its backbone is a {own.__name__}, that of {kind.__name__} a {mine.__name__}"
         )
     if language_model.get_output_embeddings() is None:  # a critic or a reward model: its head must have a place
-        left = dict(language_model.named_parameters()).keys() - dict(found.named_parameters()).keys()
+        left = dict(language_model.named_parameters()).keys() - dict(value_model.named_parameters()).keys()
         if left:
             raise _no_value_head(language_model, f"{kind.__name__} has no place for its {min(left)}")
-    return found
+    return value_model
 
 
 def _backbone_weights(language_model: PreTrainedModel, source: WeightSource, prefix: str) -> dict[str, LazyTensor]:
@@ -133,10 +133,10 @@ def _backbone_weights(language_model: PreTrainedModel, source: WeightSource, pre
     state = language_model.state_dict(keep_vars=True)
     below = f"{language_model.base_model_prefix}."
     beside = frozenset(name for name in state if not name.startswith(below))
-    found = {id(state[name]): lazy for name, lazy in lazy_weights(language_model, source, optional=beside).items()}
+    weights = {id(state[name]): lazy for name, lazy in lazy_weights(language_model, source, optional=beside).items()}
     # By identity: of an embedding that is tied to the language head the source may hold only the head's name.
     backbone = {name.removeprefix(below): id(tensor) for name, tensor in state.items() if name.startswith(below)}
-    return {prefix + name: found[tensor] for name, tensor in backbone.items() if tensor in found}
+    return {prefix + name: weights[tensor] for name, tensor in backbone.items() if tensor in weights}
 
 
 def _zeros(dtype: torch.dtype, box: Box) -> Tensor:

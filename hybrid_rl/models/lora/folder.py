@@ -36,17 +36,17 @@ def read_settings(folder: str | Path) -> Any:
 
     path = Path(folder) / CONFIG_FILE
     try:
-        found = PeftConfig.from_pretrained(str(folder))
-        found.inference_mode = False  # or its adapters would be frozen
-        return found
+        settings = PeftConfig.from_pretrained(str(folder))
+        settings.inference_mode = False  # or its adapters would be frozen
+        return settings
     except Exception as error:  # json, peft and its dataclasses raise errors of their own
         raise ModelError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def settings_of(module: nn.Module) -> Any:
     """Return the peft config of the adapters that are in a module; None if it has none."""
-    found = getattr(module, "peft_config", None)
-    return found.get(ADAPTER) if isinstance(found, dict) and is_adapted(module) else None
+    configs = getattr(module, "peft_config", None)
+    return configs.get(ADAPTER) if isinstance(configs, dict) and is_adapted(module) else None
 
 
 def stored_name(name: str) -> str:
@@ -81,19 +81,19 @@ def save_adapter(
     Every rank of a sharded module calls it, one with is_writer; tensors are gathered one after the other.
     """
     own = sink is not None
-    found = {name: whole(p, dtype, keep=is_writer, own=own) for name, p in stored_parameters(module).items()}
+    whole_tensors = {name: whole(p, dtype, keep=is_writer, own=own) for name, p in stored_parameters(module).items()}
     if not is_writer:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in found.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in whole_tensors.items()}
     (sink or save_tensors)(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
     settings = copy.deepcopy(settings_of(module))
     settings.base_model_name_or_path, settings.inference_mode = base, True
     if float(settings.lora_alpha).is_integer():
         settings.lora_alpha = int(settings.lora_alpha)  # as peft has it
     for name in ("target_modules", "exclude_modules", "target_parameters"):
-        if isinstance(given := getattr(settings, name), set):
-            setattr(settings, name, sorted(given))  # or its order, and so the file, would be another in every process
+        if isinstance(names := getattr(settings, name), set):
+            setattr(settings, name, sorted(names))  # or its order, and so the file, would be another in every process
     settings.save_pretrained(str(folder))
 
 

@@ -16,7 +16,7 @@ from hybrid_rl.weights.sources import StateSource
 
 def form_of(module: nn.Module) -> dict[str, str]:
     """Return, by names, what two adapters must have in common to compute the same of the same numbers, as text."""
-    found = {
+    form = {
         name: f"of shape {list(parameter.shape)}"
         for name, parameter in module.named_parameters()
         if is_adapter_name(name)
@@ -25,8 +25,8 @@ def form_of(module: nn.Module) -> dict[str, str]:
     for name, child in module.named_modules():
         scaling = getattr(child, "scaling", None)
         if hasattr(child, "lora_A") and isinstance(scaling, dict):
-            found[name] = f"of rank {child.r[ADAPTER]} and scaled by {float(scaling[ADAPTER]):g}"
-    return found
+            form[name] = f"of rank {child.r[ADAPTER]} and scaled by {float(scaling[ADAPTER]):g}"
+    return form
 
 
 def form_of_settings(model: PreTrainedModel | ModelRecipe, settings: Any) -> dict[str, str]:
@@ -43,7 +43,7 @@ def form_of_settings(model: PreTrainedModel | ModelRecipe, settings: Any) -> dic
 def difference(given: dict[str, str], there: dict[str, str], place: str = "in the model") -> str | None:
     """Describe the first difference of two forms; None if there is none. place: where the second one is."""
     for name in sorted({*given, *there}):
-        one, other = given.get(name, "without an adapter"), there.get(name, "without an adapter")
-        if one != other:
-            return f"by the keys, {name} is {one}; {place} it is {other}"
+        entry, other = given.get(name, "without an adapter"), there.get(name, "without an adapter")
+        if entry != other:
+            return f"by the keys, {name} is {entry}; {place} it is {other}"
     return None

@@ -52,9 +52,9 @@ def inject(module: PreTrainedModel, settings: Any) -> None:
             with warnings.catch_warnings():
                 for message in PEFT_ALONE:
                     warnings.filterwarnings("ignore", message)
-                given = {*(settings.target_parameters or ())}
+                targets = {*(settings.target_parameters or ())}
                 inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
-                if _exclude(settings, given, parameters):
+                if _exclude(settings, targets, parameters):
                     take_out(module)
                     inject_adapter_in_model(settings, module, ADAPTER, low_cpu_mem_usage=on_meta)
         except (ValueError, TypeError, NotImplementedError) as error:

@@ -46,15 +46,15 @@ def peft_config_of(keys: Mapping[str, Any]) -> Any:
     from peft import LoraConfig
 
     keys = _flat(keys)
-    given = {name: keys[name] for name in (*KEYS, *ENTRIES) if keys.get(name) not in (None, [], {})}
+    arguments = {name: keys[name] for name in (*KEYS, *ENTRIES) if keys.get(name) not in (None, [], {})}
     if keys.get("target_modules") == []:
-        if "target_parameters" not in given:
+        if "target_parameters" not in arguments:
             raise ConfigError("lora.target_modules=[] names no layer; leave it out for all-linear")
-        given["target_modules"] = []  # no layer beside those parameters; without it peft would choose some
+        arguments["target_modules"] = []  # no layer beside those parameters; without it peft would choose some
     for name in ("target_modules", "exclude_modules"):
-        if given.get(name) == ["all-linear"]:
-            given[name] = "all-linear"
-    return LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **given)
+        if arguments.get(name) == ["all-linear"]:
+            arguments[name] = "all-linear"
+    return LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, **arguments)
 
 
 def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def critic_peft_config(module: nn.Module, keys: Mapping[str, Any]) -> Any:
     paths = [name for name, _ in module.named_modules()]
     keys = _flat(keys)
     shared = [name for name in keys["modules_to_save"] if any(path.endswith(name) for path in paths)]
-    found = peft_config_of({**keys, "modules_to_save": [*heads, *shared]})
-    found.task_type = "TOKEN_CLS"
-    return found
+    config = peft_config_of({**keys, "modules_to_save": [*heads, *shared]})
+    config.task_type = "TOKEN_CLS"
+    return config
 
 
 def keys_of(peft_config: Any, trained: str = "") -> dict[str, Any]:
@@ -97,18 +97,18 @@ def keys_of(peft_config: Any, trained: str = "") -> dict[str, Any]:
         )
     if peft_config.task_type not in TASKS:
         raise ConfigError(f"peft_config: task_type={peft_config.task_type}: a policy is a causal language model")
-    default, found = LoraConfig(), {}
+    default, keys = LoraConfig(), {}
     for item in dataclasses.fields(LoraConfig):
         value, usual = getattr(peft_config, item.name), getattr(default, item.name)
         if item.name == "target_modules":  # None is peft's choice, not ours
-            found[item.name] = sorted(value) if isinstance(value, set) else value
+            keys[item.name] = sorted(value) if isinstance(value, set) else value
         elif item.name in (*KEYS, *ENTRIES):
             if value is not None and (value != usual or item.name in KEYS):
                 name = item.name if item.name in KEYS else f"peft.{item.name}"
-                found[name] = sorted(value) if isinstance(value, set) else value
+                keys[name] = sorted(value) if isinstance(value, set) else value
         elif value != usual and item.name not in SILENT:
             if trained and item.name == "init_lora_weights" and value in HARMLESS_STARTS:
                 continue
             why = REFUSED.get(item.name, "this option of peft is not supported; leave it out")
             raise ConfigError(f"{trained or 'peft_config'}: {item.name}={value!r}: {why}")
-    return found
+    return keys

@@ -40,20 +40,20 @@ def check_names(module: nn.Module, settings: Any) -> None:
 
 def why_refused(error: Exception) -> str:
     """Return why peft refuses adapters, in words of the keys if they are known."""
-    told = str(error)
-    if "ParamWrapper" in told and "use_dora" in told:
+    message = str(error)
+    if "ParamWrapper" in message and "use_dora" in message:
         return (
             "use_dora is not supported for routers and fused experts, which target_modules=all-linear has too in this "
             "model; leave use_dora out, or name linear layers, such as target_modules=[q_proj,v_proj]"
         )
-    if "is not supported" in told and told.startswith("Target module "):
-        kind = told.removeprefix("Target module ").partition("(")[0]
+    if "is not supported" in message and message.startswith("Target module "):
+        kind = message.removeprefix("Target module ").partition("(")[0]
         return f"target_modules has a layer of type {kind}: only linear layers can have adapters; name those inside it"
-    if "specify `target_modules`" in told:
+    if "specify `target_modules`" in message:
         return "peft knows no layers for this architecture; set target_modules=all-linear, or name them"
-    if "No modules were targeted" in told or "All modules were excluded" in told:
+    if "No modules were targeted" in message or "All modules were excluded" in message:
         return "no layer is left for an adapter: exclude_modules or modules_to_save has all that target_modules names"
-    return told
+    return message
 
 
 def check_patterns(adapted: nn.Module, patterns: Mapping[str, Iterable[str]]) -> None:
@@ -64,8 +64,8 @@ def check_patterns(adapted: nn.Module, patterns: Mapping[str, Iterable[str]]) ->
             layer = name.replace(".base_layer", "")  # experts have a wrapper in a wrapper
             parameter = getattr(child, "parameter_name", None)
             names += [layer] if parameter is None else [layer, f"{layer}.{parameter}"]
-    for key, given in patterns.items():
-        for pattern in given:
+    for key, key_patterns in patterns.items():
+        for pattern in key_patterns:
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in names):
                 raise ConfigError(f"lora.{key}: no layer of {pattern!r} has an adapter; {_known(names)}")
 
@@ -76,12 +76,12 @@ def not_excluded(parameters: Iterable[str], wanted: Iterable[str], excluded: Ite
     parameters: names of all that the module has without adapters; wanted: ends of names. An end of which all are left
     stays; otherwise the whole names of those that are.
     """
-    found: list[str] = []
+    targets: list[str] = []
     for end in sorted(wanted):
         names = [name for name in parameters if f".{name}".endswith(f".{end}")]
         left = [name for name in names if not _is_excluded(name, excluded)]
-        found += [end] if left == names else left
-    return found
+        targets += [end] if left == names else left
+    return targets
 
 
 def _is_excluded(parameter: str, excluded: Iterable[str] | str) -> bool:

@@ -42,8 +42,8 @@ def next_states(model: PackedModel, token_ids: Tensor, cached: ModelCache | None
 
     Raises ModelError if the model gives no cache of transformers.
     """
-    given = {} if cached is None else {cached.name: cached.cache}
-    output = model.own_forward(token_ids, use_cache=True, **given)
+    arguments = {} if cached is None else {cached.name: cached.cache}
+    output = model.own_forward(token_ids, use_cache=True, **arguments)
     for name in NAMES:
         cache = output.get(name)
         if isinstance(cache, Cache):
@@ -66,8 +66,8 @@ class CacheSize:
     def of(cls, model: PackedModel) -> CacheSize:
         """Measure it on sequences of one and two tokens."""
         token = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-        one, two = (next_states(model, token[:, :length], None)[1].num_bytes for length in (1, 2))
-        return cls(2 * one - two, two - one)
+        bytes_of_one, bytes_of_two = (next_states(model, token[:, :length], None)[1].num_bytes for length in (1, 2))
+        return cls(2 * bytes_of_one - bytes_of_two, bytes_of_two - bytes_of_one)
 
     def num_bytes(self, num_tokens: int) -> int:
         """Return the bytes of a sequence of so many tokens."""
@@ -84,14 +84,14 @@ def check_cache(model: PackedModel) -> float:
     name = type(model.module).__name__
     tokens = various_tokens(model.module, 7).to(model.device)
     a, b, c, d, e = tokens[:2], tokens[2:4], tokens[4:5], tokens[5:6], tokens[6:]
-    found = []
+    decoded = []
     try:
         _, cached = next_states(model, torch.stack([a, b]), None)
         cached.select([1, 0, 0])
         hidden, cached = next_states(model, torch.stack([c, d, c]), cached)
-        found.append(hidden)
+        decoded.append(hidden)
         cached.select([2, 1])
-        found.append(next_states(model, torch.stack([e, e]), cached)[0])
+        decoded.append(next_states(model, torch.stack([e, e]), cached)[0])
     except ModelError:
         raise
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, NotImplementedError) as error:
@@ -103,7 +103,7 @@ def check_cache(model: PackedModel) -> float:
     for rows in wholes:
         whole = torch.stack([torch.cat(row) for row in rows])
         expected.append(model.own_forward(whole, use_cache=False).last_hidden_state[:, -1])
-    gap = max(relative_gap(*pair) for pair in zip(found, expected, strict=True))
+    gap = max(relative_gap(*pair) for pair in zip(decoded, expected, strict=True))
     if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
         raise ModelError(
             f"{name} gives different results with and without its cache (relative gap {gap:.1e}); rollout.engine=hf "

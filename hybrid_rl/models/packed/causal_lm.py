@@ -64,8 +64,8 @@ class WithoutAdapters:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._model, name)
-        return partial(self._run, found) if callable(found) and name.startswith("row_") else found
+        attribute = getattr(self._model, name)
+        return partial(self._run, attribute) if callable(attribute) and name.startswith("row_") else attribute
 
     def _run(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         with plain(self._model.module, trained=False):

@@ -120,10 +120,10 @@ def verify_scores(model: CausalLM) -> float:
     row = last_token_row(VERIFY_SEQUENCES, pad_token_id(plain), model.device, model.attention.least_saved(model.device))
     places, own = same_places(row, sequences)
     with named_failure(name, "with packed sequences"), routing.repeating(own):
-        found = sequence_scores(model, VERIFY_SEQUENCES)
+        scores = sequence_scores(model, VERIFY_SEQUENCES)
     head = next(child for child in plain.children() if isinstance(child, torch.nn.Linear))
     scale = (torch.stack(sizes).max() * head.weight.norm()).clamp(min=1e-6)
-    gap = float((found - torch.stack(expected).to(found.dtype)).abs().max() / scale)
+    gap = float((scores - torch.stack(expected).to(scores.dtype)).abs().max() / scale)
     gap = max(gap, *routing.gaps(places).values(), 0.0)
     if not gap <= VERIFY_TOLERANCE.get(model.dtype, 1e-3):
         check_weights(plain)

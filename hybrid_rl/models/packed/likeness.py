@@ -29,8 +29,8 @@ def fingerprint(module: PreTrainedModel) -> list[float]:
         logits: Tensor = module(input_ids=tokens[None], use_cache=False).logits[0, :-1]
     finally:
         module.train(was_training)
-    found: list[float] = torch.log_softmax(logits.float(), -1).gather(1, tokens[1:, None])[:, 0].tolist()
-    return found
+    logprobs: list[float] = torch.log_softmax(logits.float(), -1).gather(1, tokens[1:, None])[:, 0].tolist()
+    return logprobs
 
 
 @torch.no_grad()
@@ -39,8 +39,8 @@ def check_fingerprint(model: CausalLM, expected: list[float]) -> None:
     it is sharded."""
     tokens = various_tokens(model.module, NUM_TOKENS).to(model.device)
     targets = torch.arange(1, len(tokens), device=model.device)
-    found, _ = model.packed_logprobs(tokens, [len(tokens)], targets, 1.0)
-    gap = float((found.cpu() - torch.tensor(expected)).abs().max())
+    logprobs, _ = model.packed_logprobs(tokens, [len(tokens)], targets, 1.0)
+    gap = float((logprobs.cpu() - torch.tensor(expected)).abs().max())
     if not gap <= TOLERANCE.get(model.dtype, 1e-4):
         raise ModelError(
             f"the {type(model.module).__name__} built from the module's class and config gives other logprobs than the "

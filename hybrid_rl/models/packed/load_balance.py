@@ -119,10 +119,10 @@ class BalanceReading:
 
     def _read(self) -> list[Tensor]:
         num_tokens = len(self._weights) if self._beside is None else self._beside.shape.numel()
-        found = [scores.reshape(-1, scores.shape[-1]) for scores in self._scores if scores is not None]
-        if not found or len(found) < len(self._scores) or any(len(scores) != num_tokens for scores in found):
+        readings = [scores.reshape(-1, scores.shape[-1]) for scores in self._scores if scores is not None]
+        if not readings or len(readings) < len(self._scores) or any(len(scores) != num_tokens for scores in readings):
             raise ModelError(
-                f"the routers of {self._name} cannot be read ({len(found)} of {len(self._scores)} ran as modules of "
+                f"the routers of {self._name} cannot be read ({len(readings)} of {len(self._scores)} ran as modules of "
                 f"their own and scored every token); set router_aux_loss_coef=0, or torch_compile=false if that is on"
             )
-        return found if self._beside is None else [scores[self._beside.places] for scores in found]
+        return readings if self._beside is None else [scores[self._beside.places] for scores in readings]

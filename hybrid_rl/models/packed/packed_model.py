@@ -261,8 +261,8 @@ def _backbone(module: PreTrainedModel) -> PreTrainedModel:
     """Return the module without its head, also if the class gives it a wrong name (Llama-4)."""
     named: Any = module.base_model
     inner = [child for child in module.children() if isinstance(child, PreTrainedModel)]
-    found: PreTrainedModel = inner[0] if named is module and len(inner) == 1 else named
-    return found
+    backbone: PreTrainedModel = inner[0] if named is module and len(inner) == 1 else named
+    return backbone
 
 
 def _output_head(module: PreTrainedModel) -> nn.Linear:

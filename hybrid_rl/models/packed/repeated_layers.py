@@ -28,13 +28,15 @@ def transformer_blocks(module: PreTrainedModel) -> list[nn.Module]:
     names = block_class_names(module)
     # Classes with their bases: sharding puts a class in front of a module's own.
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    found = [block for blocks in lists for block in blocks if {kind.__name__ for kind in type(block).__mro__} & names]
-    if not found:
+    blocks = [
+        block for children in lists for block in children if {kind.__name__ for kind in type(block).__mro__} & names
+    ]
+    if not blocks:
         raise ModelError(
             f"{type(module).__name__} names no transformer blocks (_no_split_modules={sorted(names)}); it cannot be "
             f"sharded or compiled block by block"
         )
-    return found
+    return blocks
 
 
 class CompiledBlocks:

@@ -57,8 +57,8 @@ def check_survey(model: PackedModel) -> LengthLimit | None:
     _check_layers(name, model.backbone, calls, config)
     positions = getattr(config, "max_position_embeddings", None) or FARTHEST
     alike = {(call.rule, call.options.window): call for call in reversed(calls)}.values()
-    found = [(call.first_difference(positions), call) for call in alike]
-    limits = [LengthLimit(first, _why(call, config)) for first, call in found if first is not None]
+    differences = [(call.first_difference(positions), call) for call in alike]
+    limits = [LengthLimit(first, _why(call, config)) for first, call in differences if first is not None]
     shortest = min(limits, default=None)
     if shortest is not None and shortest.num_tokens < VERIFY_LAYOUT.longest:
         raise ModelError(f"{name} is not supported: {shortest.why}")
@@ -81,15 +81,15 @@ def _check_layers(name: str, backbone: nn.Module, calls: Sequence[LayerCall], co
     if not missing:
         return
     which = f"{', '.join(map(str, missing[:6]))}{' ...' if len(missing) > 6 else ''} (of {num_layers})"
-    found = sorted({kind_of[layer] for layer in missing}) if kind_of else []
-    if found and not any("attention" in kind and kind != "linear_attention" for kind in found):
+    missing_kinds = sorted({kind_of[layer] for layer in missing}) if kind_of else []
+    if missing_kinds and not any("attention" in kind and kind != "linear_attention" for kind in missing_kinds):
         # By type only, one family would be taken for another: to transformers, Mamba's layers are linear attention.
         there = (child for child in backbone.modules() if getattr(child, "layer_idx", None) in missing)
         mixers = sorted({type(child).__name__ for child in there if _carries_state(child) or _is_mixer(child)})
         of_class = f" ({', '.join(mixers)})" if mixers else ""
         raise ModelError(
-            f"{name} is not supported: layers of type {', '.join(found)}{of_class} carry a state from token to token, "
-            f"and the samples of a packed row would mix; layers {which}"
+            f"{name} is not supported: layers of type {', '.join(missing_kinds)}{of_class} carry a state from token to "
+            f"token, and the samples of a packed row would mix; layers {which}"
         )
     own = [type(child).__name__ for child in backbone.modules() if _is_mixer(child)]
     raise ModelError(
@@ -130,10 +130,10 @@ def check_outputs(model: PackedModel, prompt_ids: Sequence[int] = ()) -> float:
     if gaps is None:
         routing = HeldRouting(model.module)
         gaps = _output_gaps(model, verify_row(model, prompt_ids), routing, None)
-    for what, gap in gaps.items():
-        if not gap <= (BLOCK_TOLERANCE if what == BLOCKS else VERIFY_TOLERANCE.get(model.dtype, 1e-3)):
+    for subject, gap in gaps.items():
+        if not gap <= (BLOCK_TOLERANCE if subject == BLOCKS else VERIFY_TOLERANCE.get(model.dtype, 1e-3)):
             raise ModelError(
-                f"{type(model.module).__name__} gives other {what} with {model.attention.words} (relative gap "
+                f"{type(model.module).__name__} gives other {subject} with {model.attention.words} (relative gap "
                 f"{gap:.1e}){hint(model, routing)}"
             )
     return max(gaps.values())
@@ -152,15 +152,18 @@ def _output_gaps(
     named = named_failure(name, "in its own forward pass of token ids")
     with own_attention(model.module), routing.recording(), recording, named:
         passes = [_plain_outputs(model, torch.tensor([sequence], device=model.device)) for sequence in sequences]
-    expected = {what: torch.cat([outputs[what] for outputs in passes]) for what in passes[0]}
+    expected = {subject: torch.cat([outputs[subject] for outputs in passes]) for subject in passes[0]}
     # Beside each other sequences have more places than in a row.
     spread = own if beside is None else beside.spread(own).flatten()
     compared = places if beside is None else beside.places[places]
     repeating = blocks.repeating(spread) if blocks else nullcontext()
     with routing.repeating(spread), repeating, named_failure(name, f"with {model.attention.words}"):
         hidden = model.hidden_states(row.token_ids, row.positions, context)
-    found = {"logits": model.logits(hidden), "hidden states": hidden}
-    gaps = {what: relative_gap(found[what][places], numbers[own[places]]) for what, numbers in expected.items()}
+    row_outputs = {"logits": model.logits(hidden), "hidden states": hidden}
+    gaps = {
+        subject: relative_gap(row_outputs[subject][places], numbers[own[places]])
+        for subject, numbers in expected.items()
+    }
     gaps |= routing.gaps(compared)
     if blocks:
         with own_attention(model.module):
@@ -178,7 +181,7 @@ def _plain_outputs(model: PackedModel, batch: Tensor) -> dict[str, Tensor]:
 
     with nullcontext() if model.is_language_model else model.backbone.register_forward_hook(keep):
         outputs["logits"] = model.module(input_ids=batch, use_cache=False).logits
-    return {what: numbers.flatten(0, 1) for what, numbers in outputs.items()}
+    return {subject: numbers.flatten(0, 1) for subject, numbers in outputs.items()}
 
 
 @torch.no_grad()
@@ -208,7 +211,7 @@ def check_causal(model: PackedModel) -> None:
             passes = [_plain_outputs(model, line[None]) for line in (tokens, other)]
     except Exception:  # noqa: BLE001 - it does not run at all, which the caller reports
         return
-    gaps = [relative_gap(passes[1][what][:half], numbers[:half]) for what, numbers in passes[0].items()]
+    gaps = [relative_gap(passes[1][subject][:half], numbers[:half]) for subject, numbers in passes[0].items()]
     # The same sums in the same order, but for experts, which may get other tokens together.
     if max(gaps) > (2e-2 if model.dtype == torch.bfloat16 else 1e-4):
         raise ModelError(
@@ -264,9 +267,11 @@ def same_places(row: PackedRow, sequences: Sequence[Sequence[int]]) -> tuple[Ten
         for sequence, length in zip(whole, lengths, strict=True)
         for place in range(length)
     ]
-    places = [place for place, found in enumerate(asked) if found is not None]
+    places = [place for place, sequence_place in enumerate(asked) if sequence_place is not None]
     device = row.token_ids.device
-    return torch.tensor(places, device=device), torch.tensor([found or 0 for found in asked], device=device)
+    return torch.tensor(places, device=device), torch.tensor(
+        [sequence_place or 0 for sequence_place in asked], device=device
+    )
 
 
 def own_attention(module: PreTrainedModel) -> AbstractContextManager[None]:

@@ -320,12 +320,12 @@ def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) 
 
     Raises HandoffError if a tensor is missing or differs from the layout.
     """
-    found: list[Tensor | None] = []
+    parts: list[Tensor | None] = []
     low, high = layout.parts(rank)
     for sharded, extents in zip(layout.tensors, (high - low).tolist(), strict=True):
         name, shape = sharded.spec.name, tuple(extents[: len(sharded.spec.shape)])
         if 0 in extents:
-            found.append(None)
+            parts.append(None)
             continue
         if name not in tensors:
             raise HandoffError(
@@ -337,8 +337,8 @@ def local_parts(layout: SourceLayout, rank: int, tensors: Mapping[str, Tensor]) 
                 f"rank {rank} holds {part.dtype} {list(part.shape)} of {name!r}, but the layout says "
                 f"{sharded.spec.dtype} {list(shape)}; make the layout from these weights"
             )
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def synchronise(device: torch.device | None = None) -> None:

@@ -95,8 +95,8 @@ def write_version(
         for other in {*before} - {version}:
             shutil.rmtree(version_folder(root, other), ignore_errors=True)
         if others := [there for there in before if there >= version]:
-            told = "%s held policy versions %s of another run; version %d takes their place"
-            logger.warning(told, root, others, version)
+            message = "%s held policy versions %s of another run; version %d takes their place"
+            logger.warning(message, root, others, version)
 
     with replacing(folder, partial, replaced, is_leader=is_leader):
         _agree(gather, version, lambda: begin() if is_leader else None)
@@ -148,9 +148,9 @@ class DiskSource(Source):
 
     def part(self, prefix: str) -> DiskSource:
         """Return a source of the tensors whose names begin so, by the rest of their names."""
-        found = copy(self)
-        found._prefix, found._opened = self._prefix + prefix, {}
-        found._layout = SourceLayout(
+        source = copy(self)
+        source._prefix, source._opened = self._prefix + prefix, {}
+        source._layout = SourceLayout(
             tuple(
                 replace(tensor, spec=replace(tensor.spec, name=tensor.spec.name.removeprefix(prefix)))
                 for tensor in self._layout.tensors
@@ -158,7 +158,7 @@ class DiskSource(Source):
             ),
             self._layout.hosts,
         )
-        return found
+        return source
 
     def prepare(self, version: int) -> None:
         """Check the version. Raises HandoffError for a version other than that of the folder."""
@@ -248,11 +248,11 @@ def _versions(root: Path) -> list[int]:
 def _read_manifest(root: Path, folder: Path, version: int) -> tuple[dict[str, Content], dict[str, Any], dict[str, Any]]:
     """Return the files of a version, dtype and shape of its tensors by name, and the writer's notes."""
     try:
-        found = read_manifest(folder)
-        if found is None:
+        files_and_manifest = read_manifest(folder)
+        if files_and_manifest is None:
             there = _versions(root)
             raise HandoffError(f"{root} does not hold policy version {version}; it holds {there[-3:] or 'none'}")
-        files, manifest = found
+        files, manifest = files_and_manifest
         stored, tensors, notes = manifest["version"], dict(manifest["tensors"]), dict(manifest["notes"])
     except (ValueError, KeyError, TypeError) as error:
         raise HandoffError(f"{error}; write the version again") from error

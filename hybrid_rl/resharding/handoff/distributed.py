@@ -229,15 +229,15 @@ class DistributedSource(Source):
     ) -> None:
         """Send each rank that this one reads from its messages by round, and receive what others want from here."""
         others = [rank for rank in range(len(wanted)) if rank != self._rank]
-        told = dict.fromkeys(others, b"")
+        orders = dict.fromkeys(others, b"")
         if self._rank in changed:
             for rank in set(senders):
-                told[rank] = pickle.dumps({k: incoming[k] for k, sender in enumerate(senders) if sender == rank})
-        sizes = [answer[3] for answer in self.tell(("orders", self._version, "", {r: len(told[r]) for r in others}))]
+                orders[rank] = pickle.dumps({k: incoming[k] for k, sender in enumerate(senders) if sender == rank})
+        sizes = [answer[3] for answer in self.tell(("orders", self._version, "", {r: len(orders[r]) for r in others}))]
         operations, received = [], {}
         for rank in others:
-            if told[rank]:
-                sent = torch.frombuffer(bytearray(told[rank]), dtype=torch.uint8).to(self._device)
+            if orders[rank]:
+                sent = torch.frombuffer(bytearray(orders[rank]), dtype=torch.uint8).to(self._device)
                 operations.append(dist.P2POp(dist.isend, sent, peer=rank))
             theirs = torch.empty(sizes[rank][self._rank], dtype=torch.uint8, device=self._device)
             if len(theirs):

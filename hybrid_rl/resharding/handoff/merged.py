@@ -35,10 +35,10 @@ def check_changes(changes: Changes, layout: SourceLayout) -> None:
     shapes = {sharded.spec.name: sharded.spec.shape for sharded in layout.tensors}
     for name, change in changes.items():
         if shapes.get(name) != change.shape:
-            found = f"has {list(shapes[name])}" if name in shapes else "hands over no such tensor"
+            predicate = f"has {list(shapes[name])}" if name in shapes else "hands over no such tensor"
             raise HandoffError(
-                f"an adapter changes {name} {list(change.shape)}, but the trainer {found}; a tied tensor is adapted "
-                f"under its first name"
+                f"an adapter changes {name} {list(change.shape)}, but the trainer {predicate}; a tied tensor is "
+                f"adapted under its first name"
             )
 
 

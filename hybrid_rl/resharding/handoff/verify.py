@@ -76,8 +76,8 @@ class Verifier:
             raise PeerError("participants verify different weights: the digests of their layouts differ")
         # The first participant of those with the same image sends its boxes to the others.
         firsts = {theirs: who for _, theirs, who in reversed(answers)}
-        told = gathered(gather, own if firsts[digest] == token else None, "what engines hold")
-        self.images = [image for image in told if image is not None]
+        images = gathered(gather, own if firsts[digest] == token else None, "what engines hold")
+        self.images = [image for image in images if image is not None]
         numbers = {image.digest(): number for number, image in enumerate(self.images)}
         self._image_of = [numbers[theirs] for _, theirs, _ in answers]
         self._boxes: dict[int, list[HashedBoxes]] = {}
@@ -89,8 +89,8 @@ class Verifier:
         participant, naming the parameters, if an engine does not hold them or participants verify different versions.
         """
         start = time.perf_counter()
-        what = f"the content of policy version {version}"
-        answers = agree(self._gather, what, lambda: (version, self._sides(source, destinations)))
+        subject = f"the content of policy version {version}"
+        answers = agree(self._gather, subject, lambda: (version, self._sides(source, destinations)))
         for number, (theirs, _) in enumerate(answers):
             if theirs != version:
                 raise PeerError(f"participant {number} verifies policy version {theirs}, this one verifies {version}")
@@ -168,7 +168,7 @@ class Verifier:
         """Return the hash of each parameter over a rank's boxes; what adapters change is changed for it, a part at a
         time."""
         is_adapted = np.array([name in changes for name in self._names], dtype=bool)
-        found = self._sums(boxes.select(~is_adapted[boxes.parameter]), parts)
+        hashes = self._sums(boxes.select(~is_adapted[boxes.parameter]), parts)
         low, high = self._layout.parts(rank)
         for number in np.flatnonzero(is_adapted).tolist():
             change, part = changes[self._names[number]], parts[number]
@@ -178,20 +178,20 @@ class Verifier:
                 assert part is not None, "a rank that has boxes of a tensor has a part of it"
                 held: list[Tensor | None] = [None] * len(parts)
                 held[number] = merged_part(change, part, box, DTYPES[code])
-                found += self._sums(mine.select(mine.dtype == code), held)
-        return found
+                hashes += self._sums(mine.select(mine.dtype == code), held)
+        return hashes
 
     def _sums(self, boxes: HashedBoxes, tensors: Parts) -> Hashes:
         """Return the hash of each parameter over the boxes, int64 [parameters]."""
-        found: Hashes = np.zeros(len(self._names), dtype=np.int64)
+        hashes: Hashes = np.zeros(len(self._names), dtype=np.int64)
         devices = {tensor.device for tensor in tensors if tensor is not None}
         for device in devices:
             is_there = np.array([tensor is not None and tensor.device == device for tensor in tensors], dtype=bool)
             rows = boxes if len(devices) == 1 else boxes.select(is_there[boxes.tensor])
             sums = torch.zeros(len(self._names), dtype=torch.int64, device=device)
             hash_pieces(rows, tensors, DTYPES, hashes=sums, seeds=self._seeds)
-            found += sums.cpu().numpy()
-        return found
+            hashes += sums.cpu().numpy()
+        return hashes
 
 
 def _wrong_constants(trace: Trace, destinations: Sequence[Tensor]) -> list[str]:
