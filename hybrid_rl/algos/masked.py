@@ -26,9 +26,10 @@ def row_sum(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     return values.new_zeros(num_rows).index_add_(0, rows, values)
 
 
-def of_tokens(values: Tensor, rows: Tensor) -> Tensor:
-    """Return for each token the value of its sample, [T], of `values` [num_rows]. Its gradient has the same bits every
-    time: on the CPU that of indexing adds up in any order if several threads run, on GPUs that of `index_select`."""
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """Return values[rows], [T, ...] of `values` [N, ...] and rows int64 [T]. Its gradient has the same bits every time,
+    however often a row is taken: on the CPU that of indexing adds up in any order if several threads run, on GPUs that
+    of `index_select`."""
     return values.index_select(0, rows) if values.device.type == "cpu" else values[rows]
 
 

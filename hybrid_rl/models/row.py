@@ -193,12 +193,6 @@ class PackedRow:
         return replace(row, distinct=(first_of, which))
 
 
-def take(values: Tensor, places: Tensor) -> Tensor:
-    """Return values[places], whose gradient has the same bits every time, however often a place is taken: on the CPU
-    the gradient of indexing adds up in any order if several threads run, on GPUs that of `index_select`."""
-    return values.index_select(0, places) if values.device.type == "cpu" else values[places]
-
-
 def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]], prefix: int) -> Tensor:
     """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. A place counts for all
     samples that share it, the filler for none.

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, PolicyLoss, PolicyObjective, own, register
-from hybrid_rl.algos.masked import of_tokens, row_mean
+from hybrid_rl.algos.masked import row_mean, take
 from hybrid_rl.algos.options import key
 from hybrid_rl.errors import ConfigError
 
@@ -32,7 +32,7 @@ def at_level(log_ratio: Tensor, mask: Tensor, rows: Tensor, num_rows: int, level
     if level == "token":
         return log_ratio
     if level == "sequence":
-        return of_tokens(row_mean(log_ratio, mask, rows, num_rows), rows)
+        return take(row_mean(log_ratio, mask, rows, num_rows), rows)
     if level == "sequence_token":
         mean = row_mean(log_ratio.detach(), mask, rows, num_rows)[rows]
         return mean + (log_ratio - log_ratio.detach())

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rl.algos.columns import ratio_of
 from hybrid_rl.algos.interface import LossInputs, Needs, PolicyLoss, own, register
-from hybrid_rl.algos.masked import of_tokens, row_mean
+from hybrid_rl.algos.masked import row_mean, take
 from hybrid_rl.algos.options import key
 from hybrid_rl.algos.policy_losses.clip import ClipRange
 
@@ -33,7 +33,7 @@ class GeometricMean(ClipRange):
         low, high = -self.epsilon, self.high
         clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
         mean, weight = (
-            ratio_of(of_tokens(row_mean(values, inputs.mask, inputs.rows, inputs.num_rows), inputs.rows))
+            ratio_of(take(row_mean(values, inputs.mask, inputs.rows, inputs.num_rows), inputs.rows))
             for values in (clipped, log_ratio)
         )
         detached = log_ratio.detach()

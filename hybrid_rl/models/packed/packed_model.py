@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hybrid_rl.algos.masked import take
 from hybrid_rl.batch import Jagged
 from hybrid_rl.compat.transformers import attention_name
 from hybrid_rl.errors import ModelError
@@ -32,7 +33,7 @@ from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.lora.model_weights import weights_of
 from hybrid_rl.models.packed.repeated_layers import APART, CompiledBlocks, transformer_blocks
-from hybrid_rl.models.row import Layout, PackedRow, take
+from hybrid_rl.models.row import Layout, PackedRow
 from hybrid_rl.weights.plain import running
 
 logger = logging.getLogger("hybrid_rl")
@@ -184,7 +185,10 @@ class PackedModel:
         return token_logprobs(hidden, self.head.weight, self.head.bias, labels, temperature, self._options)
 
     def row_of(self, prompts: Jagged, completions: Jagged) -> PackedRow:
-        """Lay samples out as one row for this model (`PackedRow.of`)."""
+        """Lay samples out as one row for this model (`PackedRow.of`). Raises ModelError for a completion without a
+        prompt: nothing predicts its first token."""
+        if bool(((prompts.lengths == 0) & (completions.lengths > 0)).any()):
+            raise ModelError("a sample has a completion, but a prompt of 0 tokens; give every prompt at least one")
         return PackedRow.of(prompts, completions, self.device, self.attention.least_saved(self.device))
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.algos import row_mean, row_sum, token_weights
-from hybrid_rl.algos.masked import of_tokens
+from hybrid_rl.algos.masked import take
 
 MAX_LENGTH = 5
 # Four samples of 3, 1, 0 and 4 tokens; the third is empty, all tokens of the second are masked.
@@ -19,13 +19,18 @@ VALUES = torch.tensor([1.0, 100.0, 3.0, 1000.0, 2.0, 4.0, 9.0, 1e4])
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo", "sequence_sum"]
 
 
-def test_the_gradient_of_what_all_tokens_of_a_sample_get_has_the_same_bits_every_time() -> None:
-    """With several threads, and many tokens."""
-    values, rows = torch.randn(8, dtype=torch.float64, requires_grad=True), torch.randint(0, 8, (100_000,))
-    weights, num_threads = torch.randn(100_000, dtype=torch.float64), torch.get_num_threads()
+@pytest.mark.parametrize(
+    ("shape", "num_taken"), [((8,), 100_000), ((1500, 576), 1200)], ids=["a number of a sample", "hidden states"]
+)
+def test_the_gradient_of_what_is_taken_often_has_the_same_bits_every_time(
+    shape: tuple[int, ...], num_taken: int
+) -> None:
+    """With several threads: all tokens of a sample take its number, all completions their prompt's last place."""
+    values, rows = torch.randn(shape, requires_grad=True), torch.randint(0, 8, (num_taken,))
+    weights, num_threads = torch.randn(num_taken, *shape[1:]), torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, *others = (torch.autograd.grad((of_tokens(values, rows) * weights).sum(), values)[0] for _ in range(20))
+        first, *others = (torch.autograd.grad((take(values, rows) * weights).sum(), values)[0] for _ in range(20))
     finally:
         torch.set_num_threads(num_threads)
     assert all(torch.equal(first, other) for other in others)

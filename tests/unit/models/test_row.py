@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rl.batch import Jagged
+from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
-from hybrid_rl.models.row import Layout, PackedRow, place_weights, prompt_groups, take
+from hybrid_rl.models.row import Layout, PackedRow, place_weights, prompt_groups
 from tests.support.engines.attention_contract import visible_keys
 from tests.unit.models.families import build
 
@@ -79,16 +80,12 @@ def test_hand_computed_row_of_completions_that_are_alike():
     assert place_weights(prompts, completions, weights, prefix=0).tolist() == expected
 
 
-def test_the_gradient_of_what_is_taken_often_has_the_same_bits_every_time():
-    """With several threads, as the prompt's last place is taken by all completions."""
-    values, places = torch.randn(1500, 576, requires_grad=True), torch.randint(0, 40, (1200,))
-    weights, num_threads = torch.randn(1200, 576), torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first, *others = (torch.autograd.grad((take(values, places) * weights).sum(), values)[0] for _ in range(20))
-    finally:
-        torch.set_num_threads(num_threads)
-    assert all(torch.equal(first, other) for other in others)
+def test_a_completion_without_a_prompt_is_refused():
+    model = CausalLM(build("qwen2"))
+    for completions in ([[5, 6], [5, 7]], [[5, 6], [5, 6]]):
+        with pytest.raises(ModelError, match=r"a prompt of 0 tokens; give every prompt at least one"):
+            model.row_of(jagged([[], []]), jagged(completions))
+    assert model.row_of(jagged([[], [3]]), jagged([[], [5]])).labels.tolist() == [5]
 
 
 def test_labels_are_looked_up_once_if_that_saves_a_32nd_of_them():
@@ -166,7 +163,9 @@ def test_every_label_is_predicted_from_its_own_past(prompts, samples):
             needed.setdefault(tuple(prompt), set()).add(tuple(completion))
     size = len(chosen[0]) if not needed else 0
     for prompt, different in needed.items():
-        alike = min(len(os.path.commonprefix(list(different))), *(len(one) - (len(different) > 1) for one in different))
+        alike = min(
+            len(os.path.commonprefix(list(different))), *(len(rest) - (len(different) > 1) for rest in different)
+        )
         size += len(prompt) + sum(map(len, different)) - alike * (len(different) - 1)
     prefix = min(len(os.path.commonprefix(list(needed))), *(len(prompt) - 1 for prompt in needed)) if needed else 0
     saved = prefix * (len(needed) - 1)

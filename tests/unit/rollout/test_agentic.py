@@ -26,7 +26,7 @@ from hybrid_rl.rewards import EngineJudge, group_reward
 from hybrid_rl.rewards.results import cause_of
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.trajectory_stream import limits_of
-from hybrid_rl.rollout.turns import EngineTurns
+from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 from tests.support.inside.rollouts import asks_of, is_idle, refuse_turn_rewards, set_settings, settings_of
 from tests.support.tiny import ids_of
 from tests.unit.rollout.agents import (
@@ -55,9 +55,9 @@ def nothing_is_left():
 @pytest.fixture
 def clock(monkeypatch):
     """The clock by which trajectories end, which stands until a test moves it: a slow machine ends none."""
-    told = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(EngineTurns, "seconds", lambda turns: told.seconds)
-    return told
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(EngineTurns, "seconds", lambda turns: clock.seconds)
+    return clock
 
 
 def is_empty(rig):
@@ -624,8 +624,16 @@ def test_each_row_ends_by_itself():
     assert "floor.py" not in failure.detail
 
 
-def test_a_row_past_its_time_ends_alone(clock):
-    ready, others = asyncio.Event(), []
+def test_a_row_past_its_time_ends_alone(clock, monkeypatch):
+    ready, ended, others = asyncio.Event(), asyncio.Event(), []
+    close = TrajectoryTokens.close
+
+    def noted(tokens, reason):
+        close(tokens, reason)
+        if reason == "time":
+            ended.set()
+
+    monkeypatch.setattr(TrajectoryTokens, "close", noted)
 
     async def rollout(rows, client):
         async def one(row):
@@ -634,8 +642,7 @@ def test_a_row_past_its_time_ends_alone(clock):
             if row["answer"] == "1":
                 await ready.wait()
                 clock.seconds = 1.0
-                # Longer than the limit, after which all timers look at the clock: before this one wakes.
-                await asyncio.sleep(0.3)
+                await ended.wait()
             with contextlib.suppress(TrajectoryEndedError):
                 await client.generate([*turn.prompt_ids, *turn.token_ids, 3], trajectory, max_tokens=2)
             others.append(row)
