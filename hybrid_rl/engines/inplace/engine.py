@@ -62,6 +62,7 @@ class InPlaceEngine(EmbeddedEngine):
             slots,
             max_num_batched_tokens=args.max_num_batched_tokens,
             remember_prefixes=args.enable_prefix_caching,
+            shares_decoding=model.device.type == "cpu",  # elsewhere a pass of few rows takes as long as one of many
             counters=self.counters,
         )
         self._runner = Runner(model, self._cache, slots, cuda_graphs=args.cuda_graphs)

@@ -41,7 +41,8 @@ class Pass:
 
     chunks: those that are not replayed. sequences: all that get a token, the replayed ones first; chosen: what graphs
     gave, if any was replayed. inputs: token ids, positions and attention of the chunks, None without any. sampling: of
-    the sequences that get a token from chunks; picks: whether the table `index` says which hidden states that takes.
+    the sequences that get a token from chunks; picks: whether the table `index` says which hidden states have a next
+    token; repeats: whether the table `repeats` says which of those each sequence takes.
     """
 
     chunks: list[Chunk]
@@ -50,6 +51,7 @@ class Pass:
     tables: Tables
     sampling: SlotSampling
     picks: bool = False
+    repeats: bool = False
     inputs: tuple[Tensor, Tensor, AttentionContext] | None = None
 
 
@@ -97,7 +99,7 @@ class Runner:
         tables = Tables(self._model.device)
         step = Pass(chunks, [*replayed, *sequences], chosen, tables, sampling)
         if chunks:
-            step.picks = self._add_picks(tables, chunks)
+            step.picks, step.repeats = self._add_picks(tables, chunks)
             if sequences:
                 self._add_sampling(tables, sequences, sampling)
             attention = self._add_pass(tables, chunks)
@@ -109,11 +111,9 @@ class Runner:
         """Sample for every sequence whose last chunk is in the pass, and for its followers. hidden: [T, H], what the
         layers made of `step.inputs`. Raises ModelError if logits are not finite."""
         chosen = [*step.chosen]
-        if hidden is not None:
-            if any(chunk.sampled for chunk in step.chunks):
-                picked = hidden[step.tables["index"]] if step.picks else hidden
-                chosen.append(self._choose(picked, step.tables, step.sampling))
-            self._copy_tails(step.chunks)
+        if hidden is not None and any(chunk.sampled for chunk in step.chunks):
+            picked = hidden[step.tables["index"]] if step.picks else hidden
+            chosen.append(self._choose(picked, step.tables, step.sampling, repeats=step.repeats))
         if not chosen:
             return Sampled([], [], [])
         tokens, logprobs = chosen_on_host(chosen[0] if len(chosen) == 1 else torch.cat(chosen))
@@ -163,15 +163,20 @@ class Runner:
         return self._choose(hidden, tables, sampling)
 
     @staticmethod
-    def _add_picks(tables: Tables, chunks: list[Chunk]) -> bool:
-        """Add which hidden states are sampled from, as `index`; False, and nothing added, if each is, once."""
+    def _add_picks(tables: Tables, chunks: list[Chunk]) -> tuple[bool, bool]:
+        """Add which hidden states are sampled from, as `index`, and which of those is each sequence's, as `repeats`;
+        False, and nothing added, if each is, and if each is once."""
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
-        counts = [len(chunk.sampled) for chunk in chunks]
+        counts = [1 + len(chunk.drafts) if chunk.is_last else 0 for chunk in chunks]
         index = np.repeat(ends - [len(chunk.drafts) for chunk in chunks], counts) + _places(chunks, counts)
-        picks = len(index) != ends[-1] + 1 or bool((index[1:] <= index[:-1]).any())
+        picks = len(index) != ends[-1] + 1
         if picks:
             tables.add("index", index)
-        return picks
+        repeats = any(chunk.followers for chunk in chunks)
+        if repeats:
+            times = np.repeat([1 + len(chunk.followers) for chunk in chunks], counts)
+            tables.add("repeats", np.repeat(np.arange(len(index)), times))
+        return picks, repeats
 
     def _add_pass(self, tables: Tables, chunks: list[Chunk]) -> AttentionContext:
         """Add what the layers need of the chunks, one after the other."""
@@ -205,10 +210,13 @@ class Runner:
         else:
             tables.add("uniform", sampling.uniform(), np.float64)
 
-    def _choose(self, hidden: Tensor, tables: Tables, sampling: SlotSampling) -> Tensor:
-        """int32 [B, 2], see `choose` of sampling.py, for hidden states [B, H]."""
+    def _choose(self, hidden: Tensor, tables: Tables, sampling: SlotSampling, *, repeats: bool = False) -> Tensor:
+        """int32 [B, 2], see `choose` of sampling.py, for hidden states [B, H]; with `repeats` for those that this table
+        names."""
         params = sampling.tensors(tables)
         logits = self._model.logits(hidden)
+        if repeats:
+            logits = logits.index_select(0, tables["repeats"])
         if params.penalises:
             logits = penalise(logits, params.repetition_penalty, tables["history"])
         if reads_host_memory(hidden.device):
@@ -225,15 +233,6 @@ class Runner:
                 if chunk.copied_block >= 0
             ]
         )
-
-    def _copy_tails(self, chunks: list[Chunk]) -> None:
-        """Full prompt blocks are shared; the last, partly filled one is written by each sequence and so is copied."""
-        copies: list[tuple[int, int]] = []
-        for chunk in chunks:
-            full, rest = divmod(chunk.start + chunk.count, self._cache.block_size)
-            if rest:
-                copies += [(chunk.sequence.blocks[full], follower.blocks[full]) for follower in chunk.followers]
-        self._copy(copies)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks, (from, to) each; all are read before any is written."""

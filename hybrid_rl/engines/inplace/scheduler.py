@@ -15,12 +15,14 @@ from hybrid_rl.engines.inplace.slots import SlotTable
 @dataclass(eq=False)
 class Sequence(Generation):
     """A request being answered. num_cached: tokens whose keys and values are in the cache after the planned pass;
-    nodes: of the prefixes of it that fill blocks which others can find, from the empty one on."""
+    nodes: of the prefixes of it that fill blocks which others can find, from the empty one on; stem: the same number
+    for all that had the same tokens up to and with the planned pass, and hold the same blocks; -1 = nobody else."""
 
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
     slot: int = -1
     nodes: list[int] = field(default_factory=lambda: [ROOT])
+    stem: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -48,10 +50,11 @@ class Sequence(Generation):
 @dataclass
 class Chunk:
     """Tokens start .. start + count of a sequence, to be computed in a pass. If they are its last ones, the sequence
-    and its followers (samples of the same prompt that share its blocks) each get a token from them. is_new: it was
-    not in the pass before; what it found in the cache may be written by this very pass. copied_block: whose contents
-    the first block that this chunk writes has to begin with, copied before the pass writes anything; -1 = none. drafts:
-    tokens beyond those of the sequence that are computed too, in case they are what comes next."""
+    and its followers (samples of the same prompt with the same tokens so far, which share its blocks) each get a token
+    from them. is_new: it was not in the pass before; what it found in the cache may be written by this very pass.
+    copied_block: whose contents the first block that this chunk writes has to begin with, copied before the pass writes
+    anything; -1 = none. drafts: tokens beyond those of the sequence that are computed too, in case they are what comes
+    next."""
 
     sequence: Sequence
     start: int
@@ -73,8 +76,8 @@ class Chunk:
 
     @property
     def continues(self) -> bool:
-        """Whether it decodes and reads nothing but its own key that this pass writes."""
-        return self.is_decode and not self.is_new
+        """Whether it decodes for one sequence and reads nothing but its own key that this pass writes."""
+        return self.is_decode and not self.is_new and not self.followers
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -97,7 +100,11 @@ class Chunk:
 class Scheduler:
     """Order of the passes: by priority, and first come, first served. Sequences that run get their next block before
     anybody is admitted; if none is left, the one that came last gives its blocks back and waits, to be computed again
-    later. counters: of the engine."""
+    later.
+
+    Samples of a prompt share its blocks, the last one too. When their tokens part, all but one of them copy that block
+    before it is written. shares_decoding: those that have the same tokens so far decode as one chunk, as they were
+    computed in the prompt; it saves time if that of a pass grows with its rows. counters: of the engine."""
 
     def __init__(
         self,
@@ -106,15 +113,18 @@ class Scheduler:
         *,
         max_num_batched_tokens: int,
         remember_prefixes: bool,
+        shares_decoding: bool,
         counters: Counters,
     ) -> None:
         self.pool = pool
         self.slots = slots
         self.max_num_batched_tokens = max_num_batched_tokens
         self.remember_prefixes = remember_prefixes
+        self.shares_decoding = shares_decoding
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.counters = counters
+        self._num_stems = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -141,15 +151,30 @@ class Scheduler:
                 budget -= admitted.count
                 if admitted.is_last:
                     self._fork(admitted)
+        self._name_stems(chunks)
         return chunks
 
     def _continue_running(self, budget: int) -> tuple[list[Chunk], int]:
         """Chunks of what runs already, and what is left of the budget of prompt tokens."""
         chunks = []
         size = self.pool.block_size
+        leaders: dict[tuple[int, int], Chunk] = {}  # by stem and newest token
+        stems: set[int] = set()  # that somebody has continued
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
+            copied_block = -1
+            if sequence.stem >= 0:
+                leader = leaders.get((sequence.stem, sequence.tokens[-1]))
+                if leader is not None:
+                    self._follow(sequence, leader)
+                    index += 1
+                    continue
+                if sequence.stem in stems and sequence.num_cached % size:
+                    if not self._make_free(1, sequence):
+                        break
+                    copied_block = self._part(sequence)
+                stems.add(sequence.stem)
             count = sequence.num_tokens - sequence.num_cached
             if count > 1:
                 count = min(count, budget)
@@ -160,7 +185,10 @@ class Scheduler:
                 break  # it gave its own blocks back, and was the last that ran
             if sequence.num_tokens - sequence.num_cached > 1:
                 budget -= count
-            chunks.append(Chunk(sequence, sequence.num_cached, count))
+            chunk = Chunk(sequence, sequence.num_cached, count, copied_block=copied_block)
+            chunks.append(chunk)
+            if sequence.stem >= 0 and self.shares_decoding:
+                leaders[sequence.stem, sequence.tokens[-1]] = chunk
             sequence.num_cached += count
             self._remember(sequence)
             index += 1
@@ -169,13 +197,48 @@ class Scheduler:
     def _extend(self, sequence: Sequence, count: int) -> bool:
         """Blocks for `count` more tokens, if need be from those who came later; False if it had to go itself."""
         needed = self.blocks_for(sequence.num_cached + count) - len(sequence.blocks)
+        if not self._make_free(needed, sequence):
+            return False
+        self._give(sequence, self.pool.take(needed))
+        return True
+
+    def _make_free(self, needed: int, sequence: Sequence) -> bool:
+        """Let those who came last go until so many blocks are free; False if the sequence itself had to go."""
         while needed > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._give(sequence, self.pool.take(needed))
         return True
+
+    def _part(self, sequence: Sequence) -> int:
+        """Give a sequence a block of its own for the last one, which another of its stem writes in this pass; return
+        that one, to be copied."""
+        index = sequence.num_cached // self.pool.block_size
+        shared = sequence.blocks[index]
+        blocks = self.pool.take(1)
+        self.pool.release([shared])
+        self._give(sequence, blocks, index)
+        return shared
+
+    def _follow(self, sequence: Sequence, leader: Chunk) -> None:
+        """Let a sequence get its next token from the chunk of one that has the same tokens."""
+        index = sequence.num_cached // self.pool.block_size
+        blocks = leader.sequence.blocks[index:]
+        if sequence.blocks[index:] != blocks:
+            self.pool.share(blocks)
+            self.pool.release(sequence.blocks[index:])
+            self._give(sequence, blocks, index)
+        sequence.num_cached = leader.sequence.num_cached
+        self._remember(sequence)
+        leader.followers.append(sequence)
+
+    def _name_stems(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.sequence.stem = self._num_stems if chunk.followers else -1
+            for follower in chunk.followers:
+                follower.stem = self._num_stems
+            self._num_stems += 1
 
     def make_room(self, chunk: Chunk, num_drafts: int) -> int:
         """Return how many drafts a chunk of the next pass has blocks for. It may get some that are free, as long as
@@ -197,10 +260,11 @@ class Scheduler:
         self.counters.num_draft_tokens += len(chunk.drafts)
         self.counters.num_accepted_tokens += num_accepted
 
-    def _give(self, sequence: Sequence, blocks: Rows[int]) -> None:
-        held = len(sequence.blocks)
-        sequence.blocks.extend(blocks)
-        self.slots.blocks[sequence.slot, held : held + len(blocks)] = blocks
+    def _give(self, sequence: Sequence, blocks: Rows[int], index: int | None = None) -> None:
+        """Let these be the blocks of a sequence from `index` on; None = after those that it has."""
+        index = len(sequence.blocks) if index is None else index
+        sequence.blocks[index:] = blocks
+        self.slots.blocks[sequence.slot, index : index + len(blocks)] = blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
@@ -242,20 +306,17 @@ class Scheduler:
         return Chunk(sequence, num_cached, count, is_new=True, copied_block=tail)
 
     def _fork(self, chunk: Chunk) -> None:
-        """Let those that wait for the same prompt share its blocks. The last one, if it is not full, is written by
-        each of them: the engine copies it after the pass."""
+        """Let those that wait for the same prompt share its blocks."""
         leader = chunk.sequence
-        full, rest = divmod(leader.num_cached, self.pool.block_size)
-        own = 1 if rest else 0
         while self.waiting and self.slots.num_free and self.waiting[0].is_sibling(leader):
-            if own + len(self.running) > self.pool.num_free:
+            # The last block, if it is not full, becomes one of each when they part.
+            if len(self.running) + bool(leader.num_cached % self.pool.block_size) > self.pool.num_free:
                 break
             follower = self.waiting.popleft()
-            shared = leader.blocks[:full]
-            self.pool.share(shared)
+            self.pool.share(leader.blocks)
             follower.num_cached = leader.num_cached
             follower.nodes = [*leader.nodes]
-            self._start(follower, [*shared, *self.pool.take(own)])
+            self._start(follower, leader.blocks)
             chunk.followers.append(follower)
 
     def _start(self, sequence: Sequence, blocks: list[int]) -> None:
@@ -295,7 +356,7 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         self.slots.release(sequence.slot)
         sequence.blocks, sequence.nodes = [], [ROOT]
-        sequence.slot, sequence.num_cached = -1, 0
+        sequence.slot, sequence.num_cached, sequence.stem = -1, 0, -1
 
     def take_aborted(self, ids: set[int]) -> list[Sequence]:
         """Remove the sequences of these requests, running or waiting; returns them."""
@@ -316,8 +377,9 @@ class Scheduler:
         for chunk in chunks:
             if chunk.is_last and not chunk.sequence.tokens:
                 self._remember_tail(chunk.sequence, chunk.sequence.num_cached - 1)
-            self.counters.num_prompt_tokens += 0 if chunk.is_decode else chunk.count
-            self.counters.num_shared_prompt_tokens += (chunk.start + chunk.count) * len(chunk.followers)
+            if not chunk.is_decode:
+                self.counters.num_prompt_tokens += chunk.count
+                self.counters.num_shared_prompt_tokens += (chunk.start + chunk.count) * len(chunk.followers)
 
     def requeue_running(self) -> None:
         """Put everything that runs back to the head of the queue, in order; its cache is lost."""

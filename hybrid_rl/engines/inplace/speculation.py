@@ -63,7 +63,7 @@ class Speculation:
 
     mode: on = whatever there is; auto = as far as the seconds of earlier passes, and how often drafts were right,
     promise more tokens a second, and while they keep that promise. A clock decides then, which may be: which tokens
-    come does not depend on it. Sequences with a repetition penalty get no drafts.
+    come does not depend on it. Sequences with a repetition penalty get no drafts, nor do those that share a chunk.
     """
 
     def __init__(self, scheduler: Scheduler, mode: Literal["auto", "on"]) -> None:
@@ -87,14 +87,15 @@ class Speculation:
         """Add drafts to a scheduled pass, and the blocks that they need."""
         self._start, self._made = time.perf_counter(), {}
         self._decodes = all(chunk.is_decode for chunk in chunks)
-        if not self._decodes or not (self._is_on or self._may_pay(len(chunks))):
+        alone = [chunk for chunk in chunks if not chunk.followers]
+        if not self._decodes or not alone or not (self._is_on or self._may_pay(len(chunks))):
             return
         least = LEAST_CHANCE if self._is_on else max(LEAST_CHANCE, self._price(len(chunks)))
-        proposals = self._proposals([chunk.sequence for chunk in chunks], least)
+        proposals = self._proposals([chunk.sequence for chunk in alone], least)
         if not self._is_on:
             chances = np.array([draft.chance for drafts in proposals for draft in drafts])
-            least = self._least_chance(len(chunks), chances)
-        for chunk, drafts in zip(chunks, proposals, strict=True):
+            least = self._least_chance(len(chunks), _num_sequences(chunks), chances)
+        for chunk, drafts in zip(alone, proposals, strict=True):
             count = self._scheduler.make_room(chunk, sum(draft.chance >= least for draft in drafts))
             if count:
                 self._made[chunk.sequence.request.id] = drafts[:count]
@@ -107,7 +108,7 @@ class Speculation:
         seconds = time.perf_counter() - self._start
         num_made = 0
         for chunk in chunks:
-            num_made += chunk.num_made
+            num_made += chunk.num_made + len(chunk.followers)
             if chunk.drafts:
                 self._scheduler.keep_drafts(chunk)
                 drafts, made = self._made[chunk.sequence.request.id], chunk.sequence.tokens[-chunk.num_made :]
@@ -116,7 +117,7 @@ class Speculation:
         num_rows = sum(chunk.count for chunk in chunks)
         self._seconds.add(num_rows, seconds)
         if self._made and not self._is_on:
-            gain = num_made / len(chunks) * self._of(len(chunks)) / self._of(num_rows)
+            gain = num_made / _num_sequences(chunks) * self._of(len(chunks)) / self._of(num_rows)
             self._gain += (gain - self._gain) / PATIENCE
             if self._gain < 1.0:
                 self._gain, self._rest = FIRST_GAIN, REST_PASSES
@@ -134,10 +135,11 @@ class Speculation:
         self._rest -= 1
         return self._rest < 0 and self._seconds.most_rows > num_rows and self._price(num_rows) < HIGHEST_PRICE
 
-    def _least_chance(self, num_rows: int, chances: npt.NDArray[np.float64]) -> float:
-        """Return the chance from which on drafts are kept: that with the most tokens a second; above 1 if none pays."""
+    def _least_chance(self, num_rows: int, num_sequences: int, chances: npt.NDArray[np.float64]) -> float:
+        """Return the chance from which on drafts are kept: that with the most tokens a second; above 1 if none pays.
+        num_rows: of the pass without drafts, which give each of the sequences a token."""
         ordered = -np.sort(-chances)[: self._seconds.most_rows - num_rows]
-        tokens = num_rows + np.concatenate(([0.0], np.cumsum(ordered)))
+        tokens = num_sequences + np.concatenate(([0.0], np.cumsum(ordered)))
         rates = tokens / self._seconds.of(num_rows + np.arange(len(tokens)))
         best = int(rates.argmax())
         if rates[best] < LEAST_GAIN * rates[0]:
@@ -165,6 +167,11 @@ class Speculation:
             )
             for sequence, count, end in zip(sequences, counts, ends, strict=True)
         ]
+
+
+def _num_sequences(chunks: Rows[Chunk]) -> int:
+    """Return how many sequences get tokens from chunks that decode."""
+    return sum(1 + len(chunk.followers) for chunk in chunks)
 
 
 def _most_drafts(sequence: Sequence) -> int:

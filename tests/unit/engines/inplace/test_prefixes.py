@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from hybrid_rl.engines.base import RolloutRequest
+from tests.support.inside.engines import model_of
+from tests.support.inside.wrapping import wrap
 from tests.unit.engines.engines import (
     IN_PLACE,
     TOKEN_BYTES,
@@ -55,6 +57,34 @@ def test_groups_share_with_each_other_and_within():
     assert counters(rig) == (37 + 5, 32)
     assert rig.engine.stats().num_shared_prompt_tokens == 4 * 37
     same_samples(samples, alone(requests))
+
+
+@pytest.mark.parametrize("make", [inplace, inplace_compiled])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_siblings_of_equal_tokens_decode_once_and_get_what_each_would_alone(make, dtype, monkeypatch):
+    """Two of five draw by the same noise and never part; the others part from them, and two from each other, at some
+    place of some block."""
+    rig = make(dtype=dtype).ready()
+    num_rows = []
+    wrap(
+        monkeypatch,
+        model_of(rig.engine),
+        "hidden_states",
+        lambda own, *inputs: num_rows.append(len(inputs[0])) or own(*inputs),
+    )
+    seeds = (7, 7, 8, 9, 10)
+    requests = [request(i, 6, 20, group=0, seed=seed, temperature=0.4) for i, seed in enumerate(seeds)]
+    samples = rig.run(requests)
+    decoded = {tuple(sample.completion_ids[:place]) for sample in samples for place in range(1, 20)}
+    assert num_rows[0] == 6 and sum(num_rows[1:]) == len(decoded) < 4 * 19
+    assert samples[0].completion_ids == samples[1].completion_ids
+    for sent, sample in zip(requests, samples, strict=True):
+        expected = forward_logprobs(rig.module, sent, sample, 0.4)
+        tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.2}[dtype]
+        torch.testing.assert_close(torch.tensor(sample.logprobs).to(expected), expected, rtol=0, atol=tolerance)
+    if dtype != torch.bfloat16:
+        lone = make(dtype=dtype, max_num_seqs=1, enable_prefix_caching=False).ready()
+        same_samples(samples, [lone.run([replace(sent, group=None)])[0] for sent in requests])
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 40])

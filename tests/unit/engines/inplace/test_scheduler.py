@@ -34,12 +34,20 @@ def group(number, count, length=4, **settings):
     return [sequence(10 * number + i, length, group=number, start=1000 * number, **settings) for i in range(count)]
 
 
-def scheduler(num_blocks=100, block_size=4, max_num_seqs=100, max_num_batched_tokens=1000, remember_prefixes=True):
+def scheduler(
+    num_blocks=100,
+    block_size=4,
+    max_num_seqs=100,
+    max_num_batched_tokens=1000,
+    remember_prefixes=True,
+    shares_decoding=False,
+):
     return Scheduler(
         BlockPool(num_blocks, block_size),
         SlotTable(max_num_seqs, num_blocks),
         max_num_batched_tokens=max_num_batched_tokens,
         remember_prefixes=remember_prefixes,
+        shares_decoding=shares_decoding,
         counters=Counters(),
     )
 
@@ -48,8 +56,9 @@ class Driver:
     """Runs passes in the engine's place. memory[block][offset] is the text up to and with the token whose keys lie
     there, so a sequence that reads another's place, or a stale one, is seen at once."""
 
-    def __init__(self, made: Scheduler) -> None:
+    def __init__(self, made: Scheduler, next_token=None) -> None:
         self.made = made
+        self.next_token = next_token or (lambda member: 10**6 * (member.request.id + 1) + len(member.tokens))
         size = made.pool.block_size
         self.memory: list[list[tuple[int, ...] | None]] = [[None] * size for _ in range(made.pool.num_blocks)]
         self.finished: list[int] = []
@@ -70,12 +79,11 @@ class Driver:
                 self.write(chunk.sequence, place)
         for chunk in chunks:
             self.check_content(chunk.sequence, chunk.start + chunk.count)
-        self.copy_tails(chunks)
         self.made.complete(chunks)
         for member in [member for chunk in chunks for member in chunk.sampled]:
             self.check_content(member, member.num_cached)
             assert member.num_cached == member.num_tokens
-            member.tokens.append(10**6 * (member.request.id + 1) + len(member.tokens))
+            member.tokens.append(self.next_token(member))
             self.made.slots.length[member.slot] += 1
             if len(member.tokens) == member.request.params.max_tokens:
                 self.made.remove(member)
@@ -84,12 +92,6 @@ class Driver:
     def write(self, member: Sequence, place: int) -> None:
         size = self.made.pool.block_size
         self.memory[member.blocks[place // size]][place % size] = tuple(member.context(0, place + 1))
-
-    def copy_tails(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            full, rest = divmod(chunk.start + chunk.count, self.made.pool.block_size)
-            for follower in chunk.followers if rest else ():
-                self.memory[follower.blocks[full]] = list(self.memory[chunk.sequence.blocks[full]])
 
     def check_content(self, member: Sequence, num_tokens: int) -> None:
         size = self.made.pool.block_size
@@ -117,9 +119,13 @@ class Driver:
         assert made.pool.num_free == made.pool.num_blocks - len(holders)
         for member in made.running:
             assert len(set(member.blocks)) == len(member.blocks) >= made.blocks_for(member.num_cached)
-            # What is written from now on lies in a block of its own.
+            # What is written from now on lies in a block of its own, or of those that have the same tokens.
+            stem = [other for other in made.running if other.stem == member.stem >= 0] or [member]
             for block in member.blocks[member.num_cached // made.pool.block_size :]:
-                assert holders[block] == 1
+                assert holders[block] == sum(block in other.blocks for other in stem)
+            for other in stem:
+                assert (other.blocks, other.num_cached) == (member.blocks, member.num_cached)
+                assert other.context(0, other.num_cached) == member.context(0, member.num_cached)
         for member in made.waiting:
             assert (member.slot, member.blocks, member.num_cached) == (-1, [], 0)
 
@@ -133,7 +139,10 @@ def test_a_group_is_one_chunk_and_shares_its_full_blocks():
     drive = Driver(made)
     assert drive() == [([0, 1, 2], 0, 10)]
     first, second, third = made.running
-    assert first.blocks[:2] == second.blocks[:2] == third.blocks[:2]  # 10 tokens: two full blocks of 4
+    assert first.blocks == second.blocks == third.blocks  # 10 tokens: two full blocks of 4, and a part of one
+    assert made.pool.num_free == 100 - 3
+    assert drive() == [([0], 10, 1), ([1], 10, 1), ([2], 10, 1)]
+    assert first.blocks[:2] == second.blocks[:2] == third.blocks[:2]
     assert len({first.blocks[2], second.blocks[2], third.blocks[2]}) == 3
     assert made.pool.num_free == 100 - 2 - 3
     for member in (first, third, second):
@@ -150,6 +159,59 @@ def test_a_prompt_that_fills_its_blocks_is_shared_whole():
     assert first.blocks == second.blocks
     drive()
     assert first.blocks[:2] == second.blocks[:2] and first.blocks[2] != second.blocks[2]
+
+
+def test_samples_with_the_same_tokens_decode_as_one_until_they_part():
+    made = scheduler(shares_decoding=True)
+    made.add(group(0, 4, length=6, max_tokens=9))
+    parted_at = {0: 9, 1: 9, 2: 2, 3: 1}  # 3 parts from the others with its second token, 2 with its third
+
+    def next_token(member):
+        place = len(member.tokens)
+        return place if place < parted_at[member.request.id] else 100 * member.request.id + place
+
+    drive = Driver(made, next_token)
+    assert drive() == [([0, 1, 2, 3], 0, 6)]
+    assert drive() == [([0, 1, 2, 3], 6, 1)]
+    first, second, third, fourth = made.running
+    assert first.blocks == fourth.blocks and made.pool.num_free == 100 - 2
+    assert drive() == [([0, 1, 2], 7, 1), ([3], 7, 1)]
+    assert first.blocks == third.blocks and first.blocks[0] == fourth.blocks[0]
+    assert first.blocks[1] != fourth.blocks[1] and made.pool.num_free == 100 - 3
+    # The next block of all begins where 2 parts, so nothing is copied.
+    chunks = made.schedule()
+    assert [chunk.copied_block for chunk in chunks] == [-1, -1, -1]
+    assert [[member.request.id for member in chunk.sampled] for chunk in chunks] == [[0, 1], [2], [3]]
+    drive.run(chunks)
+    while made.running:
+        drive()
+    assert made.pool.num_free == 100 and first.tokens == second.tokens != third.tokens
+    assert made.counters.num_shared_prompt_tokens == 3 * 6
+
+
+def test_who_leaves_or_has_to_go_leaves_those_of_the_same_tokens_alone():
+    made = scheduler(num_blocks=5, shares_decoding=True)
+    made.add(group(0, 3, length=5, max_tokens=9))
+    drive = Driver(made, lambda member: len(member.tokens))
+    assert drive() == [([0, 1, 2], 0, 5)]
+    made.remove(made.running[0])
+    assert drive() == [([1, 2], 5, 1)]
+    preempt(made, made.running[-1])
+    assert drive() == [([1], 6, 1), ([2], 6, 1)]
+    while made.running or made.waiting:
+        drive()
+    assert sorted(drive.finished) == [1, 2] and made.pool.num_free == 5
+
+
+def test_those_that_part_without_a_free_block_wait():
+    made = scheduler(num_blocks=4, shares_decoding=True)
+    made.add(group(0, 3, length=5, max_tokens=3))
+    drive = Driver(made)
+    assert drive() == [([0, 1], 0, 5)]  # two blocks, and one for each that may part
+    assert drive() == [([0], 5, 1), ([1], 5, 1)]
+    while made.running or made.waiting:
+        drive()
+    assert sorted(drive.finished) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -418,18 +480,34 @@ EVENTS = st.lists(
 
 
 @settings(deadline=None, max_examples=250)
-@given(REQUESTS, EVENTS, st.integers(1, 5), st.integers(0, 8), st.integers(1, 5), st.integers(1, 20), st.booleans())
+@given(
+    REQUESTS,
+    EVENTS,
+    st.integers(1, 5),
+    st.integers(0, 8),
+    st.integers(1, 5),
+    st.integers(1, 20),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 9),
+)
 def test_everybody_finishes_and_reads_only_its_own_text(
-    shapes, events, block_size, spare, max_num_seqs, max_tokens, remember
+    shapes, events, block_size, spare, max_num_seqs, max_tokens, remember, shares, parts_at
 ):
     members = [
         sequence(i, length, most, group, start=100 * start) for i, (length, most, group, start) in enumerate(shapes)
     ]
     # Conversations go on once or twice, by a prompt of one to three new tokens and a completion as long.
     longest = max(len(m.request.prompt_ids) + m.request.params.max_tokens for m in members) + 12
-    made = scheduler(-(-longest // block_size) + spare, block_size, max_num_seqs, max_tokens, remember)
+    made = scheduler(-(-longest // block_size) + spare, block_size, max_num_seqs, max_tokens, remember, shares)
     made.add(members)
-    drive = Driver(made)
+
+    def next_token(member):
+        """Samples have the same tokens up to a place, and then one of two."""
+        place = len(member.tokens)
+        return 10**6 + place if place < parts_at else 10**7 * (1 + member.request.id % 2) + place
+
+    drive = Driver(made, next_token)
     aborted = set()
     for number, event in enumerate(events):
         ended = [m for m in members if m.slot < 0 and m.tokens and m not in made.waiting]
