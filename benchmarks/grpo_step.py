@@ -1,14 +1,18 @@
-"""Seconds of one training step of GRPO: this library against TRL's GRPOTrainer.
+"""Seconds of one training step of GRPO: this library against TRL's GRPOTrainer, or against itself over vLLM.
 
 Both train the same weights on the same prompts with the same settings, each in a process of its own, and take turns
-step by step. Prints one line of JSON per work and number of threads.
+step by step. `vllm` is this library with rollout.engine=vllm, if that is installed: only the rollout differs. Prints
+one line of JSON per work and number of threads.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import sys
 import tempfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import levels, peers, report  # noqa: E402
 from benchmarks.side import Job  # noqa: E402
-from benchmarks.workload import CHAT_SUMS, WORKS, Work, save_fitted  # noqa: E402
+from benchmarks.workload import WORKS, Work, save_fitted  # noqa: E402
 
 ALL = ("heavy-tail", "heavy-tail-256x8", "equal", "equal-128", "shared-prompt")
 LEARNING_RATE = 1e-6  # too small to change the lengths while they are measured
@@ -34,14 +38,19 @@ def arguments() -> Namespace:
     parser.add_argument("--warmup", type=report.positive, default=2, help="steps before those")
     parser.add_argument("--micro-batch", type=report.positive, help="TRL's, in completions; default: the whole step")
     parser.add_argument("--tokens-per-micro-batch", type=report.positive, help="ours; default: the library's")
+    parser.add_argument("--compare", choices=("trl", "vllm"), default="trl")
     parser.add_argument("--trl-gen", choices=("padded", "continuous"), default="padded", help="how TRL generates")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: an environment made here")
-    parser.add_argument("--model", help="folder of a chat model, for --work chat-sums")
+    parser.add_argument("--model", help="folder of a chat model, for --work chat-sums and chat-sums-64")
     options = parser.parse_args()
-    if (options.model is not None) != (options.work == CHAT_SUMS.name):
-        parser.error(f"--model goes with --work {CHAT_SUMS.name}, and the other way round")
-    if options.micro_batch is not None and Work("").num_samples % options.micro_batch:
-        parser.error(f"--micro-batch {options.micro_batch} does not divide {Work('').num_samples} completions")
+    works = [WORKS[name] for name in (ALL if options.work == "all" else (options.work,))]
+    if any((options.model is not None) != work.is_chat for work in works):
+        parser.error("--model goes with --work chat-sums or chat-sums-64, and the other way round")
+    for work in works:
+        if options.micro_batch is not None and work.num_samples % options.micro_batch:
+            parser.error(f"--micro-batch {options.micro_batch} does not divide {work.num_samples} completions")
+    if options.compare == "vllm" and importlib.util.find_spec("vllm") is None:
+        parser.error("--compare vllm: vLLM is not installed; make vllm installs it")
     return options
 
 
@@ -49,7 +58,7 @@ def main() -> None:
     """Measure every work with every number of threads."""
     options = arguments()
     levels.enter(options.cpu_level)
-    python = peers.trl_python(options.trl_python)
+    python = peers.trl_python(options.trl_python) if options.compare == "trl" else None
     for name in ALL if options.work == "all" else (options.work,):
         for threads in options.threads:
             torch.set_num_threads(threads)
@@ -57,8 +66,8 @@ def main() -> None:
                 measure(WORKS[name], threads, options, python, Path(folder))
 
 
-def measure(work: Work, threads: int, given: Namespace, python: Path, folder: Path) -> None:
-    """Run both sides in turns and print the line."""
+def measure(work: Work, threads: int, given: Namespace, python: Path | None, folder: Path) -> None:
+    """Run both sides in turns and print the line. python: of TRL; None = the peer is vLLM."""
     end_probability = None
     if given.model is None:
         report.progress(f"{work.name}, {threads} threads: fitting the model")
@@ -75,32 +84,40 @@ def measure(work: Work, threads: int, given: Namespace, python: Path, folder: Pa
         tokens_per_micro_batch=given.tokens_per_micro_batch,
         generation=given.trl_gen,
     )
-    with peers.ours(job) as ours, peers.trl(job, python) as peer:
+    over_vllm = replace(job, output=str(folder / "vllm"), keys={"engine": "vllm"})
+    with peers.ours(job) as ours, peers.trl(job, python) if python else peers.ours(over_vllm) as peer:
         for side in (ours, peer):
             side.wait_ready()
-        peers.check_versions(ours, peer)
+        if python:
+            peers.check_versions(ours, peer)
         steps: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
         for number in range(job.num_steps):
             for side, done in zip((ours, peer), steps, strict=True):
                 done.append(side.step())
             seconds = [done[-1]["wall_seconds"] for done in steps]
-            report.progress(f"step {number + 1} of {job.num_steps}: ours {seconds[0]:.3f} s, TRL {seconds[1]:.3f} s")
+            report.progress(f"step {number + 1} of {job.num_steps}: ours {seconds[0]:.3f} s, peer {seconds[1]:.3f} s")
     details = {
         **compare(*(done[given.warmup :] for done in steps)),
         "hybrid_rl": summary(steps[0], given.warmup, ours.ready),
-        "trl": summary(steps[1], given.warmup, peer.ready),
+        given.compare: summary(steps[1], given.warmup, peer.ready),
         "end_probability": end_probability,
     }
     report.print_line(
         "grpo_step",
         ours=details["hybrid_rl"]["wall_seconds"]["median"],
-        peer=details["trl"]["wall_seconds"]["median"],
+        peer=details[given.compare]["wall_seconds"]["median"],
         ratio=details["wall_ratio"],
         unit="seconds per training step",
-        hardware=report.hardware(threads, peer.ready["versions"]),
+        hardware=report.hardware(threads, {**peer.ready["versions"], **({} if python else vllm_versions())}),
         settings=report.settings(given, work=work.name, threads=threads, shape=vars(work)),
         details=details,
     )
+
+
+def vllm_versions() -> dict[str, str]:
+    """The version of vLLM, by the name of the package that it is from."""
+    names = importlib.metadata.packages_distributions().get("vllm", [])
+    return {name: importlib.metadata.version(name) for name in set(names)}
 
 
 def compare(ours: list[dict[str, Any]], peer: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,6 +78,7 @@ class Work:
 CHAT_SUMS = Work(
     "chat-sums", max_completion_length=24, prompts_per_step=8, num_generations=8, max_operand=60, is_chat=True
 )
+CHAT_SUMS_64 = replace(CHAT_SUMS, name="chat-sums-64", max_completion_length=64)
 WORKS = {
     work.name: work
     for work in (
@@ -88,6 +89,7 @@ WORKS = {
         Work("equal-128", mean_length=None),
         Work("shared-prompt", prompt_length=256, mean_length=16.0),
         CHAT_SUMS,
+        CHAT_SUMS_64,
     )
 }
 

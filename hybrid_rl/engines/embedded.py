@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -13,6 +14,8 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
 from hybrid_rl.weights.sources import named_weights
+
+_logger = logging.getLogger("hybrid_rl")
 
 Some = TypeVar("Some", bound=Generation)
 
@@ -47,6 +50,14 @@ class EmbeddedEngine(RolloutEngine):
                 ended.append(sequence)
                 finished.append(self._finish(sequence, reason))
         return ended, finished
+
+    def _tell_shortage(self, error: BaseException, max_running: int) -> None:
+        """Say that a pass which ran out of memory is done again with fewer sequences."""
+        _logger.warning(
+            "memory ran out in a pass of the engine (%s): its sequences begin again, at most %d at a time from now on. "
+            "rollout.max_num_seqs=%d would begin so",
+            *(str(error).split("\n")[0], max_running, max_running),
+        )
 
     def update_weights(self, source: Source, version: int) -> HandoffReport:
         """Take a policy version. The source must be the very tensors that this engine decodes from."""

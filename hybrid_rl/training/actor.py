@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
+from hybrid_rl.memory.shortage import Cut
 from hybrid_rl.memory.transfer import start_download
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.process import progress
-from hybrid_rl.training.batch_plan import Plan, sample_rows, still_micro_batches
+from hybrid_rl.training.batch_plan import Plan, sample_lengths, sample_rows, still_micro_batches
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.kl_weight import KLWeight
@@ -89,12 +91,12 @@ class Actor(TrainedModel):
         columns: dict[str, Jagged] = {}
         if num_top or self._reads_squares:
             columns = distribution_columns(
-                self.model, batch, micro_batches, num_top=num_top, wants_squares=self._reads_squares
+                self.model, batch, micro_batches, self.halvings, num_top=num_top, wants_squares=self._reads_squares
             )
         elif routers is None and self._old_logprobs == "recompute":
-            columns["old_logprobs"] = batch_logprobs(self.model, batch, micro_batches)
+            columns["old_logprobs"] = batch_logprobs(self.model, batch, micro_batches, self.halvings)
         if routers is not None:
-            columns |= router_columns(self.model, routers, batch, micro_batches)
+            columns |= router_columns(self.model, routers, batch, micro_batches, self.halvings)
         if self._old_logprobs == "rollout":
             columns["old_logprobs"] = batch["rollout_logprobs"]
         return columns
@@ -121,25 +123,16 @@ class Actor(TrainedModel):
             still = still_micro_batches(batch, plan, spec.mask(batch), self._context)
         sums.merge(_forward_only(batch, plan, still))
         first: torch.Tensor | None = None  # what the weights of the rollout said of the first mini-batch
+        lengths = sample_lengths(batch)
         for _ in range(self._num_iterations):
             for micro_batches, its_counts, are_still in zip(plan, counts, still, strict=True):
-                mini = self._mini_batch(batch, micro_batches, its_counts, version)
-                step, losses, before = MetricSums(), [], []
-                for (micro, is_last), is_still in zip(self._cut(batch, micro_batches), are_still, strict=True):
-                    with accumulating(self.model, is_last=is_last), torch.set_grad_enabled(not is_still):
-                        loss, stats, said = micro_batch_loss(self.model, micro, spec, mini, self._beside)
-                        if not is_still:
-                            loss.backward()  # type: ignore[no-untyped-call]
-                    if not is_still:
-                        self.optimizer.accumulate()
-                    step.merge(stats)
-                    losses.append(loss.detach())
-                    before.append(said.float())
+                compute = partial(self._gradients, batch, its_counts, version, are_still)
+                step, losses, before = self.halvings.together(compute, micro_batches, lengths)
                 updated, common = self._take_step(batch, micro_batches, losses, prefix="", loss="loss")
                 self._numbers.step(self._context, is_valid=updated and its_counts.num_tokens > 0)
                 sums.merge(self._step_metrics(step, common))
                 if first is None:
-                    first = start_download(_joined(before, micro_batches, self.model.device))
+                    first = start_download(torch.cat([torch.zeros(2, 0, device=self.model.device), *before], dim=1))
         self._read(sums)
         self._tell_changed(changed)
         if first is not None:
@@ -157,13 +150,38 @@ class Actor(TrainedModel):
         sums.merge(self.kl_weight.follow(batch, sums, self._context))
         return sums
 
+    def _gradients(
+        self, batch: Batch, counts: Counts, version: int, are_still: Sequence[bool], cut: Cut
+    ) -> tuple[MetricSums, list[torch.Tensor], list[torch.Tensor]]:
+        """Accumulate the gradients of one optimizer step. are_still: by micro-batch; cut: their parts. Returns the
+        metrics, the loss of each part, and the logprobs and entropies of those with samples, float32 [2, M] each."""
+        parts = [rows for _, rows in cut]
+        mini = self._mini_batch(batch, parts, counts, version)
+        step, losses, before = MetricSums(), [], []
+        for (micro, is_last), (place, rows) in zip(self._cut(batch, parts), cut, strict=True):
+            is_still = are_still[place]
+            with accumulating(self.model, is_last=is_last), torch.set_grad_enabled(not is_still):
+                loss, stats, said = micro_batch_loss(self.model, micro, self._spec, mini, self._beside)
+                if not is_still:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            if not is_still:
+                self.optimizer.accumulate()
+            step.merge(stats)
+            losses.append(loss.detach())
+            if rows:
+                before.append(said.float())
+        return step, losses, before
+
     def _mini_batch(self, batch: Batch, micro_batches: MicroBatches, counts: Counts, version: int) -> MiniBatch:
         """Find what the losses of micro-batches need to know of their mini-batch before the first backward pass."""
         self._numbers.clear()
         mini = MiniBatch(counts, version, self.kl_weight.beta, self.entropy_weight.applied, self._numbers.on_device)
         if len(micro_batches) <= 1 and self._context.num_data_ranks == 1:
             return mini
-        return look_ahead(self.model, batch, micro_batches, self._spec, mini, self._beside.balance, self._context)
+        balance = self._beside.balance
+        return look_ahead(
+            self.model, batch, micro_batches, self._spec, mini, balance, self._context, halvings=self.halvings
+        )
 
     def _step_metrics(self, step: MetricSums, common: MetricSums) -> MetricSums:
         """Join the metrics of one optimizer step. step: of its micro-batches; common: of every model that learns."""
@@ -207,12 +225,6 @@ def _forward_only(batch: Batch, plan: Plan, still: Sequence[Sequence[bool]]) -> 
             num_tokens = int(lengths[rows].sum()) if rows else 0
             sums.mean("perf/forward_only_share", num_tokens * is_still, num_tokens)
     return sums
-
-
-def _joined(said: Sequence[torch.Tensor], micro_batches: MicroBatches, device: torch.device) -> torch.Tensor:
-    """Return logprobs and entropies of the micro-batches that hold samples, float32 [2, M] in their order."""
-    parts = [part for part, rows in zip(said, micro_batches, strict=True) if rows]
-    return torch.cat([torch.zeros(2, 0, device=device), *parts], dim=1)
 
 
 def _in_order(completions: Jagged, rows: torch.Tensor, values: torch.Tensor) -> Jagged:

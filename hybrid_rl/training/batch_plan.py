@@ -76,7 +76,7 @@ class PlanSpec:
         """
         if batch.num_samples:
             sampling_temperature(batch)
-        lengths = (batch["prompt_ids"].lengths + batch["completion_ids"].lengths).tolist()
+        lengths = sample_lengths(batch)
         plans = self.cut(batch, self.seed + step, token_cap(device, self.tokens_per_micro_batch, lengths))
         # Each by itself: ranks that teach something do so in the same place, where all of them run a backward pass.
         counts = zip(*context.gather([num_micro_batches(plan) for plan in plans]), strict=True)
@@ -154,6 +154,12 @@ def _padded(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int
 def sample_rows(micro_batches: Sequence[Sequence[int]]) -> Tensor:
     """Return the samples of some micro-batches, one after the other, int64 [N]."""
     return torch.tensor([row for micro in micro_batches for row in micro], dtype=torch.int64)
+
+
+def sample_lengths(batch: Batch) -> list[int]:
+    """Return the tokens of each sample, prompt and completion."""
+    lengths: list[int] = (batch["prompt_ids"].lengths + batch["completion_ids"].lengths).tolist()
+    return lengths
 
 
 def num_micro_batches(plan: Plan) -> list[int]:

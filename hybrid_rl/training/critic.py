@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,12 +15,13 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import OptimizerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.memory.shortage import Cut
 from hybrid_rl.memory.transfer import upload
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM, check_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
-from hybrid_rl.training.batch_plan import Plan, sample_rows
+from hybrid_rl.training.batch_plan import Plan, sample_lengths, sample_rows
 from hybrid_rl.training.scoring import token_column
 from hybrid_rl.training.sharding.build import build_critic
 from hybrid_rl.training.sharding.fsdp import accumulating
@@ -74,7 +76,7 @@ class Critic(TrainedModel):
         """Compute the value before each completion token, float32, aligned with completion_ids: the critic's estimate
         from the prompt and the completion tokens before it. Collective."""
         micro_batches = [micro for mini in plan for micro in mini]
-        return token_column(batch, micro_batches, lambda micro: micro_batch_values(self.model, micro))
+        return token_column(batch, micro_batches, lambda micro: micro_batch_values(self.model, micro), self.halvings)
 
     @torch.enable_grad()
     def update(self, batch: Batch, plan: Plan) -> MetricSums:
@@ -89,20 +91,25 @@ class Critic(TrainedModel):
         progress.count(self._num_iterations * len(plan), "optimizer steps of the critic", is_common=True)
         for _ in range(self._num_iterations):
             for micro_batches, num_tokens in zip(plan, counts, strict=True):
-                step, losses = MetricSums(), []
-                for micro, is_last in self._cut(batch, micro_batches):
-                    with accumulating(self.model, is_last=is_last):
-                        loss, stats = micro_batch_value_loss(
-                            self.model, micro, self._mask(micro), self._clip, num_tokens
-                        )
-                        loss.backward()  # type: ignore[no-untyped-call]
-                    self.optimizer.accumulate()
-                    step.merge(stats)
-                    losses.append(loss.detach())
+                compute = partial(self._gradients, batch, num_tokens)
+                step, losses = self.halvings.together(compute, micro_batches, sample_lengths(batch))
                 step.merge(self._take_step(batch, micro_batches, losses, prefix="critic/", loss="value_loss")[1])
                 sums.merge(step)
         self._read(sums)
         return sums
+
+    def _gradients(self, batch: Batch, num_tokens: int, cut: Cut) -> tuple[MetricSums, list[Tensor]]:
+        """Accumulate the gradients of one optimizer step. num_tokens: with a target, of all ranks; cut: parts of its
+        micro-batches. Returns the metrics, and the loss of each part."""
+        step, losses = MetricSums(), []
+        for micro, is_last in self._cut(batch, [rows for _, rows in cut]):
+            with accumulating(self.model, is_last=is_last):
+                loss, stats = micro_batch_value_loss(self.model, micro, self._mask(micro), self._clip, num_tokens)
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.accumulate()
+            step.merge(stats)
+            losses.append(loss.detach())
+        return step, losses
 
     def _begin_at_the_mean(self, returns: Tensor) -> None:
         """Give a head that is still zero the mean return of all ranks as its bias: what is left to learn is how states

@@ -13,6 +13,7 @@ from hybrid_rl.batch import Batch, Jagged, Trajectories
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.batch.trajectories import key_order
 from hybrid_rl.controller import RankContext
+from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
 from hybrid_rl.training.batch_plan import Plan, sample_rows
@@ -96,6 +97,8 @@ def look_ahead(
     mini: MiniBatch,
     balance: LoadBalance | None,
     context: RankContext,
+    *,
+    halvings: Halvings,
 ) -> MiniBatch:
     """Find what losses must know of the mini-batch of all ranks before its first backward pass: the least entropy of
     tokens in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with a
@@ -118,7 +121,7 @@ def look_ahead(
             loads.append(reading.load())
         return values
 
-    columns = token_columns(batch, micro_batches, compute)
+    columns = token_columns(batch, micro_batches, compute, halvings)
     if balance is not None:
         first, *others = context.data_gather(sum(loads[1:], loads[0]).to("cpu"))
         mini = replace(mini, expert_load=sum(others, first).to(model.device))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import TRUNCATIONS, Batch, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
+from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.memory.transfer import upload
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.packed.load_balance import BalanceReading, LoadBalance
@@ -17,7 +18,9 @@ from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.training.spec import LossSpec
 
 
-def router_columns(model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches) -> dict[str, Jagged]:
+def router_columns(
+    model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches, halvings: Halvings
+) -> dict[str, Jagged]:
     """Compute old_logprobs, with the K experts that each of L routers chose for the tokens, old_router_ids, and how
     likely they were, old_router_logprobs: [T, L*K] each."""
 
@@ -31,7 +34,7 @@ def router_columns(model: CausalLM, routers: Routers, batch: Batch, micro_batche
             "old_router_logprobs": reading.logprobs.flatten(1),
         }
 
-    return token_columns(batch, micro_batches, compute)
+    return token_columns(batch, micro_batches, compute, halvings)
 
 
 def reading_old_experts(

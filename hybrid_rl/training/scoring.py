@@ -9,33 +9,36 @@ from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.batch.temperature import sampling_temperature
+from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.memory.transfer import finish_downloads, start_download
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
-from hybrid_rl.training.batch_plan import micro_batch
+from hybrid_rl.training.batch_plan import micro_batch, sample_lengths
 
 MicroBatches = Sequence[Sequence[int]]
 
 
 @torch.no_grad()
 def token_columns(
-    batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], dict[str, Tensor]]
+    batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], dict[str, Tensor]], halvings: Halvings
 ) -> dict[str, Jagged]:
     """Compute columns aligned with completion_ids. compute: gives the numbers of the M completion tokens of a
-    micro-batch, [M, ...] each, by name of the column. Collective if the model is sharded: every rank has as many
-    micro-batches."""
-    completions = batch["completion_ids"]
+    micro-batch, [M, ...] each, by name of the column. halvings: of the model, which pass by pass takes fewer samples if
+    memory runs out. Collective if the model is sharded: every rank has as many micro-batches."""
+    completions, lengths = batch["completion_ids"], sample_lengths(batch)
     place = completions.with_values(torch.arange(completions.values.shape[0]))
-    parts: list[tuple[Sequence[int], dict[str, Tensor]]] = []
     devices: set[torch.device] = set()
-    for rows in micro_batches:
+
+    def compute_part(rows: Sequence[int]) -> tuple[Sequence[int], dict[str, Tensor]]:
         mark_progress()
         computed = compute(micro_batch(batch, rows))
-        devices |= {values.device for values in computed.values()}
+        devices.update(values.device for values in computed.values())
         progress.advance(len(rows))
-        parts.append((rows, {name: start_download(values) for name, values in computed.items()}))
+        return rows, {name: start_download(values) for name, values in computed.items()}
+
+    parts = [part for rows in micro_batches for part in halvings.each(compute_part, rows, lengths)]
     for device in devices:
         finish_downloads(device)
     columns: dict[str, Tensor] = {}
@@ -48,14 +51,16 @@ def token_columns(
     return {name: completions.with_values(values) for name, values in columns.items()}
 
 
-def token_column(batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor]) -> Jagged:
+def token_column(
+    batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor], halvings: Halvings
+) -> Jagged:
     """Compute one float32 column as `token_columns` does, also for a rank without micro-batches."""
     completions = batch["completion_ids"]
-    columns = token_columns(batch, micro_batches, lambda micro: {"column": compute(micro).float()})
+    columns = token_columns(batch, micro_batches, lambda micro: {"column": compute(micro).float()}, halvings)
     return columns.get("column", completions.with_values(torch.zeros(len(completions.values))))
 
 
-def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches) -> Jagged:
+def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches, halvings: Halvings) -> Jagged:
     """Compute ln p of all completion tokens of a batch, at the temperature that they were sampled at: float32, aligned
     with completion_ids."""
 
@@ -63,11 +68,17 @@ def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches) -
         row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
         return model.row_logprobs(row, sampling_temperature(micro))[0]
 
-    return token_column(batch, micro_batches, compute)
+    return token_column(batch, micro_batches, compute, halvings)
 
 
 def distribution_columns(
-    model: CausalLM, batch: Batch, micro_batches: MicroBatches, *, num_top: int, wants_squares: bool
+    model: CausalLM,
+    batch: Batch,
+    micro_batches: MicroBatches,
+    halvings: Halvings,
+    *,
+    num_top: int,
+    wants_squares: bool,
 ) -> dict[str, Jagged]:
     """Compute old_logprobs and what else is needed of the whole distribution: old_top_ids and old_top_logprobs
     [T, num_top] if num_top > 0, sum_pi_squared."""
@@ -83,4 +94,4 @@ def distribution_columns(
             columns["sum_pi_squared"] = sum_of_squares(log_probs).float()
         return columns
 
-    return token_columns(batch, micro_batches, compute)
+    return token_columns(batch, micro_batches, compute, halvings)

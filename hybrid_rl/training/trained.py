@@ -14,6 +14,7 @@ from hybrid_rl.checkpoint.reading import OPTIMIZER_FOLDER, SCALARS_FILE, read_op
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.errors import CheckpointError, ModelError
+from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.memory.transfer import finish_downloads, start_download
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
@@ -47,6 +48,7 @@ class TrainedModel:
             model.enable_gradient_checkpointing()
             model.verify()  # it put the model into training mode
         self.skipped: SkippedUpdate | None = None  # the last update that was
+        self.halvings = Halvings(is_alone=context.num_ranks == 1)
         self.optimizer = optimizer(model.module, config.optimizer, num_optimizer_steps=num_optimizer_steps)
 
     def _cut(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Iterator[tuple[Batch, bool]]:

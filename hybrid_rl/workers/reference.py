@@ -13,6 +13,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import MemoryConfig, TrainerConfig
 from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory.cycle import REFERENCE
+from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.batch_plan import Plan, PlanSpec
@@ -30,19 +31,23 @@ class Reference:
     def __init__(self, model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> None:
         if isinstance(model, PreTrainedModel):
             model = copy.deepcopy(model).requires_grad_(False)
-        self.model: CausalLM = build_model(model, config, context, is_trained=False)
+        self._is_of(build_model(model, config, context, is_trained=False), context)
 
     @classmethod
-    def of_policy(cls, policy: CausalLM) -> Reference:
+    def of_policy(cls, policy: CausalLM, context: RankContext) -> Reference:
         """Make the reference that is the policy without its adapters."""
         reference = cls.__new__(cls)
-        reference.model = policy.without_adapters()
+        reference._is_of(policy.without_adapters(), context)
         return reference
+
+    def _is_of(self, model: CausalLM, context: RankContext) -> None:
+        self.model = model
+        self._halvings = Halvings(is_alone=context.num_ranks == 1)
 
     def logprobs(self, batch: Batch, plan: Plan) -> Jagged:
         """Compute ln p of the completion tokens under this model, at the temperature that they were sampled at.
         Collective if there are several ranks."""
-        return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini])
+        return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini], self._halvings)
 
     @torch.no_grad()
     def take(self, policy: CausalLM, share: float = 1.0) -> None:

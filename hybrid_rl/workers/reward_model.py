@@ -17,6 +17,7 @@ from hybrid_rl.controller import RankContext
 from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.data.rendering import MessageRenderer
 from hybrid_rl.errors import ModelError
+from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.models import CausalLM, check_tokenizer, load_tokenizer
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.packed.classifier import (
@@ -56,6 +57,7 @@ class RewardModel:
     def __init__(self, entry: RewardModelEntry, config: TrainerConfig, context: RankContext) -> None:
         self.name = entry.name
         self._tokens_per_micro_batch, self._context = config.optimizer.tokens_per_micro_batch, context
+        self._halvings = Halvings(is_alone=context.num_ranks == 1)
         self.model = build_reward_model(entry, config, context)
         self._tokenizer = _tokenizer_of(entry, config)
         # Not the policy's template, which may be among them.
@@ -89,19 +91,23 @@ class RewardModel:
         Collective: ranks with fewer micro-batches run FILLER meanwhile.
         """
         sequences = _with_shared_starts([self._ids(batch, row) for row in range(batch.num_samples)], batch)
-        limit = self.model.length_limit
-        rows = [row for row, size in enumerate(row_tokens(sequences)) if limit is None or size - 1 <= limit.num_tokens]
-        sizes = [row_tokens(sequences)[row] for row in rows]
+        lengths, limit = row_tokens(sequences), self.model.length_limit
+        rows = [row for row, size in enumerate(lengths) if limit is None or size - 1 <= limit.num_tokens]
+        sizes = [lengths[row] for row in rows]
         cap = max(token_cap(self.model.device, self._tokens_per_micro_batch, sizes), *sizes, 1)
         micros = pack_by_tokens(sizes, cap) if sizes else []
         scores = torch.full((batch.num_samples,), torch.nan, dtype=torch.float64)
         progress.count(len(rows), "samples")
+
+        def score(part: Sequence[int]) -> Tensor:
+            return sequence_scores(self.model, [sequences[row] for row in part] or FILLER).double().cpu()
+
         for number in range(max(self._context.gather(len(micros)))):
             mark_progress()
             chosen = [rows[i] for i in micros[number]] if number < len(micros) else []
-            values = sequence_scores(self.model, [sequences[row] for row in chosen] or FILLER)
+            values = self._halvings.each(score, chosen, lengths)
             if chosen:
-                scores[chosen] = values.double().cpu()
+                scores[chosen] = torch.cat(values)
             progress.advance(len(chosen))
         return scores
 

@@ -50,7 +50,7 @@ class Roles:
         self._config, self._context = config, context
         self._reference = self._teacher = None
         if reference_is_policy(config):
-            self._reference = Reference.of_policy(policy)
+            self._reference = Reference.of_policy(policy, context)
         elif setup.has_own_reference:
             self._reference = Reference(setup.model, config, context)
             hold(memory.models(REFERENCE, [self._reference.model]))

@@ -25,6 +25,7 @@ from hybrid_rl.engines.hf.cohort import Cohort, Prompts
 from hybrid_rl.engines.inplace.runner import Sampled
 from hybrid_rl.engines.inplace.scheduler import Sequence
 from hybrid_rl.engines.registry import EngineSetup
+from hybrid_rl.memory.shortage import is_shortage, release_cached
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.cache import CacheSize, check_cache
 
@@ -62,6 +63,7 @@ class HFEngine(EmbeddedEngine):
         self.kv_cache_tokens = free // size.token_bytes if size.token_bytes else sys.maxsize
         self._waiting: deque[Sequence] = deque()
         self._cohorts: list[Cohort] = []
+        self._max_running = config.max_num_seqs
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -82,17 +84,26 @@ class HFEngine(EmbeddedEngine):
 
     @torch.inference_mode()
     def step(self) -> list[FinishedSample]:
-        """Make a token of everything that runs and of what can be admitted; returns what finished."""
+        """Make a token of everything that runs and of what can be admitted; returns what finished. A step that runs out
+        of memory is undone, and later ones have half as many sequences; the error is raised if it had one."""
         self.require_ready(self.policy_version)
         leaving = self._take_aborted()
         finished: list[FinishedSample] = []
+        sampled = None
         try:
             sampled = self._run()
-        except BaseException:
+        except BaseException as error:
             # The interrupted pass has written into some of the caches.
             self._requeue_running()
+            limit = min(self._max_running, len(self._waiting))
             self._waiting.extend(leaving)
-            raise
+            if limit <= 1 or not is_shortage(error):
+                raise
+            self._max_running = limit // 2
+            self._tell_shortage(error, self._max_running)
+        if sampled is None:
+            release_cached()
+            return []
         self.counters.num_steps += bool(sampled)
         for part in sampled:
             ended, events = self._extended(part.sequences, part.tokens, part.logprobs)
@@ -121,7 +132,7 @@ class HFEngine(EmbeddedEngine):
     def _admitted(self, budget: int, *, is_first: bool) -> Prompts | None:
         """Return the first that waits with all that wait and are as long, as far as places, memory and budget go; None
         if it must go on waiting itself. is_first: it need not fit the budget."""
-        places = self._config.max_num_seqs - self.num_running
+        places = self._max_running - self.num_running
         free = self.kv_cache_bytes - self._held_bytes()
         prompts: Prompts | None = None
         staying: list[Sequence] = []

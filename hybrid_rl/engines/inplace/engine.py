@@ -23,6 +23,7 @@ from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.inplace.speculation import Speculation
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.memory.shortage import is_shortage, release_cached
 from hybrid_rl.models import CausalLM
 
 
@@ -98,7 +99,10 @@ class InPlaceEngine(EmbeddedEngine):
 
     @torch.inference_mode()
     def step(self) -> list[FinishedSample]:
-        """Schedule a pass, run it, and take its tokens; returns what finished."""
+        """Schedule a pass, run it, and take its tokens; returns what finished.
+
+        A pass that runs out of memory is undone, and later ones are half as large; the error is raised if it had one
+        sequence, and a block of tokens at most."""
         self.require_ready(self.policy_version)
         leaving = self._scheduler.take_aborted(self._aborted)
         chunks = self._scheduler.schedule()
@@ -111,9 +115,14 @@ class InPlaceEngine(EmbeddedEngine):
                     batch = self._runner.prepare(chunks)
                     hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
                     sampled = self._runner.sample(batch, hidden)
-            except BaseException:
+            except BaseException as error:
                 self._undo_pass(leaving)
-                raise
+                if not (is_shortage(error) and self._scheduler.halve(chunks)):
+                    raise
+                self._tell_shortage(error, self._scheduler.max_running)
+        if chunks and sampled is None:
+            release_cached()
+            return []
         self._aborted = set()
         finished = [self._finish(sequence, "abort") for sequence in leaving]
         if sampled is not None:

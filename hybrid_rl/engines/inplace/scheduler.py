@@ -104,7 +104,9 @@ class Scheduler:
 
     Samples of a prompt share its blocks, the last one too. When their tokens part, all but one of them copy that block
     before it is written. shares_decoding: those that have the same tokens so far decode as one chunk, as they were
-    computed in the prompt; it saves time if that of a pass grows with its rows. counters: of the engine."""
+    computed in the prompt; it saves time if that of a pass grows with its rows. counters: of the engine.
+
+    max_running: sequences that may run at a time; as many as there are slots, unless a pass did not fit in memory."""
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.slots = slots
+        self.max_running = slots.num_slots
         self.max_num_batched_tokens = max_num_batched_tokens
         self.remember_prefixes = remember_prefixes
         self.shares_decoding = shares_decoding
@@ -143,7 +146,7 @@ class Scheduler:
             for chunk in chunks:
                 if not chunk.sequence.tokens and chunk.is_last:
                     self._fork(chunk)
-            while self.waiting and self.slots.num_free and budget > 0:
+            while self.waiting and len(self.running) < self.max_running and budget > 0:
                 admitted = self._admit(budget)
                 if admitted is None:
                     break
@@ -308,7 +311,7 @@ class Scheduler:
     def _fork(self, chunk: Chunk) -> None:
         """Let those that wait for the same prompt share its blocks."""
         leader = chunk.sequence
-        while self.waiting and self.slots.num_free and self.waiting[0].is_sibling(leader):
+        while self.waiting and len(self.running) < self.max_running and self.waiting[0].is_sibling(leader):
             # The last block, if it is not full, becomes one of each when they part.
             if len(self.running) + bool(leader.num_cached % self.pool.block_size) > self.pool.num_free:
                 break
@@ -380,6 +383,16 @@ class Scheduler:
             if not chunk.is_decode:
                 self.counters.num_prompt_tokens += chunk.count
                 self.counters.num_shared_prompt_tokens += (chunk.start + chunk.count) * len(chunk.followers)
+
+    def halve(self, chunks: Rows[Chunk]) -> bool:
+        """Let passes be half as large as this one, which did not fit in memory; False if they cannot be."""
+        num_running = sum(1 + len(chunk.followers) for chunk in chunks)
+        num_prompt = sum(chunk.count for chunk in chunks if not chunk.is_decode)
+        if num_running <= 1 and num_prompt <= self.pool.block_size:
+            return False
+        self.max_running = max(1, num_running // 2)
+        self.max_num_batched_tokens = max(self.pool.block_size, num_prompt // 2 or self.max_num_batched_tokens)
+        return True
 
     def requeue_running(self) -> None:
         """Put everything that runs back to the head of the queue, in order; its cache is lost."""

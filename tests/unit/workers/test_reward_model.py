@@ -16,6 +16,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.classifier import last_token_row, sequence_scores, verify_scores
 from hybrid_rl.rewards import RewardModelEntry
 from hybrid_rl.workers.reward_model import RewardModel, RewardModels
+from tests.support.inside.wrapping import wrap
 from tests.support.tiny import EOS_ID, VOCABULARY, build_tokenizer, ids_of
 from tests.unit.models.families import BASE, SUPPORTED
 from tests.unit.models.families import VOCABULARY as FAMILY_VOCABULARY
@@ -44,6 +45,23 @@ def classifier(family="qwen2", dtype=torch.float32, seed=0, **changes):
             if parameter.dim() > 1:
                 parameter.mul_(5)
     return module.to(dtype).eval()
+
+
+def test_a_pass_that_does_not_fit_is_scored_in_halves(monkeypatch):
+    model = RewardModel(
+        RewardModelEntry("rm", classifier(vocab_size=len(VOCABULARY)), build_tokenizer()), settings(), RankContext()
+    )
+    batch = sample_batch()
+    expected = model.scores(batch)
+    num_tokens = []
+
+    def small_memory(own, module, token_ids):
+        num_tokens.append(token_ids.numel())
+        return own(module, token_ids) if token_ids.numel() <= 16 else torch.empty(1 << 60, dtype=torch.uint8)
+
+    wrap(monkeypatch, torch.nn.Embedding, "forward", small_memory)
+    torch.testing.assert_close(model.scores(batch), expected, rtol=0, atol=1e-6)
+    assert num_tokens[0] > 16 and len(num_tokens) >= 3
 
 
 def settings(**keys):
