@@ -93,5 +93,5 @@ class CopyHandoff(Handoff):
         "both",
     )
     verify_steps: int = key(
-        10, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
+        1, "compare every byte of the engine's weights with the trainer's at every n-th handoff; 0 = never", minimum=0
     )

@@ -14,7 +14,7 @@ from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.memory.shortage import Cut
-from hybrid_rl.memory.transfer import start_download
+from hybrid_rl.memory.transfer import finish_downloads, start_download
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import LoadBalance
@@ -27,7 +27,7 @@ from hybrid_rl.training.kl_weight import KLWeight
 from hybrid_rl.training.learned import LearnedNumbers
 from hybrid_rl.training.loss import micro_batch_loss
 from hybrid_rl.training.mini_batch import joined_counts, look_ahead, prepared_column, with_trajectory_tokens
-from hybrid_rl.training.mismatch import rollout_gap
+from hybrid_rl.training.mismatch import MismatchGuard, rollout_gap
 from hybrid_rl.training.no_optimizer import NoOptimizer
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.router_scores import router_columns
@@ -70,6 +70,7 @@ class Actor(TrainedModel):
         )
         self._numbers = LearnedNumbers(spec.policy_loss, model.device)
         self._has_told = False
+        self._guard = MismatchGuard(model.dtype, context)
         self.said: FirstWords | None = None  # before the last update
         # What the last update found out in passing, of all its samples: columns that they do not have.
         self.trained_logprobs: dict[str, Jagged] = {}
@@ -111,6 +112,7 @@ class Actor(TrainedModel):
         changed = start_download(self.optimizer.take_over())
         recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
+            self._guard.check(batch, batch["old_logprobs"].values, version)
             sums.merge(rollout_gap(batch, batch["old_logprobs"].values, spec.correction, self._context, version))
         counts = joined_counts(batch, plan, spec, self._context)
         seed = self._seed * 1_000_003 + version * 1009
@@ -128,11 +130,14 @@ class Actor(TrainedModel):
             for micro_batches, its_counts, are_still in zip(plan, counts, still, strict=True):
                 compute = partial(self._gradients, batch, its_counts, version, are_still)
                 step, losses, before = self.halvings.together(compute, micro_batches, lengths)
+                if first is None:
+                    first = start_download(torch.cat([torch.zeros(2, 0, device=self.model.device), *before], dim=1))
+                    if not recomputed:
+                        finish_downloads(self.model.device)
+                        self._guard.check(batch.select(sample_rows(plan[0])), first[0], version)
                 updated, common = self._take_step(batch, micro_batches, losses, prefix="", loss="loss")
                 self._numbers.step(self._context, is_valid=updated and its_counts.num_tokens > 0)
                 sums.merge(self._step_metrics(step, common))
-                if first is None:
-                    first = start_download(torch.cat([torch.zeros(2, 0, device=self.model.device), *before], dim=1))
         self._read(sums)
         self._tell_changed(changed)
         if first is not None:

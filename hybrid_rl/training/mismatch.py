@@ -1,6 +1,8 @@
-"""Metrics of the engine/trainer mismatch."""
+"""The mismatch of engine and trainer: metrics of it, and a guard that stops before anything is learned from one."""
 
 from __future__ import annotations
+
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -9,8 +11,63 @@ from hybrid_rl.algos import Correction, CorrectionInputs, kl_estimate
 from hybrid_rl.algos.diagnostics import correction_diagnostics, gap_diagnostics
 from hybrid_rl.batch import Batch
 from hybrid_rl.controller import RankContext
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.training.spec import loss_mask
+
+# Steps whose gaps say what is usual, and how many times the largest of them a gap may be.
+NUM_REMEMBERED, MOST_TIMES = 16, 10.0
+# Gaps that are never taken for a fault: some hundred times what float32 of other kernels makes, and a few times what
+# roundings to 16 bits do to a small model. Before anything is known only weights that have nothing in common are one.
+LEAST_GAP = {torch.float64: 1e-3, torch.float32: 1e-3}
+LEAST_GAP_16_BIT, FIRST_GAP = 0.1, 0.5
+MOST_OF_A_TOKEN = 1.0  # a gap of ln p counts no more: a few unlikely tokens say little
+
+
+class MismatchGuard:
+    """Compares what engine and trainer say of the tokens of a step before its first update, and raises HandoffError if
+    they differ far more than in the steps before.
+
+    Of tokens that the present weights sampled both must say the same but for rounding, whatever they are. What weights
+    that are proven byte by byte leave open shows here for nothing, in every step: a cache of the old policy, buffers,
+    and what an engine has derived from its weights. dtype: that the trainer computes in.
+    """
+
+    def __init__(self, dtype: torch.dtype, context: RankContext) -> None:
+        self._least, self._context = LEAST_GAP.get(dtype, LEAST_GAP_16_BIT), context
+        self._gaps: deque[float] = deque(maxlen=NUM_REMEMBERED)
+
+    @property
+    def tolerance(self) -> float:
+        """The mean gap of ln p that the next step may have."""
+        return max(self._least, MOST_TIMES * max(self._gaps)) if self._gaps else max(self._least, FIRST_GAP)
+
+    def check(self, batch: Batch, logprobs: Tensor, version: int) -> None:
+        """Compare the tokens of a batch that this policy version sampled. logprobs: float32 [M], the trainer's.
+        Collective; raises on every rank, naming the ranks that differ most."""
+        on = loss_mask(batch, mask_truncated_completions=False) & (batch["policy_version"].values == version)
+        self.check_gaps(logprobs[on].double() - batch["rollout_logprobs"].values[on].double(), version)
+
+    def check_gaps(self, gaps: Tensor, version: int) -> None:
+        """Do it for the differences of ln p of this rank's tokens, float64 [N]. Collective."""
+        gaps = gaps.abs().clamp(max=MOST_OF_A_TOKEN)
+        parts = self._context.data_gather((float(gaps.sum()), len(gaps)))
+        count = sum(number for _, number in parts)
+        if not count:
+            return
+        gap, tolerance = sum(total for total, _ in parts) / count, self.tolerance
+        if not gap <= tolerance:
+            means = [total / number if number else 0.0 for total, number in parts]
+            worst = max(range(len(means)), key=lambda rank: (means[rank] != means[rank], means[rank]))
+            usual = f"at most {max(self._gaps):.2g} in the steps before" if self._gaps else "nothing known before"
+            raise HandoffError(
+                f"update with policy version {version}: engine and trainer differ by {gap:.3g} on average in ln p of "
+                f"the {count} tokens that it sampled ({usual}; {tolerance:.2g} is allowed), most on rank {worst} "
+                f"({means[worst]:.3g}). Nothing was learned from them. The engine generated with a cache, buffers or "
+                "derived tensors of other weights, or computes differently now: handoff.probe_steps=1 looks at every "
+                "handoff"
+            )
+        self._gaps.append(gap)
 
 
 def rollout_gap(

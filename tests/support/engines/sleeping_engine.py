@@ -7,6 +7,7 @@ they woke. Whoever touches memory that sleeps is found out when it wakes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -33,6 +34,7 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.memory.region import Region, capacity_for
 from hybrid_rl.models import CausalLM
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.handoff.merged import merge
 from hybrid_rl.resharding.layout import TensorSpec
 from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.resharding.tracer import trace_loader
@@ -93,7 +95,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
 
         def load(offered: Iterable[tuple[str, Tensor]]) -> None:
             for name, tensor in offered:
-                tensors[name].copy_(tensor)
+                _place(tensors, name).copy_(tensor)
 
         live = {name: tensor.detach() for name, tensor in tensors.items()}
         trace = trace_loader(load, views.views, views.tensors, live)
@@ -122,6 +124,7 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
         self.policy_version = -1
         with source.opened(version):
             delivered = source.deliver(self._plan(source), self._traced.destinations)
+            merge(self._traced.trace, self._traced.destinations, source.changes)
         self.policy_version = version
         seconds = perf_counter() - start
         return HandoffReport(**vars(delivered), version=version, num_tensors=len(self._specs), seconds=seconds)
@@ -158,6 +161,17 @@ class SleepingEngine(ColocatedEngine, InPlaceEngine):
             self.state = EngineState.ASLEEP
         else:
             self.state = EngineState.READY if self._cache.is_allocated else EngineState.WEIGHTS
+
+
+def _place(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """Where a tensor of a checkpoint goes: experts, which are one by one there, into one tensor of all."""
+    expert = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if expert is None:
+        return tensors[name]
+    experts, number, kind = expert.groups()
+    if kind == "down":
+        return tensors[f"{experts}.down_proj"][int(number)]
+    return tensors[f"{experts}.gate_up_proj"][int(number)].chunk(2)[kind == "up"]
 
 
 def make_engine(setup: EngineSetup) -> SleepingEngine:
