@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hybrid_rl.extras.evaluations.checkpoints import evaluate_checkpoint
     from hybrid_rl.extras.evaluations.evaluations import Evaluation
     from hybrid_rl.extras.preview.run_preview import preview
+    from hybrid_rl.extras.replay.step_replay import replay
     from hybrid_rl.process.stopping import RunStopped
     from hybrid_rl.rollout.generations import Generation
     from hybrid_rl.run.callbacks import Callback
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "evaluate_checkpoint",
     "preview",
+    "replay",
 ]
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "Trainer": "hybrid_rl.run.trainer",
     "TrainerConfig": "hybrid_rl.config",
     "preview": "hybrid_rl.extras.preview.run_preview",
+    "replay": "hybrid_rl.extras.replay.step_replay",
     "evaluate_checkpoint": "hybrid_rl.extras.evaluations.checkpoints",
 }
 

@@ -36,14 +36,18 @@ TOKEN_COLUMNS = {
     "advantage": "advantages",
     "reward": "token_rewards",
     "value": "values",
+    "ratio": "ratio",
+    "clipped": "clipped",
+    "loss_weight": "loss_weight",
+    "gradient_share": "gradient_share",
 }
 
 
 class Token(NamedTuple):
     """A token of a completion. text: None if the batch has no tokenizer, "" of a part of a character. is_policy: False
     if a tool or an environment put it there. version: of the policy that sampled it. logprob: ln p when it was sampled;
-    trainer_logprob, ref_logprob: of the trainer before the update, and of the reference. What the batch has no column
-    for is None."""
+    trainer_logprob, ref_logprob: of the trainer before the update, and of the reference. ratio, clipped, loss_weight,
+    gradient_share: what the update did with it, of replayed steps. What the batch has no column for is None."""
 
     text: str | None
     id: int
@@ -55,6 +59,10 @@ class Token(NamedTuple):
     advantage: float | None = None
     reward: float | None = None
     value: float | None = None
+    ratio: float | None = None
+    clipped: bool | None = None
+    loss_weight: float | None = None
+    gradient_share: float | None = None
 
     @property
     def gap(self) -> float | None:

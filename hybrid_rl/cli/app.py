@@ -21,6 +21,7 @@ from hybrid_rl.cli.generate import generate
 from hybrid_rl.cli.keys import print_keys
 from hybrid_rl.cli.plan import show_plan
 from hybrid_rl.cli.quickstart import run_quickstart
+from hybrid_rl.cli.replay import replay_step
 from hybrid_rl.cli.report import write_report
 from hybrid_rl.cli.running import Commands
 from hybrid_rl.cli.train import train
@@ -55,6 +56,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "eval": evaluate,
         "generate": generate,
         "report": write_report,
+        "replay": replay_step,
         "upload": upload_run,
     },
     BEFORE: {"data": show_data, "plan": show_plan, "doctor": run_doctor},

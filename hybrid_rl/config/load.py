@@ -52,7 +52,7 @@ def load_config(
     unknown keys (with their names here), keys that would do nothing, values of the wrong type or out of range.
     """
     args, keywords = extra("split_args")(overrides or {})
-    layers = [args.taken, as_mapping(config), args.given, keywords, _from_arguments(arguments)]
+    layers = [args.taken, as_mapping(config), args.given, keywords, key_values(arguments)]
     for layer in (args.given, keywords):
         _check_names(layer)
     problems, name = Problems(), None
@@ -192,7 +192,8 @@ def _check_names(layer: Any, prefix: str = "", outer: tuple[int, ...] = ()) -> N
             _check_names(value, f"{prefix}{name}.", (*outer, id(layer)))
 
 
-def _from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+def key_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """Read arguments of the form key=value. Raises ConfigError for others."""
     parsed: dict[str, Any] = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")

@@ -260,7 +260,7 @@ class Trainer:
                 with timings.measure("update"), phase("update"):
                     update = joined(policy.update(batch, step))
                 with phase("handoff"):
-                    batch = policy.with_trained_logprobs(batch)
+                    batch = policy.with_trained_columns(batch)
                     crew.handoff = largest(self.generating.update_weights(step))
             return self._complete(step, batch, update, collected, start)
 

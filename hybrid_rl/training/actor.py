@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from hybrid_rl.training.said import FirstWords
 from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
 from hybrid_rl.training.sharding.fsdp import accumulating
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
+from hybrid_rl.training.token_record import TokenRecord
 from hybrid_rl.training.trained import TrainedModel
 
 logger = logging.getLogger("hybrid_rl")
@@ -70,10 +72,11 @@ class Actor(TrainedModel):
         )
         self._numbers = LearnedNumbers(spec.policy_loss, model.device)
         self._has_told = False
-        self._guard = MismatchGuard(model.dtype, context)
+        # Saved samples are those of other weights as soon as anything of the run is not as it was.
+        self._guard = None if config.mode == "train" else MismatchGuard(model.dtype, context)
         self.said: FirstWords | None = None  # before the last update
         # What the last update found out in passing, of all its samples: columns that they do not have.
-        self.trained_logprobs: dict[str, Jagged] = {}
+        self.trained_columns: dict[str, Jagged] = {}
 
     def reconfigure(self, config: TrainerConfig, num_optimizer_steps: int) -> None:
         """Go on with other numbers in the loss and the optimizer. What follows a measured number (KL, entropy) starts
@@ -83,6 +86,10 @@ class Actor(TrainedModel):
         if config.algorithm.entropy_coef != before.algorithm.entropy_coef:
             self.entropy_weight.reconfigure(config.algorithm.entropy_coef)
         self.optimizer.reconfigure(config.optimizer, num_optimizer_steps)
+
+    def record_tokens(self) -> None:
+        """Keep what updates do with every token, from now on, as columns that they find out in passing."""
+        self._beside = replace(self._beside, record=TokenRecord())
 
     def columns(self, batch: Batch, plan: Plan) -> dict[str, Jagged]:
         """Compute old_logprobs under the present weights, or take the engine's, as configured, with what the algorithm
@@ -107,12 +114,13 @@ class Actor(TrainedModel):
         """Take all optimizer steps of a training step; returns this rank's part of the metrics over all of them.
         version: of the weights before the first of them. Collective."""
         spec, sums = self._spec, MetricSums()
-        self.trained_logprobs = {}
+        self.trained_columns = {}
         progress.count(self._num_iterations * len(plan), "optimizer steps", is_common=True)
         changed = start_download(self.optimizer.take_over())
         recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
-            self._guard.check(batch, batch["old_logprobs"].values, version)
+            if self._guard is not None:
+                self._guard.check(batch, batch["old_logprobs"].values, version)
             sums.merge(rollout_gap(batch, batch["old_logprobs"].values, spec.correction, self._context, version))
         counts = joined_counts(batch, plan, spec, self._context)
         seed = self._seed * 1_000_003 + version * 1009
@@ -130,9 +138,11 @@ class Actor(TrainedModel):
             for micro_batches, its_counts, are_still in zip(plan, counts, still, strict=True):
                 compute = partial(self._gradients, batch, its_counts, version, are_still)
                 step, losses, before = self.halvings.together(compute, micro_batches, lengths)
+                if self._beside.record is not None:
+                    self._beside.record.keep(batch["completion_ids"])
                 if first is None:
                     first = start_download(torch.cat([torch.zeros(2, 0, device=self.model.device), *before], dim=1))
-                    if not recomputed:
+                    if self._guard is not None and not recomputed:
                         finish_downloads(self.model.device)
                         self._guard.check(batch.select(sample_rows(plan[0])), first[0], version)
                 updated, common = self._take_step(batch, micro_batches, losses, prefix="", loss="loss")
@@ -140,6 +150,8 @@ class Actor(TrainedModel):
                 sums.merge(self._step_metrics(step, common))
         self._read(sums)
         self._tell_changed(changed)
+        if self._beside.record is not None:
+            self.trained_columns |= self._beside.record.columns(batch["completion_ids"])
         if first is not None:
             rows = sample_rows(plan[0])
             its_batch = batch.select(rows)
@@ -147,7 +159,7 @@ class Actor(TrainedModel):
             if not recomputed:
                 sums.merge(rollout_gap(its_batch, first[0], spec.correction, self._context, version))
             if len(plan) == 1 and "old_logprobs" not in batch:
-                self.trained_logprobs["old_logprobs"] = _in_order(batch["completion_ids"], rows, first[0])
+                self.trained_columns["old_logprobs"] = _in_order(batch["completion_ids"], rows, first[0])
         if "teacher_logprobs" in batch:
             on = batch["completion_mask"].values
             gap = (batch["old_logprobs"].values - batch["teacher_logprobs"].values)[on]
@@ -160,7 +172,9 @@ class Actor(TrainedModel):
     ) -> tuple[MetricSums, list[torch.Tensor], list[torch.Tensor]]:
         """Accumulate the gradients of one optimizer step. are_still: by micro-batch; cut: their parts. Returns the
         metrics, the loss of each part, and the logprobs and entropies of those with samples, float32 [2, M] each."""
-        parts = [rows for _, rows in cut]
+        parts, record = [rows for _, rows in cut], self._beside.record
+        if record is not None:
+            record.begin()
         mini = self._mini_batch(batch, parts, counts, version)
         step, losses, before = MetricSums(), [], []
         for (micro, is_last), (place, rows) in zip(self._cut(batch, parts), cut, strict=True):
@@ -171,6 +185,8 @@ class Actor(TrainedModel):
                     loss.backward()  # type: ignore[no-untyped-call]
             if not is_still:
                 self.optimizer.accumulate()
+            if record is not None:
+                record.take(rows)
             step.merge(stats)
             losses.append(loss.detach())
             if rows:

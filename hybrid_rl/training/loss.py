@@ -50,26 +50,26 @@ def micro_batch_loss(
     if not isinstance(loss, PolicyLoss):
         name = type(spec.policy_loss).__name__
         raise TypeError(f"{name}.loss gave a {type(loss).__name__}; it must return a hybrid_rl.algos.PolicyLoss")
-    per_token, sums = loss.per_token, MetricSums()
+    per_token, sums, factor = loss.per_token, MetricSums(), torch.ones_like(loss.ratio)
     if spec.algorithm.off_policy_mask_threshold is not None:
         near = off_policy_mask(
             *(inputs.logprobs, inputs.needed("rollout_logprobs"), inputs.advantages),
             *(mask, inputs.rows, inputs.num_rows),
             threshold=spec.algorithm.off_policy_mask_threshold,
         )
-        per_token = _masked(per_token, near)
+        per_token, factor = _masked(per_token, near), _masked(factor, near)
         sums.mean("mismatch/off_policy_masked", (mask & ~near).sum(), masks.num_tokens)
     if spec.has_entropy_threshold:
         least = mini.least_entropy
         if least is None:
             least = entropy_quantile(entropy, mask, spec.algorithm.top_entropy_quantile, num_tokens=masks.num_tokens)
         is_high = entropy.detach().double() >= least
-        per_token, entropy = _masked(per_token, is_high), _masked(entropy, is_high)
+        per_token, entropy, factor = (_masked(values, is_high) for values in (per_token, entropy, factor))
         sums.mean("top_entropy/tokens", (mask & is_high).sum(), masks.num_tokens)
         sums.mean("top_entropy/part_of_entropy", _masked(entropy.detach(), mask).sum(), masks.num_tokens)
     if spec.correction.is_active:
         corrected = spec.correction.weigh(correction_inputs(inputs))
-        per_token = per_token * corrected.weights
+        per_token, factor = per_token * corrected.weights, factor * corrected.weights
         sums.mean("mismatch/mean_weight", _masked(corrected.weights, mask).sum(), masks.num_tokens)
     if isinstance(spec.kl, KLInLoss):
         kl = _kl_per_token(spec.kl, extra.ref_logprobs, inputs, loss, row, beside.reference, temperature)
@@ -87,6 +87,8 @@ def micro_batch_loss(
         max_completion_length=spec.max_completion_length,
         lengths=extra.trajectory_tokens,
     )
+    if beside.record is not None:
+        beside.record.note(logprobs, loss, weights * _masked(factor, mask))
     total = (weights * _masked(per_token, mask)).sum()
     if spec.algorithm.positive_nll_coef:
         nll = -_masked(logprobs, extra.positive).sum() / max(mini.counts.num_positive_tokens, 1)

@@ -16,6 +16,7 @@ from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
 from hybrid_rl.models.packed.router import Routers
+from hybrid_rl.training.token_record import TokenRecord
 
 
 def loss_mask(batch: Batch, *, mask_truncated_completions: bool) -> Tensor:
@@ -141,9 +142,11 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class SideModels:
-    """Models that some losses read in addition to the policy: the reference, for a KL over the whole vocabulary; the
-    policy's routers, for a loss of their scores; the balance of its experts, if that is part of the loss."""
+    """What some losses read in addition to the policy: the reference, for a KL over the whole vocabulary; the policy's
+    routers, for a loss of their scores; the balance of its experts, if that is part of the loss. record: of what the
+    loss does with each token, if that is kept."""
 
     reference: CausalLM | None = None
     routers: Routers | None = None
     balance: LoadBalance | None = None
+    record: TokenRecord | None = None

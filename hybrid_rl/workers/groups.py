@@ -122,6 +122,7 @@ class PolicyGroup(RankGroup):
         super().__init__(backend, beside)
         self._reference, self._has_scores = reference, has_scores
         self._num_unsaved = 0  # rollouts in a row
+        self._records_tokens = False
 
     def reconfigure(self, config: TrainerConfig, num_steps: tuple[int, int], rewards: RewardSetup | None) -> None:
         """Go on with a configuration that differs in what may change between steps, as in GeneratingGroup."""
@@ -157,12 +158,17 @@ class PolicyGroup(RankGroup):
         """Take all optimizer steps of a training step. Returns each rank's part of their metrics."""
         return self._ranks.call(HybridWorker.update, batch, step)
 
-    def with_trained_logprobs(self, batch: AnyBatch) -> AnyBatch:
-        """Add the trainer's logprobs of a batch that was just trained on, if the update found them in passing."""
+    def record_tokens(self) -> None:
+        """Have updates keep what they do with every token, as columns of their batches."""
+        self._ranks.call(HybridWorker.record_tokens)
+        self._records_tokens = True
+
+    def with_trained_columns(self, batch: AnyBatch) -> AnyBatch:
+        """Add what the update of a batch found in passing: the trainer's logprobs, what `record_tokens` asks for."""
         columns = batch.columns if isinstance(batch, BatchRef) else batch
         full_batch: AnyBatch = batch
-        if "old_logprobs" not in columns:
-            full_batch = self._ranks.call(HybridWorker.with_trained_logprobs, batch)
+        if self._records_tokens or "old_logprobs" not in columns:
+            full_batch = self._ranks.call(HybridWorker.with_trained_columns, batch)
         return full_batch
 
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:

@@ -137,10 +137,15 @@ class HybridWorker(SavingWorker):
         return sums if self._context.is_data_leader else MetricSums()
 
     @dispatch(split="groups", collect="concat")
-    def with_trained_logprobs(self, batch: Batch) -> Batch:
-        """Add old_logprobs as the last update of this batch found them in passing, if all its samples had one optimizer
-        step. People compare them with those of the engine; nothing is computed from them."""
-        return batch.with_columns(**self._actor.trained_logprobs)
+    def with_trained_columns(self, batch: Batch) -> Batch:
+        """Add what the last update of this batch found in passing: old_logprobs, if all its samples had one optimizer
+        step, and what `record_tokens` asks for. People look at it; nothing is computed from it."""
+        return batch.with_columns(**self._actor.trained_columns)
+
+    @dispatch(collect="leader")
+    def record_tokens(self) -> None:
+        """Have updates keep what they do with every token (`TokenRecord`)."""
+        self._actor.record_tokens()
 
     @dispatch(collect="leader")
     def skipped_updates(self) -> dict[str, SkippedUpdate | None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from tests.support.engines.sleeping_engine import SleepingEngine
+from tests.support.inside.engines import model_of
 
 FAULTY = 4  # policy version with which the fault begins
 
@@ -111,7 +112,7 @@ def of_module(change: Callable[[nn.Module, History, int], None]) -> Fault:
     """Change the module that the engine computes with, not the tensors that a handoff writes."""
 
     def fault(engine: SleepingEngine, history: History, version: int) -> None:
-        change(engine._model.module, history, version)
+        change(model_of(engine).module, history, version)
 
     return fault
 

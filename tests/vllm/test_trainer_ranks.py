@@ -5,8 +5,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from hybrid_rl import Trainer
+from hybrid_rl import Trainer, replay
 from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 from tests.vllm.test_trainer import KEYS, SHAPE
@@ -28,23 +29,26 @@ def short_folder():
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("layout", "num_steps"),
+    ("layout", "num_ranks", "num_steps"),
     [
-        ("tensor parallel", 2),
-        pytest.param("tensor parallel", 20, marks=pytest.mark.sweep),
-        pytest.param("two replicas", 20, marks=pytest.mark.sweep),
+        ("tensor parallel", 2, 2),
+        pytest.param("tensor parallel", 2, 20, marks=pytest.mark.sweep),
+        pytest.param("tensor parallel", 4, 2, marks=pytest.mark.sweep),
+        pytest.param("two replicas", 2, 20, marks=pytest.mark.sweep),
     ],
 )
-def test_in_every_step_every_logprob_is_the_trainers(layout, num_steps, tmp_path, short_folder, caplog):
+def test_in_every_step_every_logprob_is_the_trainers(layout, num_ranks, num_steps, tmp_path, short_folder, caplog):
     model = build_model(**SHAPE)  # a tied head
-    keys = {**KEYS, **LAYOUTS[layout], "num_ranks": 2, "output_dir": str(tmp_path), "max_steps": num_steps}
+    keys = {**KEYS, **LAYOUTS[layout], "num_ranks": num_ranks, "output_dir": str(tmp_path), "max_steps": num_steps}
+    keys["save_rollouts"] = True
     keys["handoff.verify_steps"] = verify_steps = min(num_steps, 5)
     keys["ray.env_vars"] = {"TMPDIR": str(short_folder)}
     with (
         caplog.at_level(logging.WARNING),
         Trainer(model, spread, sums(12), tokenizer=build_tokenizer(), **keys) as trainer,
     ):
-        trainer.fit()
+        *_, last = trainer.steps()
+        trained = last.batch.load()
         truncated = trainer.generate(["1+2=", "3+4=", "5+6="], num_generations=2, top_k=3)
         lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
     assert len(lines) == num_steps and len(truncated) == 6
@@ -57,6 +61,13 @@ def test_in_every_step_every_logprob_is_the_trainers(layout, num_steps, tmp_path
         assert share == 1.0 if layout == "two replicas" else 0.5 < share < 0.6
         assert line["handoff/minimum_bytes"] == line["handoff/bytes"] and line["handoff/host_bytes"] > 0
         assert "handoff/reloaded_bytes" not in line
+    replayed = replay(
+        trainer.run_folder, num_steps, build_model(**SHAPE), train_dataset=sums(12), tokenizer=build_tokenizer()
+    )
+    for name in ("loss", "grad_norm", "entropy"):
+        assert replayed.metrics[name] == pytest.approx(last.metrics[name], rel=1e-6 * num_steps, abs=1e-8)
+    for name in ("rollout_logprobs", "old_logprobs", "advantages", "policy_version"):
+        torch.testing.assert_close(replayed.batch[name].values, trained[name].values, rtol=0, atol=1e-6 * num_steps)
     assert [("timing/verify" in line) for line in lines] == [line["step"] % verify_steps == 0 for line in lines]
     assert not [record for record in caplog.records if "loaded anew" in record.message]
     assert [path.name for path in short_folder.rglob("*") if path.is_socket()] == []  # of ranks that tell each other

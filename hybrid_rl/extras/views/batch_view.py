@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from hybrid_rl.batch.messages import is_chat, message_content
-from hybrid_rl.batch.samples import DEFAULT_COLOR, Sample
+from hybrid_rl.batch.samples import DEFAULT_COLOR, TOKEN_COLUMNS, Sample
 from hybrid_rl.errors import DataError, visible
 from hybrid_rl.extras.views.html import (
     Scale,
@@ -61,6 +61,19 @@ COLORS: Mapping[str, Color] = {
     ),
     "reward": Color(("token_rewards",), lambda token: token.reward, lambda found: scale_of("reward", found)),
     "value": Color(("values",), lambda token: token.value, lambda found: scale_of("value (critic)", found)),
+    "ratio": Color(
+        ("ratio",),
+        lambda token: None if token.ratio is None else token.ratio - 1,
+        lambda found: scale_of("importance ratio − 1", found),
+    ),
+    "clipped": Color(("clipped",), lambda token: token.clipped, lambda _: Scale("clipped", 1.0, is_signed=False)),
+    "loss_weight": Color(
+        ("loss_weight",), lambda token: token.loss_weight, lambda found: scale_of("weight in the loss", found)
+    ),
+    "gradient_share": Color(
+        ("gradient_share",), lambda token: token.gradient_share, lambda found: scale_of("share of the gradient", found)
+    ),
+    "version": Color(("policy_version",), lambda token: token.version, lambda found: scale_of("policy version", found)),
 }
 
 
@@ -184,8 +197,7 @@ def _completion_html(sample: Sample, choice: Color, scale: Scale) -> str:
 def _token_title(place: int, token: Any) -> str:
     """Return what is shown under the mouse: number, id, and the numbers that are known."""
     known = [f"token {place}", f"id {token.id}"]
-    names = ("logprob", "trainer_logprob", "ref_logprob", "advantage", "reward", "value", "version")
-    for name, value in ((name, getattr(token, name)) for name in names):
+    for name, value in ((name, getattr(token, name)) for name in TOKEN_COLUMNS):
         if value is not None and token.is_policy:
             known.append(f"{name} {value:.4g}")
     return " · ".join(known if token.is_policy else [*known, "not of the policy"])

@@ -17,7 +17,7 @@ pytest.importorskip("ipykernel")
 
 from docs.notebooks import FOLDER, Runner, tags_of, tidied  # noqa: E402
 
-NAMES = ("quickstart", "eight_gpus")
+NAMES = ("quickstart", "eight_gpus", "replay")
 MAX_BYTES = 400_000
 # What is shorter here than as readers run it: numbers of steps and samples, on which nothing that is checked depends.
 SHORTER = {
@@ -29,6 +29,7 @@ SHORTER = {
         "prompts_per_step=8": "prompts_per_step=2",
         "num_generations=8": "num_generations=4",
     },
+    "replay": {"num_generations=8": "num_generations=2"},
     "eight_gpus": {"prompts_per_step=8": "prompts_per_step=2", "num_generations=8": "num_generations=4"},
 }
 # Before the first cell: the files of pictures in run folders, which no cell shows, are not drawn.
@@ -112,6 +113,16 @@ def test_eight_gpus_runs_on_two_ranks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(plan.outputs) == 1  # shown once
 
 
+@pytest.mark.slow
+def test_replay_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = run("replay", tmp_path, monkeypatch)
+    told = re.findall(r"(loss|grad_norm) +(\S+) +\(in the run (\S+)\)", texts(cell_with(notebook, "step = replay(")))
+    assert [name for name, _, _ in told] == ["loss", "grad_norm"] and all(mine == theirs for _, mine, theirs in told)
+    assert "share of the gradient" in cell_with(notebook, "step.show(").outputs[-1].data["text/html"]
+    assert "gradient_share" in texts(cell_with(notebook, "step.table(0)"))
+    assert "sample " in texts(cell_with(notebook, "longer ="))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_kept_with_its_outputs(name: str) -> None:
     """Every cell ran, in order; no path of a machine, nothing but the interrupt failed, and it stays small."""
@@ -119,7 +130,7 @@ def test_a_notebook_is_kept_with_its_outputs(name: str) -> None:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     failed = [cell for cell in cells if any(out.output_type == "error" for out in cell.outputs)]
-    assert [tags_of(cell)[0] for cell in failed] == ["interrupt"]
+    assert [tags_of(cell)[0] for cell in failed] == ["interrupt"] * (name != "replay")
     text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
     assert len(text.encode()) < MAX_BYTES
     assert not MACHINE_PATH.search(text) and "ipykernel_" not in text

@@ -1,0 +1,1 @@
+"""A recorded step of a run, taken apart in one process."""
