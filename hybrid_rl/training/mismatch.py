@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import torch
@@ -53,12 +54,12 @@ class MismatchGuard:
         gaps = gaps.abs().clamp(max=MOST_OF_A_TOKEN)
         parts = self._context.data_gather((float(gaps.sum()), len(gaps)))
         count = sum(number for _, number in parts)
-        if not count:
-            return
+        if not count or any(math.isnan(total) for total, _ in parts):
+            return  # of what is not finite the update itself says more
         gap, tolerance = sum(total for total, _ in parts) / count, self.tolerance
-        if not gap <= tolerance:
+        if gap > tolerance:
             means = [total / number if number else 0.0 for total, number in parts]
-            worst = max(range(len(means)), key=lambda rank: (means[rank] != means[rank], means[rank]))
+            worst = max(range(len(means)), key=means.__getitem__)
             usual = f"at most {max(self._gaps):.2g} in the steps before" if self._gaps else "nothing known before"
             raise HandoffError(
                 f"update with policy version {version}: engine and trainer differ by {gap:.3g} on average in ln p of "
