@@ -92,11 +92,15 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "values": Field("completion", torch.float32, "critic", 0.0, "value estimates"),
         "advantages": Field("completion", torch.float32, "actor", 0.0, "advantage of each token"),
         "returns": Field("completion", torch.float32, "critic", 0.0, "value targets"),
-        "ratio": Field("completion", torch.float32, "actor", 0.0, "importance ratio in the loss; of replayed steps"),
-        "clipped": Field("completion", torch.bool, "actor", False, "True if the loss stopped its gradient; the same"),
-        "loss_weight": Field("completion", torch.float32, "actor", 0.0, "of the token in the loss; the same"),
+        "ratio": Field("completion", torch.float32, "actor", 0.0, "importance ratio in the loss, of replayed steps"),
+        "clipped": Field(
+            "completion", torch.bool, "actor", False, "True if the loss stopped its gradient, of replayed steps"
+        ),
+        "loss_weight": Field(
+            "completion", torch.float32, "actor", 0.0, "weight of the token in the loss, of replayed steps"
+        ),
         "gradient_share": Field(
-            "completion", torch.float32, "actor", 0.0, "of the sum of |d loss / d ln p| in its optimizer step; the same"
+            "completion", torch.float32, "actor", 0.0, "share of all slopes of the loss in ln p, of replayed steps"
         ),
     }
 )

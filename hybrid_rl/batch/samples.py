@@ -209,7 +209,8 @@ class Readable(Mapping[str, Any]):
         """Return a table of the first samples: leave it as the last line of a cell, or print it.
 
         color: what colours a token: advantage, gap (engine and trainer disagree), logprob (how likely the token was),
-        kl (against the reference), reward or value. Raises DataError for a colour whose columns the batch lacks.
+        kl (against the reference), reward, value or version; of replayed steps ratio, clipped, loss_weight and
+        gradient_share. Raises DataError for a colour whose columns the batch lacks.
         """
         if isinstance(first, bool) or not isinstance(first, int) or first < 1:
             raise DataError(f"first={first!r} must be a whole number of samples, at least 1")

@@ -47,7 +47,7 @@ def clear_up(run: Path, *, is_ours: bool = False) -> None:
         if match is None or not _is_left(match[2], is_ours=is_ours and match[1].startswith("checkpoint-")):
             continue
         target = run / match[1]
-        if match[3] == "old" and _is_checkpoint(path) and not target.exists():
+        if match[3] == "old" and is_checkpoint(path) and not target.exists():
             path.rename(target)
         else:
             shutil.rmtree(path, ignore_errors=True)
@@ -66,7 +66,7 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Checkpoint | None:
     intact; None if there is none. is_ours: as in `clear_up`. Raises CheckpointError if none is intact."""
     clear_up(run, is_ours=is_ours)
     named = checkpoints_of(run)
-    there = [step for step, path in named.items() if _is_checkpoint(path)]
+    there = [step for step, path in named.items() if is_checkpoint(path)]
     newest = max(there, default=-1)
     for step in sorted(named):
         if step > newest:
@@ -82,7 +82,7 @@ def newest_checkpoint(run: Path, *, is_ours: bool = False) -> Checkpoint | None:
         return _intact_before(named[newest], error)
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is, or was, a checkpoint: one that lost its state is damaged, not ignored."""
     return (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file()
 

@@ -21,7 +21,7 @@ def replay_step(
     """Train a recorded step of a run once more, in one process, and show what it did.
 
     The samples are those of the run, on however many ranks and with whatever engine it made them. Loss and gradient
-    norm stand beside those of the run. With keys the step is trained with other ones, such as beta=0.1.
+    norm stand beside those of the run. Other keys, such as beta=0.1, hold for this step, not for those before it.
 
     Examples:
       hybrid-rl replay runs/first 12

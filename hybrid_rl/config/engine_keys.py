@@ -59,7 +59,8 @@ class Handoff:
 
     probe_steps: int = key(
         8,
-        "compare engine and trainer on a probe prompt at the first 3 handoffs and after every n-th step; 0 = never",
+        "compare engine and trainer on a probe prompt at the first 3 handoffs and after every n-th step; 0 = never, "
+        "and not by the tokens of each step either",
         minimum=0,
     )
     probe_tolerance: float | None = key(

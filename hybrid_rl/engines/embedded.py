@@ -51,13 +51,10 @@ class EmbeddedEngine(RolloutEngine):
                 finished.append(self._finish(sequence, reason))
         return ended, finished
 
-    def _tell_shortage(self, error: BaseException, max_running: int) -> None:
-        """Say that a pass which ran out of memory is done again with fewer sequences."""
-        _logger.warning(
-            "memory ran out in a pass of the engine (%s): its sequences begin again, at most %d at a time from now on. "
-            "rollout.max_num_seqs=%d would begin so",
-            *(str(error).split("\n")[0], max_running, max_running),
-        )
+    def _tell_shortage(self, error: BaseException, how: str) -> None:
+        """Say how a pass which ran out of memory is done again."""
+        what = str(error).split("\n")[0]
+        _logger.warning("memory ran out in a pass of the engine (%s): its sequences begin again, %s", what, how)
 
     def update_weights(self, source: Source, version: int) -> HandoffReport:
         """Take a policy version. The source must be the very tensors that this engine decodes from."""

@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 Rows = Sequence[Sequence[int]]
 Cut = list[tuple[int, Sequence[int]]]
+Size = Callable[[Sequence[int]], int]
 
-MAX_HALVINGS = 6
 KEY = "optimizer.tokens_per_micro_batch"
 # PyTorch's allocator of the host raises no class of its own.
 _HOST_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -46,24 +46,22 @@ class Halvings:
         self._is_alone = is_alone
         self.number = 0
 
-    def together(self, compute: Callable[[Cut], Result], micro_batches: Rows, lengths: Sequence[int]) -> Result:
+    def together(self, compute: Callable[[Cut], Result], micro_batches: Rows, size: Size) -> Result:
         """Compute what micro-batches give together; all of it again, from smaller ones, if memory runs out.
 
         compute: takes parts of the micro-batches in their order, each with the number of its micro-batch.
-        micro_batches: the samples of each; lengths: tokens of every sample of the batch. Raises the error, with what to
-        set, if parts are single samples, or there were MAX_HALVINGS.
+        micro_batches: the samples of each; size: counts the tokens of a part. Raises the error, with what to set, if
+        parts are single samples.
         """
         while True:
             cut = [(place, part) for place, rows in enumerate(micro_batches) for part in self._parts(rows)]
             try:
                 return compute(cut)
             except Exception as error:
-                self._admit(error, [part for _, part in cut], lengths)
+                self._admit(error, [part for _, part in cut], size)
             release_cached()
 
-    def each(
-        self, compute: Callable[[Sequence[int]], Result], rows: Sequence[int], lengths: Sequence[int]
-    ) -> list[Result]:
+    def each(self, compute: Callable[[Sequence[int]], Result], rows: Sequence[int], size: Size) -> list[Result]:
         """Compute what each part of a micro-batch gives by itself: one part, or smaller ones from where memory ran out.
         Raises as `together` does."""
         results: list[Result] = []
@@ -75,7 +73,7 @@ class Halvings:
                 done += len(part)
                 continue
             except Exception as error:
-                self._admit(error, [part], lengths)
+                self._admit(error, [part], size)
             release_cached()
         return results
 
@@ -84,24 +82,24 @@ class Halvings:
         size = max(1, -(-(len(rows) if whole is None else whole) >> self.number))
         return [rows[start : start + size] for start in range(0, len(rows), size)] or [rows]
 
-    def _admit(self, error: Exception, parts: Rows, lengths: Sequence[int]) -> None:
+    def _admit(self, error: Exception, parts: Rows, size: Size) -> None:
         """Halve, if the error is a shortage and that may help; else raise it."""
         if not is_shortage(error):
             raise error
-        tokens = max(sum(lengths[row] for row in part) for part in parts)
+        tokens = max(map(size, parts))
         if not self._is_alone:
             error.add_note(f"{KEY} makes passes smaller on all ranks; the largest of this rank had {tokens} tokens")
             raise error
-        if self.number == MAX_HALVINGS or max(map(len, parts)) <= 1:
+        if max(map(len, parts)) <= 1:
             error.add_note(
-                f"a pass of {tokens} tokens does not fit, and micro-batches were cut as far as they can be: make "
-                "prompts or completions shorter, or let memory.offload, memory.on_host or "
-                "model.gradient_checkpointing make room"
+                f"not even a single sample of {tokens} tokens fits: make prompts or completions shorter, or let "
+                "memory.offload, memory.on_host or model.gradient_checkpointing make room"
             )
             raise error
         self.number += 1
+        largest = max(size([row]) for part in parts for row in part)
         logger.warning(
             "memory ran out in a pass of up to %d tokens (%s): it is done again in micro-batches of half as many "
             "samples, which give the same gradient, and they stay so. %s=%d would begin with them",
-            *(tokens, str(error).split("\n")[0], KEY, max(tokens // 2, *lengths)),
+            *(tokens, str(error).split("\n")[0], KEY, max(tokens // 2, largest)),
         )

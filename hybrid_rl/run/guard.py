@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybrid_rl.data.sampler import PromptSampler
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.process.interrupts import deferred_interrupt
 
 
@@ -50,6 +51,16 @@ class StepGuard:
         """Note that the weights change from here on."""
         self._hold.enter_context(deferred_interrupt())
         self.is_torn = True
+
+    @contextlib.contextmanager
+    def update(self, *, has_critic: bool) -> Iterator[None]:
+        """Enclose the update. A HandoffError comes before the policy's first optimizer step, so that without a critic,
+        which is updated before it, no weights have changed."""
+        try:
+            yield
+        except HandoffError:
+            self.is_torn = has_critic
+            raise
 
     def complete(self) -> None:
         """Note that the step is done: an error from here on does not take it back."""

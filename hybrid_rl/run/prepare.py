@@ -245,7 +245,8 @@ class Run:
             model |= {"adapter_rank": self.adapters.rank, "num_trained_parameters": self.adapters.num_trained}
         default, _ = load_config(None, {"algorithm": {"name": self.config.algorithm.name}})
         changed = self.given & {*changed_keys(to_dict(default), to_dict(self.config))}
-        return {"given": sorted(changed), "model": model, "reward_functions": self.rewards.entries.names}
+        names = self.rewards.entries.names
+        return {"given": sorted(changed), "model": model, "reward_functions": names, "max_steps": self.max_steps}
 
     @property
     def num_parameters(self) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hybrid_rl.batch import AnyBatch, BatchRef
 from hybrid_rl.checkpoint.finding import resumed_folder
-from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import ConfigError, HybridRLError, do_all
 from hybrid_rl.logging.run_log import RunLog, with_logged
@@ -257,7 +257,8 @@ class Trainer:
                     batch = policy.advantages(batch)
                 crew.guard.commit()  # the weights change from here on: Ctrl-C waits
                 self._tenancy.note_training()
-                with timings.measure("update"), phase("update"):
+                has_critic = isinstance(self.config.critic, ValueHeadConfig)
+                with timings.measure("update"), phase("update"), crew.guard.update(has_critic=has_critic):
                     update = joined(policy.update(batch, step))
                 with phase("handoff"):
                     batch = policy.with_trained_columns(batch)

@@ -21,7 +21,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.packed.load_balance import LoadBalance
 from hybrid_rl.models.packed.router import Routers
 from hybrid_rl.process import progress
-from hybrid_rl.training.batch_plan import Plan, sample_lengths, sample_rows, still_micro_batches
+from hybrid_rl.training.batch_plan import Plan, row_size, sample_rows, still_micro_batches
 from hybrid_rl.training.entropy import EntropyWeight
 from hybrid_rl.training.host_optimizer import HostOptimizer
 from hybrid_rl.training.kl_weight import KLWeight
@@ -72,8 +72,7 @@ class Actor(TrainedModel):
         )
         self._numbers = LearnedNumbers(spec.policy_loss, model.device)
         self._has_told = False
-        # Saved samples are those of other weights as soon as anything of the run is not as it was.
-        self._guard = None if config.mode == "train" else MismatchGuard(model.dtype, context)
+        self.guard: MismatchGuard | None = None  # of the tokens of each step, if they are compared
         self.said: FirstWords | None = None  # before the last update
         # What the last update found out in passing, of all its samples: columns that they do not have.
         self.trained_columns: dict[str, Jagged] = {}
@@ -119,8 +118,8 @@ class Actor(TrainedModel):
         changed = start_download(self.optimizer.take_over())
         recomputed = self._old_logprobs == "recompute" and "old_logprobs" in batch
         if recomputed:
-            if self._guard is not None:
-                self._guard.check(batch, batch["old_logprobs"].values, version)
+            if self.guard is not None:
+                self.guard.check(batch, batch["old_logprobs"].values, version)
             sums.merge(rollout_gap(batch, batch["old_logprobs"].values, spec.correction, self._context, version))
         counts = joined_counts(batch, plan, spec, self._context)
         seed = self._seed * 1_000_003 + version * 1009
@@ -133,18 +132,18 @@ class Actor(TrainedModel):
             still = still_micro_batches(batch, plan, spec.mask(batch), self._context)
         sums.merge(_forward_only(batch, plan, still))
         first: torch.Tensor | None = None  # what the weights of the rollout said of the first mini-batch
-        lengths = sample_lengths(batch)
+        size = row_size(batch)
         for _ in range(self._num_iterations):
             for micro_batches, its_counts, are_still in zip(plan, counts, still, strict=True):
                 compute = partial(self._gradients, batch, its_counts, version, are_still)
-                step, losses, before = self.halvings.together(compute, micro_batches, lengths)
+                step, losses, before = self.halvings.together(compute, micro_batches, size)
                 if self._beside.record is not None:
                     self._beside.record.keep(batch["completion_ids"])
                 if first is None:
                     first = start_download(torch.cat([torch.zeros(2, 0, device=self.model.device), *before], dim=1))
-                    if self._guard is not None and not recomputed:
+                    if self.guard is not None and not recomputed:
                         finish_downloads(self.model.device)
-                        self._guard.check(batch.select(sample_rows(plan[0])), first[0], version)
+                        self.guard.check(batch.select(sample_rows(plan[0])), first[0], version)
                 updated, common = self._take_step(batch, micro_batches, losses, prefix="", loss="loss")
                 self._numbers.step(self._context, is_valid=updated and its_counts.num_tokens > 0)
                 sums.merge(self._step_metrics(step, common))

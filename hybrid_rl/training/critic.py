@@ -21,7 +21,7 @@ from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM, check_tokenizer
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
-from hybrid_rl.training.batch_plan import Plan, sample_lengths, sample_rows
+from hybrid_rl.training.batch_plan import Plan, row_size, sample_rows
 from hybrid_rl.training.scoring import token_column
 from hybrid_rl.training.sharding.build import build_critic
 from hybrid_rl.training.sharding.fsdp import accumulating
@@ -92,7 +92,7 @@ class Critic(TrainedModel):
         for _ in range(self._num_iterations):
             for micro_batches, num_tokens in zip(plan, counts, strict=True):
                 compute = partial(self._gradients, batch, num_tokens)
-                step, losses = self.halvings.together(compute, micro_batches, sample_lengths(batch))
+                step, losses = self.halvings.together(compute, micro_batches, row_size(batch))
                 step.merge(self._take_step(batch, micro_batches, losses, prefix="critic/", loss="value_loss")[1])
                 sums.merge(step)
         self._read(sums)

@@ -98,7 +98,7 @@ def look_ahead(
     balance: LoadBalance | None,
     context: RankContext,
     *,
-    halvings: Halvings,
+    halvings: Halvings | None = None,
 ) -> MiniBatch:
     """Find what losses must know of the mini-batch of all ranks before its first backward pass: the least entropy of
     tokens in the policy loss (top_entropy_quantile), float64 [], and how often each expert is chosen (with a

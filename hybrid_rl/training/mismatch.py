@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 
 import torch
 from torch import Tensor
@@ -16,8 +15,9 @@ from hybrid_rl.errors import HandoffError
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.training.spec import loss_mask
 
-# Steps whose gaps say what is usual, and how many times the largest of them a gap may be.
-NUM_REMEMBERED, MOST_TIMES = 16, 10.0
+# First steps of a process, whose gaps say what is usual, and how many times the largest of them a gap may be. Not the
+# latest ones: an engine that stays behind differs a little more in every step.
+NUM_FIRST, MOST_TIMES = 16, 10.0
 # Gaps that are never taken for a fault: some hundred times what float32 of other kernels makes, and a few times what
 # roundings to 16 bits do to a small model. Before anything is known only weights that have nothing in common are one.
 LEAST_GAP = {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -27,7 +27,7 @@ MOST_OF_A_TOKEN = 1.0  # a gap of ln p counts no more: a few unlikely tokens say
 
 class MismatchGuard:
     """Compares what engine and trainer say of the tokens of a step before its first update, and raises HandoffError if
-    they differ far more than in the steps before.
+    they differ far more than in the first ones.
 
     Of tokens that the present weights sampled both must say the same but for rounding, whatever they are. What weights
     that are proven byte by byte leave open shows here for nothing, in every step: a cache of the old policy, buffers,
@@ -36,7 +36,7 @@ class MismatchGuard:
 
     def __init__(self, dtype: torch.dtype, context: RankContext) -> None:
         self._least, self._context = LEAST_GAP.get(dtype, LEAST_GAP_16_BIT), context
-        self._gaps: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._gaps: list[float] = []
 
     @property
     def tolerance(self) -> float:
@@ -60,15 +60,16 @@ class MismatchGuard:
         if gap > tolerance:
             means = [total / number if number else 0.0 for total, number in parts]
             worst = max(range(len(means)), key=means.__getitem__)
-            usual = f"at most {max(self._gaps):.2g} in the steps before" if self._gaps else "nothing known before"
+            usual = f"at most {max(self._gaps):.2g} in the first steps" if self._gaps else "nothing known before"
             raise HandoffError(
                 f"update with policy version {version}: engine and trainer differ by {gap:.3g} on average in ln p of "
                 f"the {count} tokens that it sampled ({usual}; {tolerance:.2g} is allowed), most on rank {worst} "
-                f"({means[worst]:.3g}). Nothing was learned from them. The engine generated with a cache, buffers or "
-                "derived tensors of other weights, or computes differently now: handoff.probe_steps=1 looks at every "
-                "handoff"
+                f"({means[worst]:.3g}). The policy has not learned from them. The engine generated with a cache, "
+                "buffers or derived tensors of other weights, with the module's before it was changed by hand, or it "
+                "computes differently now. handoff.probe_steps=1 looks at every handoff, 0 compares nothing"
             )
-        self._gaps.append(gap)
+        if len(self._gaps) < NUM_FIRST:
+            self._gaps.append(gap)
 
 
 def rollout_gap(

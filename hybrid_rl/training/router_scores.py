@@ -19,7 +19,7 @@ from hybrid_rl.training.spec import LossSpec
 
 
 def router_columns(
-    model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches, halvings: Halvings
+    model: CausalLM, routers: Routers, batch: Batch, micro_batches: MicroBatches, halvings: Halvings | None = None
 ) -> dict[str, Jagged]:
     """Compute old_logprobs, with the K experts that each of L routers chose for the tokens, old_router_ids, and how
     likely they were, old_router_logprobs: [T, L*K] each."""

@@ -15,19 +15,23 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
-from hybrid_rl.training.batch_plan import micro_batch, sample_lengths
+from hybrid_rl.training.batch_plan import micro_batch, row_size
 
 MicroBatches = Sequence[Sequence[int]]
 
 
 @torch.no_grad()
 def token_columns(
-    batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], dict[str, Tensor]], halvings: Halvings
+    batch: Batch,
+    micro_batches: MicroBatches,
+    compute: Callable[[Batch], dict[str, Tensor]],
+    halvings: Halvings | None = None,
 ) -> dict[str, Jagged]:
     """Compute columns aligned with completion_ids. compute: gives the numbers of the M completion tokens of a
-    micro-batch, [M, ...] each, by name of the column. halvings: of the model, which pass by pass takes fewer samples if
-    memory runs out. Collective if the model is sharded: every rank has as many micro-batches."""
-    completions, lengths = batch["completion_ids"], sample_lengths(batch)
+    micro-batch, [M, ...] each, by name of the column. halvings: of the model, so that passes take fewer samples if
+    memory runs out; None: that is an error. Collective if the model is sharded: every rank has as many
+    micro-batches."""
+    completions, halvings = batch["completion_ids"], halvings or Halvings(is_alone=False)
     place = completions.with_values(torch.arange(completions.values.shape[0]))
     devices: set[torch.device] = set()
 
@@ -38,7 +42,7 @@ def token_columns(
         progress.advance(len(rows))
         return rows, {name: start_download(values) for name, values in computed.items()}
 
-    parts = [part for rows in micro_batches for part in halvings.each(compute_part, rows, lengths)]
+    parts = [part for rows in micro_batches for part in halvings.each(compute_part, rows, row_size(batch))]
     for device in devices:
         finish_downloads(device)
     columns: dict[str, Tensor] = {}
@@ -52,7 +56,10 @@ def token_columns(
 
 
 def token_column(
-    batch: Batch, micro_batches: MicroBatches, compute: Callable[[Batch], Tensor], halvings: Halvings
+    batch: Batch,
+    micro_batches: MicroBatches,
+    compute: Callable[[Batch], Tensor],
+    halvings: Halvings | None = None,
 ) -> Jagged:
     """Compute one float32 column as `token_columns` does, also for a rank without micro-batches."""
     completions = batch["completion_ids"]
@@ -60,7 +67,9 @@ def token_column(
     return columns.get("column", completions.with_values(torch.zeros(len(completions.values))))
 
 
-def batch_logprobs(model: CausalLM, batch: Batch, micro_batches: MicroBatches, halvings: Halvings) -> Jagged:
+def batch_logprobs(
+    model: CausalLM, batch: Batch, micro_batches: MicroBatches, halvings: Halvings | None = None
+) -> Jagged:
     """Compute ln p of all completion tokens of a batch, at the temperature that they were sampled at: float32, aligned
     with completion_ids."""
 
@@ -75,7 +84,7 @@ def distribution_columns(
     model: CausalLM,
     batch: Batch,
     micro_batches: MicroBatches,
-    halvings: Halvings,
+    halvings: Halvings | None = None,
     *,
     num_top: int,
     wants_squares: bool,

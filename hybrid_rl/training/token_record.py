@@ -28,7 +28,7 @@ class TokenRecord:
 
     def begin(self) -> None:
         """Forget what was noted of an optimizer step that is not complete."""
-        self._pending = []
+        self._pending, self._noted = [], None
 
     def note(self, logprobs: Tensor, loss: PolicyLoss, weights: Tensor) -> None:
         """Note a micro-batch before its backward pass. logprobs: [M], with gradient; weights: [M]."""

@@ -54,8 +54,8 @@ class TrainedModel:
     def _cut(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Iterator[tuple[Batch, bool]]:
         """Yield the micro-batches of one optimizer step, and whether each is the last; gradients begin at zero.
 
-        The host waits for the device once per step, for the gradient norm: while one micro-batch is computed, it
-        prepares the next.
+        The host waits for the device once per optimizer step, for the gradient norm (before the first of a training
+        step for its logprobs too): while one micro-batch is computed, it prepares the next.
         """
         self.optimizer.clear()  # an update that failed may have left some
         for index, rows in enumerate(micro_batches):

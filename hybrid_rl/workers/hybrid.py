@@ -30,6 +30,7 @@ from hybrid_rl.rollout.sample_records import extracted_answers, sample_records
 from hybrid_rl.training.actor import Actor
 from hybrid_rl.training.batch_plan import Plan, PlanSpec
 from hybrid_rl.training.estimate import AdvantageSpec, with_advantages
+from hybrid_rl.training.mismatch import MismatchGuard
 from hybrid_rl.training.optimizer import no_gradients_left
 from hybrid_rl.training.run_cycle import memory_phases
 from hybrid_rl.training.skipped import SkippedUpdate
@@ -74,6 +75,9 @@ class HybridWorker(SavingWorker):
             reference=self._roles.reference_model,
             is_trained=setup.is_trained,
         )
+        # Saved samples are those of other weights as soon as anything of the run is not as it was.
+        if config.mode != "train" and config.rollout.handoff.probe_steps:
+            self._actor.guard = MismatchGuard(model.dtype, context)
         self.hold(memory.optimizer(self._actor.optimizer))
         self.hold(memory.models(ACTOR, [model]))
         with self.lease(frozenset({ACTOR})), progress.doing("building the engine"):

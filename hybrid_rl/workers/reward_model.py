@@ -105,7 +105,7 @@ class RewardModel:
         for number in range(max(self._context.gather(len(micros)))):
             mark_progress()
             chosen = [rows[i] for i in micros[number]] if number < len(micros) else []
-            values = self._halvings.each(score, chosen, lengths)
+            values = self._halvings.each(score, chosen, lambda part: sum(lengths[row] for row in part))
             if chosen:
                 scores[chosen] = torch.cat(values)
             progress.advance(len(chosen))

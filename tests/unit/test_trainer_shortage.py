@@ -81,4 +81,4 @@ def test_what_fits_in_no_way_ends_the_run_with_what_to_do(make_trainer, monkeypa
     wrap(monkeypatch, nn.Embedding, "forward", SmallMemory("update", 3))
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
         trained(make_trainer)
-    assert any("does not fit, and micro-batches were cut as far" in note for note in raised.value.__notes__)
+    assert any("not even a single sample of" in note for note in raised.value.__notes__)

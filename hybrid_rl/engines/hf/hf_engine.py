@@ -64,6 +64,7 @@ class HFEngine(EmbeddedEngine):
         self._waiting: deque[Sequence] = deque()
         self._cohorts: list[Cohort] = []
         self._max_running = config.max_num_seqs
+        self._num_tried = 0  # sequences of the last step, with those that it could not start
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -95,12 +96,11 @@ class HFEngine(EmbeddedEngine):
         except BaseException as error:
             # The interrupted pass has written into some of the caches.
             self._requeue_running()
-            limit = min(self._max_running, len(self._waiting))
             self._waiting.extend(leaving)
-            if limit <= 1 or not is_shortage(error):
+            if self._num_tried <= 1 or not is_shortage(error):
                 raise
-            self._max_running = limit // 2
-            self._tell_shortage(error, self._max_running)
+            self._max_running = self._num_tried // 2
+            self._tell_shortage(error, f"at most {self._max_running} at a time from now on (rollout.max_num_seqs)")
         if sampled is None:
             release_cached()
             return []
@@ -114,9 +114,11 @@ class HFEngine(EmbeddedEngine):
 
     def _run(self) -> list[Sampled]:
         with _generating(self._parts):
+            self._num_tried = self.num_running
             sampled = [cohort.decode() for cohort in self._cohorts]
             budget = self._config.engine_args.max_num_batched_tokens
             while prompts := self._admitted(budget, is_first=budget == self._config.engine_args.max_num_batched_tokens):
+                self._num_tried = self.num_running + len(prompts.all_sequences)
                 try:
                     cohort, first = Cohort.start(self._model, prompts)
                 except BaseException:

@@ -17,8 +17,8 @@ from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder, cache_region
-from hybrid_rl.engines.inplace.runner import Runner
-from hybrid_rl.engines.inplace.scheduler import Scheduler, Sequence
+from hybrid_rl.engines.inplace.runner import Runner, Sampled
+from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.inplace.speculation import Speculation
 from hybrid_rl.engines.registry import EngineSetup
@@ -101,8 +101,8 @@ class InPlaceEngine(EmbeddedEngine):
     def step(self) -> list[FinishedSample]:
         """Schedule a pass, run it, and take its tokens; returns what finished.
 
-        A pass that runs out of memory is undone, and later ones are half as large; the error is raised if it had one
-        sequence, and a block of tokens at most."""
+        A pass that runs out of memory is undone, and later ones have half as many tokens of prompts, or sequences if
+        these are more; the error is raised if it had one sequence, and a block of tokens at most."""
         self.require_ready(self.policy_version)
         leaving = self._scheduler.take_aborted(self._aborted)
         chunks = self._scheduler.schedule()
@@ -111,15 +111,17 @@ class InPlaceEngine(EmbeddedEngine):
             try:
                 if self._speculation is not None:
                     self._speculation.add(chunks)
-                with self._runner.fewer_threads(chunks):
-                    batch = self._runner.prepare(chunks)
-                    hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
-                    sampled = self._runner.sample(batch, hidden)
+                sampled = self._pass(chunks)
             except BaseException as error:
                 self._undo_pass(leaving)
                 if not (is_shortage(error) and self._scheduler.halve(chunks)):
                     raise
-                self._tell_shortage(error, self._scheduler.max_running)
+                limits = self._scheduler.max_running, self._scheduler.max_num_batched_tokens
+                self._tell_shortage(
+                    error,
+                    "with at most {} of them, and {} tokens of prompts in a pass from now on "
+                    "(rollout.max_num_seqs, rollout.engine_args.max_num_batched_tokens)".format(*limits),
+                )
         if chunks and sampled is None:
             release_cached()
             return []
@@ -136,6 +138,12 @@ class InPlaceEngine(EmbeddedEngine):
                 self._scheduler.remove(sequence)
             finished += events
         return finished
+
+    def _pass(self, chunks: list[Chunk]) -> Sampled:
+        with self._runner.fewer_threads(chunks):
+            batch = self._runner.prepare(chunks)
+            hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
+            return self._runner.sample(batch, hidden)
 
     def _undo_pass(self, leaving: list[Sequence]) -> None:
         """Let everybody wait again: blocks count as written that were not, and what was written may be NaN, which a

@@ -82,8 +82,8 @@ class Runner:
         self._is_prepared = False
 
     def prepare(self, chunks: list[Chunk]) -> Pass:
-        """Copy the blocks that newcomers continue, replay the chunks that a graph can compute, and upload what the
-        layers need for the others."""
+        """Copy the blocks that newcomers continue, and those who part from others, replay the chunks that a graph can
+        compute, and upload what the layers need for the others."""
         self._copy_continued(chunks)
         replayed: list[Sequence] = []
         if self._graphs is not None and not self._is_prepared:

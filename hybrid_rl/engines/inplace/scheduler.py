@@ -388,11 +388,11 @@ class Scheduler:
         """Let passes be half as large as this one, which did not fit in memory; False if they cannot be."""
         num_running = sum(1 + len(chunk.followers) for chunk in chunks)
         num_prompt = sum(chunk.count for chunk in chunks if not chunk.is_decode)
-        if num_running <= 1 and num_prompt <= self.pool.block_size:
-            return False
+        if num_prompt > max(num_running, self.pool.block_size):  # more of its tokens are those of prompts
+            self.max_num_batched_tokens = num_prompt // 2
+            return True
         self.max_running = max(1, num_running // 2)
-        self.max_num_batched_tokens = max(self.pool.block_size, num_prompt // 2 or self.max_num_batched_tokens)
-        return True
+        return num_running > 1
 
     def requeue_running(self) -> None:
         """Put everything that runs back to the head of the queue, in order; its cache is lost."""

@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 from torch import nn
 
-from hybrid_rl.batch import AnyBatch
+from hybrid_rl.batch import AnyBatch, Batch
 from hybrid_rl.batch.rollout_files import load_rollout, rollout_steps, save_rollout
 from hybrid_rl.batch.samples import TOKEN_COLUMNS, Sample, Token
-from hybrid_rl.checkpoint.finding import checkpoints_of
+from hybrid_rl.checkpoint.finding import checkpoints_of, is_checkpoint
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError
 from hybrid_rl.metrics.metric_sums import number
 from hybrid_rl.run.step_results import Metrics
@@ -27,10 +27,13 @@ from hybrid_rl.run.trainer import Trainer
 logger = logging.getLogger("hybrid_rl")
 
 # What a run says of machines, records and other work than training on samples: a replay has its own.
-OWN_SECTIONS = ("controller", "fsdp", "memory", "eval", "checkpoints")
+OWN_SECTIONS = ("controller", "fsdp", "memory", "eval", "checkpoints", "agents")
 OWN_KEYS = {"num_ranks", "max_restarts", "save_before", "enable_jit_checkpoint", "log_level", "log_completions"}
 OWN_KEYS |= {"report_to", "output_dir", "run_name", "resume", "save_steps", "save_rollouts", "mode", "rollouts_path"}
-OWN_KEYS |= {"data.eval_path", "rewards.reward_processes", "rewards.reward_timeout_seconds", "model.device"}
+OWN_KEYS |= {"data.eval_path", "model.device", "model.attention", "max_steps", "num_train_epochs"}
+# Scores are those of the run, penalties and weights included.
+OWN_KEYS |= {"rewards.reward_processes", "rewards.reward_timeout_seconds", "rewards.reward_weights"}
+OWN_KEYS |= {"rewards.overlong_buffer", "rewards.score_by"}
 # Of the section rollout: how samples were made, and how old they may be, from which the correction follows.
 OF_SAMPLES = {"max_completion_length", "temperature", "stop_token_ids", "stop_strings", "partial", "async_level"}
 COMPARED = ("loss", "grad_norm", "entropy", "kl", "critic/value_loss", "clip_ratio/region_mean")
@@ -66,7 +69,7 @@ class Replay:
         """Return whether a metric is that of the run, but for rounding."""
         if name not in self.recorded or name not in self.metrics:
             return True
-        return math.isclose(self.metrics[name], self.recorded[name], rel_tol=ROUNDING, abs_tol=ROUNDING)
+        return math.isclose(self.metrics[name], self.recorded[name], rel_tol=ROUNDING, abs_tol=ROUNDING / 100)
 
     def tokens(self, sample: int) -> tuple[Token, ...]:
         """Return the tokens of a sample, by its place in the batch, with all that is known of each."""
@@ -88,7 +91,7 @@ class Replay:
 
     def show(self, color: str = "gradient_share", **options: Any) -> Any:
         """Show samples with their tokens coloured: by gradient_share, ratio, clipped, loss_weight, advantage, logprob,
-        gap, kl, version. options: as of `batch.show`."""
+        gap, kl, value, reward, version. options: as of `batch.show`."""
         return self.batch.show(color=color, **options)
 
     def compare(self, other: Replay) -> str:
@@ -142,41 +145,46 @@ def replay(
 
     The run was made with save_rollouts=true, on any number of ranks, with any engine. Its samples are read, not
     generated again. The weights are those of the last checkpoint before the step, after the steps in between have been
-    replayed, too; without a checkpoint those that the run began with. Nothing is written to the run folder.
+    replayed, too; without a checkpoint those that the run began with. Nothing is written to the run folder. Of keys
+    that were set on the live Trainer the last values count.
 
     model, train_dataset, tokenizer: as they were passed to the Trainer, if they were; a module is copied, and must hold
     the weights that the run began with, unless there is a checkpoint and no reference. reward_funcs: not called, and
     seldom needed: the scores are those of the run. rescore: gives each sample of the step another reward. changes:
-    keys that shall be other than in the run, such as beta=0.1.
+    keys that shall be other than in the run, such as beta=0.1, in this step only.
 
     Warns if loss or gradient norm are not those that the run logged. Raises DataError, CheckpointError, or what the
     Trainer raises.
     """
     run = Path(run_folder).resolve()
-    given, about = _keys_of(run), json.loads((run / "environment.json").read_text())
-    start = _start_of(run, step)
+    given, names = _keys_of(run), _about(run)["reward_functions"]
+    start, max_steps = _start_of(run, step), _num_steps(run)
     if reward_funcs is None:
-        reward_funcs = [_named(name) for name in about["reward_functions"]]
+        reward_funcs = [_named(name) for name in names]
+    arguments = {"tokenizer": tokenizer} if tokenizer is not None else {}
     with tempfile.TemporaryDirectory(prefix="hybrid-rl-replay-") as folder:
-        rollouts = _linked(run / "rollouts", Path(folder) / "rollouts", step, given.get("max_steps"), rescore)
-        own = {
-            "mode": "train",
-            "rollouts_path": str(rollouts),
-            "output_dir": str(Path(folder) / "runs"),
-            "run_name": "replay",
-            "log_level": "quiet",
-            "log_completions": 0,
-            **({} if start is None else {"resume": str(start)}),
-            **({} if given.get("max_steps") else {"max_steps": max(rollout_steps(rollouts))}),
-        }
-        arguments = {"tokenizer": tokenizer} if tokenizer is not None else {}
-        if isinstance(model, nn.Module):
-            model = copy.deepcopy(model)
-        with Trainer(model, reward_funcs, train_dataset, **arguments, **{**given, **own, **changes}) as trainer:
-            while trainer.global_step < step - 1:
-                trainer.step()
-            trainer.policy.record_tokens()
-            result = trainer.step()
+        rollouts = _linked(run / "rollouts", Path(folder) / "rollouts", step, max_steps, rescore)
+        own: dict[str, Any] = {"mode": "train", "rollouts_path": str(rollouts), "max_steps": max_steps}
+        own |= {"output_dir": str(Path(folder) / "runs"), "log_level": "quiet", "log_completions": 0}
+
+        def trainer(name: str, begin: Path | None, **keys: Any) -> Trainer:
+            module = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+            resumed = {} if begin is None else {"resume": str(begin)}
+            config = {**given, **own, "run_name": name, **resumed}
+            return Trainer(module, reward_funcs, train_dataset, config=config, **arguments, **keys)
+
+        if changes and (0 if start is None else int(start.name.split("-")[1])) < step - 1:
+            with trainer("before", start) as plain:  # other keys are for the step itself
+                while plain.global_step < step - 1:
+                    plain.step()
+                start = plain.save()
+        with trainer("replay", start, **changes) as training:
+            while training.global_step < step - 1:
+                training.step()
+            training.policy.record_tokens()
+            result = training.step()
+    if "loss" not in result.metrics:
+        raise DataError(f"step {step} of {run} did not train the policy, only its critic (critic_warmup_steps)")
     replayed = Replay(run, step, result.batch.load(), result.metrics, _recorded(run, step), changes)
     far = [name for name in ("loss", "grad_norm") if not replayed.is_near(name)]
     if far and not changes and rescore is None:
@@ -191,15 +199,22 @@ def replay(
 def _keys_of(run: Path) -> dict[str, Any]:
     """Return the keys that the run was given, by path, but for those that are a replay's own."""
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text())
-        given = json.loads((run / "environment.json").read_text())["given"]
+        config, about = yaml.safe_load((run / "config.yaml").read_text()), _about(run)
+        given = about["given"]
     except (OSError, KeyError, ValueError) as error:
         raise DataError(
             f"{run} is not the folder of a run: {error}; give the one with config.yaml and rollouts/"
         ) from error
     keys: dict[str, Any] = {"algorithm": config["algorithm"]["name"]}
-    if config["model"]["path"] is not None:
-        keys["model.path"] = config["model"]["path"]
+    # What is known without having been set: arguments that were paths, and what followed from the machine.
+    keys |= {key: config[key.split(".")[0]][key.split(".")[1]] for key in ("model.path", "data.train_path")}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if "model.path" in keys:
+        keys["model.dtype"] = config["model"]["dtype"]
+    if config["rollout"].get("async_level"):
+        keys["rollout.async_level"] = config["rollout"]["async_level"]
+    if config["rollout"]["engine"] == "hf" or config["model"]["attention"] == "unpacked":
+        keys["rollout.engine"] = "hf"  # whose trainer runs the model's own forward, as that of the run did
     for key in given:
         section, _, name = key.partition(".")
         if key in OWN_KEYS or section in OWN_SECTIONS or (section == "rollout" and name not in OF_SAMPLES):
@@ -211,15 +226,25 @@ def _keys_of(run: Path) -> dict[str, Any]:
     return keys
 
 
+def _about(run: Path) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads((run / "environment.json").read_text())
+    return about
+
+
+def _num_steps(run: Path) -> int:
+    """Return of how many steps the run was, as far as is known: the learning rate follows from it."""
+    return _about(run).get("max_steps") or max(rollout_steps(run / "rollouts"))
+
+
 def _start_of(run: Path, step: int) -> Path | None:
     """Return the last checkpoint before a step; None for the beginning. Raises DataError if samples are missing."""
     steps = rollout_steps(run / "rollouts") if (run / "rollouts").is_dir() else []
     if step not in steps:
         raise DataError(
-            f"{run} has no samples of step {step}" + (f"; it has steps {steps}" if steps else "")
-            or "; they are kept with save_rollouts=true"
+            f"{run} has no samples of step {step}; "
+            + (f"it has steps {steps}" if steps else "they are kept with save_rollouts=true")
         )
-    before = {number: path for number, path in checkpoints_of(run).items() if number < step}
+    before = {number: path for number, path in checkpoints_of(run).items() if number < step and is_checkpoint(path)}
     start = max(before, default=0)
     missing = sorted({*range(start + 1, step)} - {*steps})
     if missing:
@@ -241,9 +266,7 @@ def _named(name: str) -> Callable[..., Any]:
     return scored_then
 
 
-def _linked(
-    source: Path, target: Path, step: int, max_steps: int | None, rescore: Callable[[Sample], float] | None
-) -> Path:
+def _linked(source: Path, target: Path, step: int, max_steps: int, rescore: Callable[[Sample], float] | None) -> Path:
     """Make a folder of the samples up to a step, with other rewards for its own if they are given. Later steps have a
     name there and no samples: the learning rate follows from the number of all steps, and a run that ended early has
     fewer."""
@@ -253,16 +276,27 @@ def _linked(
         if number_of <= step and (rescore is None or number_of != step):
             (target / file.name).symlink_to(file)
     if rescore is not None:
-        batch = load_rollout(source, step)
-        rewards = [float(rescore(sample)) for sample in batch.samples()]
-        changed = batch["rewards"].new_tensor(rewards)
-        functions = [[reward] * len(scores) for reward, scores in zip(rewards, batch["function_rewards"], strict=True)]
-        batch = batch.without("rewards", "function_rewards").with_columns(rewards=changed, function_rewards=functions)
-        save_rollout(target, step, 0, 1, batch)
-    last = max([max_steps or 0, *files.values()])
+        save_rollout(target, step, 0, 1, _rescored(load_rollout(source, step), rescore))
+    last = max([max_steps, *files.values()])
     for later in range(step + 1, last + 1):
         (target / f"step-{later:06d}-rank-0000-of-0001.safetensors").touch()
     return target
+
+
+def _rescored(batch: Batch, rescore: Callable[[Sample], float]) -> Batch:
+    """Return samples with other rewards. A trajectory of several turns gets that of its last one."""
+    if "baseline_rewards" in batch:
+        raise DataError(
+            "rescore= gives samples other rewards, but the algorithm compares them with those of greedy ones"
+        )
+    trajectories = batch["trajectory"].tolist()
+    by_trajectory = {
+        trajectory: float(rescore(sample)) for trajectory, sample in zip(trajectories, batch.samples(), strict=True)
+    }
+    rewards = [by_trajectory[trajectory] for trajectory in trajectories]
+    functions = [[reward] * len(scores) for reward, scores in zip(rewards, batch["function_rewards"], strict=True)]
+    changed = batch.without(*({"rewards", "function_rewards", "token_rewards"} & set(batch)))
+    return changed.with_columns(rewards=batch["rewards"].new_tensor(rewards), function_rewards=functions)
 
 
 def _recorded(run: Path, step: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from hybrid_rl.cli.key_values import complete_setting, complete_word, values_of
         ("doctor device =", ["auto", "cpu", "cuda"]),
         ("plan grpo kl =", ["none", "loss", "reward"]),
         ("keys policy_l", ["policy_loss"]),
-        ("rep", ["report"]),
+        ("repo", ["report"]),
     ],
 )
 def test_bash_completes(

@@ -19,7 +19,12 @@ COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "va
 
 def run_of(make_trainer, *, steps=3, **keys):
     """A run that keeps its samples: its folder, the module that it began with, and the results of its steps."""
-    keys = {"save_rollouts": True, "max_steps": 4, "run_name": "recorded", **keys}
+    keys = {
+        "save_rollouts": True,
+        "run_name": "recorded",
+        **({} if "num_train_epochs" in keys else {"max_steps": 4}),
+        **keys,
+    }
     trainer = make_trainer(build_model(), **keys)
     results = [trainer.step() for _ in range(steps)]
     trainer.close()
@@ -53,6 +58,9 @@ def same(mine, theirs) -> None:
         {"lora.r": 2, "lora_alpha": 8},
         {"lr_scheduler_type": "linear", "partial": True},
         {"async_level": 1},
+        {"num_train_epochs": 2, "lr_scheduler_type": "cosine"},
+        {"rollout": {"engine": "hf"}},
+        {"reward_weights": [2.0], "rewards.overlong_buffer": 2},
     ],
     ids=str,
 )
@@ -134,6 +142,19 @@ def test_another_model_than_that_of_the_run_is_told(make_trainer, caplog) -> Non
     assert "is not what the run logged" not in caplog.text
     hybrid_rl.replay(folder, 3, build_model(seed=1), train_dataset=sums(12), tokenizer=build_tokenizer())
     assert "step 3 of" in caplog.text and "is not what the run logged: loss" in caplog.text
+
+
+def test_other_keys_hold_for_the_step_alone(make_trainer) -> None:
+    folder, results = run_of(make_trainer)
+    other = again(folder, 3, learning_rate=1.0)  # which matters only after the step
+    same(other, results[2])
+
+
+def test_a_step_that_trains_only_the_critic_is_refused(make_trainer) -> None:
+    folder, results = run_of(make_trainer, algorithm="ppo", critic_warmup_steps=1)
+    with pytest.raises(DataError, match="did not train the policy, only its critic"):
+        again(folder, 1)
+    same(again(folder, 2), results[1])
 
 
 def test_other_keys_and_other_rewards(make_trainer) -> None:

@@ -5,9 +5,13 @@ import logging
 import pytest
 import torch
 
-from hybrid_rl.memory.shortage import MAX_HALVINGS, Halvings, is_shortage
+from hybrid_rl.memory.shortage import Halvings, is_shortage
 
 LENGTHS = [9, 7, 5, 4, 3, 2, 1, 8]
+
+
+def size(rows):
+    return sum(LENGTHS[row] for row in rows)
 
 
 def shortage() -> RuntimeError:
@@ -41,24 +45,24 @@ def test_errors_of_memory_are_told_from_others():
 def test_a_pass_that_does_not_fit_is_done_in_halves_and_later_ones_begin_so(caplog):
     memory, halvings = Memory(16), Halvings(is_alone=True)
     with caplog.at_level(logging.WARNING, logger="hybrid_rl"):
-        assert halvings.each(memory, [0, 1, 2, 3], LENGTHS) == [[0, 1], [2, 3]]
+        assert halvings.each(memory, [0, 1, 2, 3], size) == [[0, 1], [2, 3]]
     assert memory.passes == [[0, 1, 2, 3], [0, 1], [2, 3]]
     assert "in a pass of up to 25 tokens" in caplog.text and "optimizer.tokens_per_micro_batch=12 " in caplog.text
     memory.passes.clear()
-    assert halvings.each(memory, [4, 5, 6, 7, 3], LENGTHS) == [[4, 5, 6], [7, 3]]
-    assert halvings.each(memory, [2], LENGTHS) == [[2]] and halvings.each(memory, [], LENGTHS) == [[]]
+    assert halvings.each(memory, [4, 5, 6, 7, 3], size) == [[4, 5, 6], [7, 3]]
+    assert halvings.each(memory, [2], size) == [[2]] and halvings.each(memory, [], size) == [[]]
     assert (halvings.number, len(memory.passes)) == (1, 4)
 
 
 def test_only_what_is_left_is_cut_again():
     memory, halvings = Memory(9), Halvings(is_alone=True)
-    assert halvings.each(memory, [6, 5, 4, 3, 2, 0], LENGTHS) == [[6, 5, 4], [3, 2], [0]]
+    assert halvings.each(memory, [6, 5, 4, 3, 2, 0], size) == [[6, 5, 4], [3, 2], [0]]
     assert memory.passes == [[6, 5, 4, 3, 2, 0], [6, 5, 4], [3, 2, 0], [3, 2], [0]]
 
 
 def test_what_belongs_together_is_done_again_from_its_start():
     memory, halvings = Memory(16), Halvings(is_alone=True)
-    found = halvings.together(memory.all, [[0, 1], [2, 3, 7], []], LENGTHS)
+    found = halvings.together(memory.all, [[0, 1], [2, 3, 7], []], size)
     assert found == [(0, [0]), (0, [1]), (1, [2, 3]), (1, [7]), (2, [])]
     assert memory.passes == [[0, 1], [2, 3, 7], [0], [1], [2, 3], [7], []]
 
@@ -67,22 +71,22 @@ def test_what_belongs_together_is_done_again_from_its_start():
 def test_a_sample_that_does_not_fit_is_an_error_that_says_what_to_do(method):
     memory, halvings = Memory(6), Halvings(is_alone=True)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
-        halvings.each(memory, [0, 3], LENGTHS) if method == "each" else halvings.together(memory.all, [[0, 3]], LENGTHS)
-    assert raised.value.__notes__[0].startswith("a pass of 9 tokens does not fit")
+        halvings.each(memory, [0, 3], size) if method == "each" else halvings.together(memory.all, [[0, 3]], size)
+    assert raised.value.__notes__[0].startswith("not even a single sample of 9 tokens fits")
     assert halvings.number == 1
 
 
 def test_tries_are_bounded():
     memory, halvings = Memory(-1), Halvings(is_alone=True)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
-        halvings.each(memory, [6] * 1000, LENGTHS)
-    assert halvings.number == MAX_HALVINGS and len(memory.passes) == MAX_HALVINGS + 1
+        halvings.each(memory, [6] * 1000, size)
+    assert [len(rows) for rows in memory.passes] == [1000, 500, 250, 125, 63, 32, 16, 8, 4, 2, 1]
 
 
 def test_a_rank_among_others_does_not_halve_by_itself():
     memory, halvings = Memory(8), Halvings(is_alone=False)
     with pytest.raises(RuntimeError) as raised:
-        halvings.together(memory.all, [[0, 1]], LENGTHS)
+        halvings.together(memory.all, [[0, 1]], size)
     assert raised.value.__notes__ == [
         "optimizer.tokens_per_micro_batch makes passes smaller on all ranks; the largest of this rank had 16 tokens"
     ]
@@ -94,5 +98,5 @@ def test_other_errors_pass():
 
     halvings = Halvings(is_alone=True)
     with pytest.raises(KeyError):
-        halvings.each(fails, [0, 1], LENGTHS)
+        halvings.each(fails, [0, 1], size)
     assert halvings.number == 0
