@@ -41,11 +41,12 @@ def arguments() -> Namespace:
     parser.add_argument("--compare", choices=("trl", "vllm"), default="trl")
     parser.add_argument("--trl-gen", choices=("padded", "continuous"), default="padded", help="how TRL generates")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL; default: an environment made here")
-    parser.add_argument("--model", help="folder of a chat model, for --work chat-sums and chat-sums-64")
+    parser.add_argument("--model", help="folder of a chat model, for works whose names begin with chat")
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE, help="learning rate")
     options = parser.parse_args()
     works = [WORKS[name] for name in (ALL if options.work == "all" else (options.work,))]
     if any((options.model is not None) != work.is_chat for work in works):
-        parser.error("--model goes with --work chat-sums or chat-sums-64, and the other way round")
+        parser.error("--model goes with works whose names begin with chat, and the other way round")
     for work in works:
         if options.micro_batch is not None and work.num_samples % options.micro_batch:
             parser.error(f"--micro-batch {options.micro_batch} does not divide {work.num_samples} completions")
@@ -79,7 +80,7 @@ def measure(work: Work, threads: int, given: Namespace, python: Path | None, fol
         num_steps=given.warmup + given.steps,
         threads=threads,
         seed=given.seed,
-        learning_rate=LEARNING_RATE,
+        learning_rate=given.lr,
         micro_batch=given.micro_batch,
         tokens_per_micro_batch=given.tokens_per_micro_batch,
         generation=given.trl_gen,
@@ -153,6 +154,7 @@ def summary(steps: list[dict[str, Any]], warmup: int, ready: dict[str, Any]) -> 
         "num_tokens": fmean(step["num_tokens"] for step in counted),
         "longest_tokens": fmean(step["longest_tokens"] for step in counted),
         "reward": fmean(step["reward"] for step in counted),
+        "rewards": [step["reward"] for step in steps],
         "peak_rss_bytes": peak,
         "imports_rss_bytes": imports,
         "peak_rss_above_imports_bytes": peak - imports,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ class Work:
     max_completion_length: in tokens.
     max_operand: of the sums.
     is_chat: sums are asked for in words, as the message of a user; for a model that is given, not made here.
-    reward: `spread` gives nearly every completion a different number, `sum` rewards the right answer.
+    reward: `spread` gives nearly every completion a different number, `sum` and `last_number` reward the right answer.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Work:
     prompts_per_step: int = 16
     num_generations: int = 8
     max_operand: int = 99
-    reward: Literal["spread", "sum"] = "spread"
+    reward: Literal["spread", "sum", "last_number"] = "spread"
     is_chat: bool = False
 
     @property
@@ -79,6 +80,7 @@ CHAT_SUMS = Work(
     "chat-sums", max_completion_length=24, prompts_per_step=8, num_generations=8, max_operand=60, is_chat=True
 )
 CHAT_SUMS_64 = replace(CHAT_SUMS, name="chat-sums-64", max_completion_length=64)
+CHAT_SUMS_LEARNED = replace(CHAT_SUMS, name="chat-sums-learned", max_completion_length=16, reward="last_number")
 WORKS = {
     work.name: work
     for work in (
@@ -90,6 +92,7 @@ WORKS = {
         Work("shared-prompt", prompt_length=256, mean_length=16.0),
         CHAT_SUMS,
         CHAT_SUMS_64,
+        CHAT_SUMS_LEARNED,
     )
 }
 
@@ -253,4 +256,10 @@ def _score(text: str, right: str) -> float:
     return in_place + float(text == right)
 
 
-REWARDS: dict[str, Callable[..., list[float]]] = {"spread": spread, "sum": right_sum}
+def last_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 if the last number of the answer to a message is the right one, else 0."""
+    texts = (completion[-1]["content"] for completion in completions)
+    return [float(re.findall(r"\d+", text)[-1:] == [right]) for text, right in zip(texts, answer, strict=True)]
+
+
+REWARDS: dict[str, Callable[..., list[float]]] = {"spread": spread, "sum": right_sum, "last_number": last_number}

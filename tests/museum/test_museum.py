@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybrid_rl.errors import HybridRLError
-from tests.museum.exhibits import EXHIBITS, FAULTY, Exhibit, History, tensors_of
+from tests.museum.exhibits import EXHIBITS, FAULTY, GUARD, Exhibit, History, tensors_of
 from tests.support.engines.sleeping_engine import SleepingEngine, sleeping_engine
 from tests.support.tiny import EOS_ID, VOCABULARY, build_model, sums
 from tests.unit.conftest import trainers
@@ -73,6 +73,8 @@ def test_a_bug_is_stopped_before_a_token_that_it_made_is_learned_from(exhibit, m
         trainer.fit()
     assert exhibit.message in str(raised.value)
     assert installed.trained is not None and installed.num_handoffs == FAULTY + 1, "not in the handoff with the fault"
+    if exhibit.stopped_by == GUARD:
+        assert trainer.save().is_dir()  # nothing of the policy has changed
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, installed.trained[name]), f"{name} was trained with it"
 

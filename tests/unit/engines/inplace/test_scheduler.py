@@ -406,6 +406,24 @@ def test_memory_of_prefixes_makes_room_and_comes_back_empty():
     assert drive() == [([6], 8, 1)]
 
 
+# --------------------------------------------------------------------------------------------- too large for memory
+
+
+def test_a_pass_that_does_not_fit_is_made_smaller_by_what_it_is_made_of():
+    made = scheduler(max_num_batched_tokens=64, max_num_seqs=8)
+    made.add([sequence(1, length=40), *(sequence(number) for number in range(2, 7))])
+    chunks = made.schedule()
+    assert made.halve(chunks) and (made.max_num_batched_tokens, made.max_running) == (30, 8)  # 40 and 5 times 4 tokens
+    Driver(made).run(chunks)
+    chunks = made.schedule()
+    assert made.halve(chunks) and (made.max_num_batched_tokens, made.max_running) == (30, 3)  # six that decode
+    made.requeue_running()
+    assert len(made.schedule()) <= 3
+    made = scheduler()
+    made.add([sequence(1)])
+    assert not made.halve(made.schedule())
+
+
 # ------------------------------------------------------------------------------------------------------ preemption
 
 
