@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -46,24 +48,24 @@ class Halvings:
         self._is_alone = is_alone
         self.number = 0
 
-    def together(self, compute: Callable[[Cut], Result], micro_batches: Rows, size: Size) -> Result:
-        """Compute what micro-batches give together; all of it again, from smaller ones, if memory runs out.
+    def attempts(self, micro_batches: Rows, size: Size) -> Iterator[Attempt]:
+        """Yield blocks for the work that micro-batches give together: one, and another with smaller parts, from the
+        start, whenever memory runs out in the one before. Blocks, not calls, of which a debugger would show frames.
 
-        compute: takes parts of the micro-batches in their order, each with the number of its micro-batch.
-        micro_batches: the samples of each; size: counts the tokens of a part. Raises the error, with what to set, if
-        parts are single samples.
+        micro_batches: the samples of each; size: counts the tokens of a part. A block raises the error, with what to
+        set, if parts are single samples.
         """
         while True:
             cut = [(place, part) for place, rows in enumerate(micro_batches) for part in self._parts(rows)]
-            try:
-                return compute(cut)
-            except Exception as error:
-                self._admit(error, [part for _, part in cut], size)
+            attempt = Attempt(cut, partial(self._halves, parts=[part for _, part in cut], size=size))
+            yield attempt
+            if not attempt.is_broken_off:
+                return
             release_cached()
 
     def each(self, compute: Callable[[Sequence[int]], Result], rows: Sequence[int], size: Size) -> list[Result]:
         """Compute what each part of a micro-batch gives by itself: one part, or smaller ones from where memory ran out.
-        Raises as `together` does."""
+        Raises as blocks of `attempts` do."""
         results: list[Result] = []
         done = 0
         while not results or done < len(rows):
@@ -73,7 +75,8 @@ class Halvings:
                 done += len(part)
                 continue
             except Exception as error:
-                self._admit(error, [part], size)
+                if not self._halves(error, [part], size):
+                    raise
             release_cached()
         return results
 
@@ -82,20 +85,20 @@ class Halvings:
         size = max(1, -(-(len(rows) if whole is None else whole) >> self.number))
         return [rows[start : start + size] for start in range(0, len(rows), size)] or [rows]
 
-    def _admit(self, error: Exception, parts: Rows, size: Size) -> None:
-        """Halve, if the error is a shortage and that may help; else raise it."""
+    def _halves(self, error: BaseException, parts: Rows, size: Size) -> bool:
+        """Halve, if the error is a shortage and that may help; else say in the error what may."""
         if not is_shortage(error):
-            raise error
+            return False
         tokens = max(map(size, parts))
         if not self._is_alone:
             error.add_note(f"{KEY} makes passes smaller on all ranks; the largest of this rank had {tokens} tokens")
-            raise error
+            return False
         if max(map(len, parts)) <= 1:
             error.add_note(
                 f"not even a single sample of {tokens} tokens fits: make prompts or completions shorter, or let "
                 "memory.offload, memory.on_host or model.gradient_checkpointing make room"
             )
-            raise error
+            return False
         self.number += 1
         largest = max(size([row]) for part in parts for row in part)
         logger.warning(
@@ -103,3 +106,21 @@ class Halvings:
             "samples, which give the same gradient, and they stay so. %s=%d would begin with them",
             *(tokens, str(error).split("\n")[0], KEY, max(tokens // 2, largest)),
         )
+        return True
+
+
+class Attempt(contextlib.AbstractContextManager[Cut]):
+    """A block of work with parts of micro-batches, in their order, each with the number of its micro-batch.
+
+    halves: says of an error whether the work is to be done again. is_broken_off: whether it is."""
+
+    def __init__(self, cut: Cut, halves: Callable[[BaseException], bool]) -> None:
+        self._cut, self._halves = cut, halves
+        self.is_broken_off = False
+
+    def __enter__(self) -> Cut:
+        return self._cut
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        self.is_broken_off = error is not None and self._halves(error)
+        return self.is_broken_off

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from hybrid_rl.algos import Needs
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.controller import RankContext
-from hybrid_rl.memory.shortage import Cut
 from hybrid_rl.memory.transfer import finish_downloads, start_download
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
@@ -132,13 +130,31 @@ class Actor(TrainedModel):
             still = still_micro_batches(batch, plan, spec.mask(batch), self._context)
         sums.merge(_forward_only(batch, plan, still))
         first: torch.Tensor | None = None  # what the weights of the rollout said of the first mini-batch
-        size = row_size(batch)
+        size, record = row_size(batch), self._beside.record
         for _ in range(self._num_iterations):
             for micro_batches, its_counts, are_still in zip(plan, counts, still, strict=True):
-                compute = partial(self._gradients, batch, its_counts, version, are_still)
-                step, losses, before = self.halvings.together(compute, micro_batches, size)
-                if self._beside.record is not None:
-                    self._beside.record.keep(batch["completion_ids"])
+                for attempt in self.halvings.attempts(micro_batches, size):
+                    with attempt as cut:
+                        parts = [rows for _, rows in cut]
+                        mini = self._mini_batch(batch, parts, its_counts, version)
+                        step, losses, before = MetricSums(), [], []
+                        if record is not None:
+                            record.begin()
+                        for (micro, is_last), (place, part) in zip(self._cut(batch, parts), cut, strict=True):
+                            is_still = are_still[place]
+                            with accumulating(self.model, is_last=is_last), torch.set_grad_enabled(not is_still):
+                                loss, stats, said = micro_batch_loss(self.model, micro, spec, mini, self._beside)
+                                if not is_still:
+                                    loss.backward()  # type: ignore[no-untyped-call]
+                            if not is_still:
+                                self.optimizer.accumulate()
+                            if record is not None:
+                                record.take(part)
+                            step.merge(stats)
+                            losses.append(loss.detach())
+                            before += [said.float()] if part else []
+                if record is not None:
+                    record.keep(batch["completion_ids"])
                 if first is None:
                     first = start_download(torch.cat([torch.zeros(2, 0, device=self.model.device), *before], dim=1))
                     if self.guard is not None and not recomputed:
@@ -149,8 +165,8 @@ class Actor(TrainedModel):
                 sums.merge(self._step_metrics(step, common))
         self._read(sums)
         self._tell_changed(changed)
-        if self._beside.record is not None:
-            self.trained_columns |= self._beside.record.columns(batch["completion_ids"])
+        if record is not None:
+            self.trained_columns |= record.columns(batch["completion_ids"])
         if first is not None:
             rows = sample_rows(plan[0])
             its_batch = batch.select(rows)
@@ -165,32 +181,6 @@ class Actor(TrainedModel):
             sums.mean("teacher_kl", float(gap.double().sum()), len(gap))
         sums.merge(self.kl_weight.follow(batch, sums, self._context))
         return sums
-
-    def _gradients(
-        self, batch: Batch, counts: Counts, version: int, are_still: Sequence[bool], cut: Cut
-    ) -> tuple[MetricSums, list[torch.Tensor], list[torch.Tensor]]:
-        """Accumulate the gradients of one optimizer step. are_still: by micro-batch; cut: their parts. Returns the
-        metrics, the loss of each part, and the logprobs and entropies of those with samples, float32 [2, M] each."""
-        parts, record = [rows for _, rows in cut], self._beside.record
-        if record is not None:
-            record.begin()
-        mini = self._mini_batch(batch, parts, counts, version)
-        step, losses, before = MetricSums(), [], []
-        for (micro, is_last), (place, rows) in zip(self._cut(batch, parts), cut, strict=True):
-            is_still = are_still[place]
-            with accumulating(self.model, is_last=is_last), torch.set_grad_enabled(not is_still):
-                loss, stats, said = micro_batch_loss(self.model, micro, self._spec, mini, self._beside)
-                if not is_still:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            if not is_still:
-                self.optimizer.accumulate()
-            if record is not None:
-                record.take(rows)
-            step.merge(stats)
-            losses.append(loss.detach())
-            if rows:
-                before.append(said.float())
-        return step, losses, before
 
     def _mini_batch(self, batch: Batch, micro_batches: MicroBatches, counts: Counts, version: int) -> MiniBatch:
         """Find what the losses of micro-batches need to know of their mini-batch before the first backward pass."""

@@ -17,8 +17,8 @@ from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder, cache_region
-from hybrid_rl.engines.inplace.runner import Runner, Sampled
-from hybrid_rl.engines.inplace.scheduler import Chunk, Scheduler, Sequence
+from hybrid_rl.engines.inplace.runner import Pass, Runner
+from hybrid_rl.engines.inplace.scheduler import Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.inplace.speculation import Speculation
 from hybrid_rl.engines.registry import EngineSetup
@@ -106,12 +106,16 @@ class InPlaceEngine(EmbeddedEngine):
         self.require_ready(self.policy_version)
         leaving = self._scheduler.take_aborted(self._aborted)
         chunks = self._scheduler.schedule()
-        sampled = None
+        batch: Pass | None = None
+        sampled = hidden = None
         if chunks:
             try:
                 if self._speculation is not None:
                     self._speculation.add(chunks)
-                sampled = self._pass(chunks)
+                with self._runner.fewer_threads(chunks):
+                    batch = self._runner.prepare(chunks)
+                    hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
+                    sampled = self._runner.sample(batch, hidden)
             except BaseException as error:
                 self._undo_pass(leaving)
                 if not (is_shortage(error) and self._scheduler.halve(chunks)):
@@ -123,6 +127,7 @@ class InPlaceEngine(EmbeddedEngine):
                     "(rollout.max_num_seqs, rollout.engine_args.max_num_batched_tokens)".format(*limits),
                 )
         if chunks and sampled is None:
+            batch = hidden = None  # they hold tensors of the pass
             release_cached()
             return []
         self._aborted = set()
@@ -138,12 +143,6 @@ class InPlaceEngine(EmbeddedEngine):
                 self._scheduler.remove(sequence)
             finished += events
         return finished
-
-    def _pass(self, chunks: list[Chunk]) -> Sampled:
-        with self._runner.fewer_threads(chunks):
-            batch = self._runner.prepare(chunks)
-            hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
-            return self._runner.sample(batch, hidden)
 
     def _undo_pass(self, leaving: list[Sequence]) -> None:
         """Let everybody wait again: blocks count as written that were not, and what was written may be NaN, which a

@@ -21,6 +21,14 @@ def shortage() -> RuntimeError:
     return raised.value
 
 
+def together(halvings, compute, micro_batches):
+    found = None
+    for attempt in halvings.attempts(micro_batches, size):
+        with attempt as cut:
+            found = compute(cut)
+    return found
+
+
 class Memory:
     """Room for so many tokens in a pass. passes: the samples of all that were tried."""
 
@@ -62,7 +70,7 @@ def test_only_what_is_left_is_cut_again():
 
 def test_what_belongs_together_is_done_again_from_its_start():
     memory, halvings = Memory(16), Halvings(is_alone=True)
-    found = halvings.together(memory.all, [[0, 1], [2, 3, 7], []], size)
+    found = together(halvings, memory.all, [[0, 1], [2, 3, 7], []])
     assert found == [(0, [0]), (0, [1]), (1, [2, 3]), (1, [7]), (2, [])]
     assert memory.passes == [[0, 1], [2, 3, 7], [0], [1], [2, 3], [7], []]
 
@@ -71,7 +79,7 @@ def test_what_belongs_together_is_done_again_from_its_start():
 def test_a_sample_that_does_not_fit_is_an_error_that_says_what_to_do(method):
     memory, halvings = Memory(6), Halvings(is_alone=True)
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised:
-        halvings.each(memory, [0, 3], size) if method == "each" else halvings.together(memory.all, [[0, 3]], size)
+        halvings.each(memory, [0, 3], size) if method == "each" else together(halvings, memory.all, [[0, 3]])
     assert raised.value.__notes__[0].startswith("not even a single sample of 9 tokens fits")
     assert halvings.number == 1
 
@@ -86,7 +94,7 @@ def test_tries_are_bounded():
 def test_a_rank_among_others_does_not_halve_by_itself():
     memory, halvings = Memory(8), Halvings(is_alone=False)
     with pytest.raises(RuntimeError) as raised:
-        halvings.together(memory.all, [[0, 1]], size)
+        together(halvings, memory.all, [[0, 1]])
     assert raised.value.__notes__ == [
         "optimizer.tokens_per_micro_batch makes passes smaller on all ranks; the largest of this rank had 16 tokens"
     ]
