@@ -54,13 +54,18 @@ def same(mine, theirs) -> None:
         {},
         {"beta": 0.1, "old_logprobs": "recompute", "num_iterations": 2},
         {"algorithm": "ppo"},
-        {"algorithm": "gspo", "prompts_per_mini_batch": 2},
-        {"lora.r": 2, "lora_alpha": 8},
-        {"lr_scheduler_type": "linear", "partial": True},
         {"async_level": 1},
         {"num_train_epochs": 2, "lr_scheduler_type": "cosine"},
-        {"rollout": {"engine": "hf"}},
-        {"reward_weights": [2.0], "rewards.overlong_buffer": 2},
+        *(
+            pytest.param(keys, marks=pytest.mark.sweep)
+            for keys in (
+                {"algorithm": "gspo", "prompts_per_mini_batch": 2},
+                {"lora.r": 2, "lora_alpha": 8},
+                {"lr_scheduler_type": "linear", "partial": True},
+                {"rollout": {"engine": "hf"}},
+                {"reward_weights": [2.0], "rewards.overlong_buffer": 2},
+            )
+        ),
     ],
     ids=str,
 )
