@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class Actor(TrainedModel):
             still = still_micro_batches(batch, plan, spec.mask(batch), self._context)
         sums.merge(_forward_only(batch, plan, still))
         first: torch.Tensor | None = None  # what the weights of the rollout said of the first mini-batch
-        size, record = row_size(batch), self._beside.record
+        size, record = partial(row_size, batch), self._beside.record
         for _ in range(self._num_iterations):
             for micro_batches, its_counts, are_still in zip(plan, counts, still, strict=True):
                 for attempt in self.halvings.attempts(micro_batches, size):

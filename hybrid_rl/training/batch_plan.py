@@ -6,7 +6,7 @@ see bit for bit the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,16 +162,11 @@ def sample_lengths(batch: Batch) -> list[int]:
     return lengths
 
 
-def row_size(batch: Batch) -> Callable[[Sequence[int]], int]:
-    """Return what counts the tokens of samples in one row: their completions, and each different prompt once."""
-    prompts, completions = batch["prompt_ids"], batch["completion_ids"].lengths.tolist()
-    lengths = prompts.lengths.tolist()
-
-    def size(rows: Sequence[int]) -> int:
-        firsts = [members[0] for members in prompt_groups(prompts, rows)]
-        return sum(lengths[row] for row in firsts) + sum(completions[row] for row in rows)
-
-    return size
+def row_size(batch: Batch, rows: Sequence[int]) -> int:
+    """Count the tokens of samples in one row: their completions, and each different prompt once."""
+    prompts, completions = batch["prompt_ids"], batch["completion_ids"]
+    firsts = [members[0] for members in prompt_groups(prompts, rows)]
+    return int(prompts.lengths[firsts].sum() + completions.lengths[list(rows)].sum())
 
 
 def num_micro_batches(plan: Plan) -> list[int]:

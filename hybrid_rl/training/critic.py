@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ class Critic(TrainedModel):
         progress.count(self._num_iterations * len(plan), "optimizer steps of the critic", is_common=True)
         for _ in range(self._num_iterations):
             for micro_batches, num_tokens in zip(plan, counts, strict=True):
-                for attempt in self.halvings.attempts(micro_batches, row_size(batch)):
+                for attempt in self.halvings.attempts(micro_batches, partial(row_size, batch)):
                     with attempt as cut:
                         step, losses = self._gradients(batch, num_tokens, cut)
                 step.merge(self._take_step(batch, micro_batches, losses, prefix="critic/", loss="value_loss")[1])

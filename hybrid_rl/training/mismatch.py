@@ -29,9 +29,9 @@ class MismatchGuard:
     """Compares what engine and trainer say of the tokens of a step before its first update, and raises HandoffError if
     they differ far more than in the first ones.
 
-    Of tokens that the present weights sampled both must say the same but for rounding, whatever they are. What weights
-    that are proven byte by byte leave open shows here for nothing, in every step: a cache of the old policy, buffers,
-    and what an engine has derived from its weights. dtype: that the trainer computes in.
+    Both must give the tokens that the present weights sampled the same logprobs, but for rounding. This shows what a
+    comparison of the weights' bytes cannot: a cache of the old policy, buffers, and what an engine has derived from its
+    weights. dtype: that the trainer computes in.
     """
 
     def __init__(self, dtype: torch.dtype, context: RankContext) -> None:

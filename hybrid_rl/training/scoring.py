@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ def token_columns(
         progress.advance(len(rows))
         return rows, {name: start_download(values) for name, values in computed.items()}
 
-    parts = [part for rows in micro_batches for part in halvings.each(compute_part, rows, row_size(batch))]
+    size = partial(row_size, batch)
+    parts = [part for rows in micro_batches for part in halvings.each(compute_part, rows, size)]
     for device in devices:
         finish_downloads(device)
     columns: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Bugs of handoffs that people have met in public, each rebuilt small from its public description.
+"""Bugs of handoffs, most of them met in public, each rebuilt small from its description.
 
 An exhibit is a fault of an engine that holds weights of its own (tests/support/engines/sleeping_engine.py), from the
 handoff FAULTY on, in the middle of a run: the probe of the first handoffs is over, and the next is four handoffs away.
@@ -17,6 +17,7 @@ from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from tests.support.engines.sleeping_engine import SleepingEngine
 from tests.support.inside.engines import model_of
 
+UNKNOWN = "no thread known: it can happen"
 FAULTY = 4  # policy version with which the fault begins
 
 Own = Callable[[SleepingEngine, Source, int], HandoffReport]
@@ -44,9 +45,9 @@ Fault = Callable[[SleepingEngine, History, int], None]  # after the handoff has 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A bug. told: where it was told in public, as repository#number; what: happens; fault: does it to an engine that
-    has just been given a version; stopped_by: a mechanism of the library; message: what its error says. keys: of the
-    run; patches: methods of the engine that are replaced from the handoff `begins` on."""
+    """A bug. told: where it was told in public, as repository#number, or UNKNOWN; what: happens; fault: does it to an
+    engine that has just been given a version; stopped_by: a mechanism of the library; message: what its error says.
+    keys: of the run; patches: methods of the engine that are replaced from the handoff `begins` on."""
 
     name: str
     told: str
@@ -191,7 +192,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "shards in another order",
-        "inclusionAI/AReaL, its vLLM adapter",
+        UNKNOWN,
         "the pieces of a sharded tensor are put together in the order of ranks of another mesh",
         VERIFIED,
         WEIGHTS_DIFFER + "model.layers.0.mlp.gate_proj.weight",
@@ -207,7 +208,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "gate for up",
-        "verl-project/verl#7195",
+        UNKNOWN,
         "two tensors of one shape change places in a fused one",
         VERIFIED,
         WEIGHTS_DIFFER + "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight",
@@ -231,7 +232,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "a delta in bfloat16",
-        "THUDM/slime, deltas of weights",
+        UNKNOWN,
         "what changed is sent in 16 bits and added, and errors add up",
         VERIFIED,
         WEIGHTS_DIFFER,
@@ -239,7 +240,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "not finite",
-        "verl-project/verl#7904",
+        UNKNOWN,
         "memory that was never written is read as weights",
         VERIFIED,
         WEIGHTS_DIFFER + "model.norm.weight",
@@ -333,7 +334,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "an older version under a new number",
-        "verl-project/verl#3516",
+        UNKNOWN,
         "the engine holds a version, and says that it holds another",
         VERIFIED,
         WEIGHTS_DIFFER,
@@ -341,7 +342,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "one tag woken of two",
-        "verl-project/verl#302",
+        UNKNOWN,
         "weights are woken and written, and generation begins without the cache",
         STATES,
         "is weights",

@@ -158,7 +158,7 @@ def replay(
     """
     run = Path(run_folder).resolve()
     given, names = _keys_of(run), _about(run)["reward_functions"]
-    start, max_steps = _start_of(run, step), _num_steps(run)
+    (begun, start), max_steps = _start_of(run, step), _num_steps(run)
     if reward_funcs is None:
         reward_funcs = [_named(name) for name in names]
     arguments = {"tokenizer": tokenizer} if tokenizer is not None else {}
@@ -173,7 +173,7 @@ def replay(
             config = {**given, **own, "run_name": name, **resumed}
             return Trainer(module, reward_funcs, train_dataset, config=config, **arguments, **keys)
 
-        if changes and (0 if start is None else int(start.name.split("-")[1])) < step - 1:
+        if changes and begun < step - 1:
             with trainer("before", start) as plain:  # other keys are for the step itself
                 while plain.global_step < step - 1:
                     plain.step()
@@ -236,8 +236,9 @@ def _num_steps(run: Path) -> int:
     return _about(run).get("max_steps") or max(rollout_steps(run / "rollouts"))
 
 
-def _start_of(run: Path, step: int) -> Path | None:
-    """Return the last checkpoint before a step; None for the beginning. Raises DataError if samples are missing."""
+def _start_of(run: Path, step: int) -> tuple[int, Path | None]:
+    """Return the last checkpoint before a step, and the step that it is of; 0 and None for the beginning. Raises
+    DataError without samples of the step, CheckpointError without those of the steps in between."""
     steps = rollout_steps(run / "rollouts") if (run / "rollouts").is_dir() else []
     if step not in steps:
         raise DataError(
@@ -253,7 +254,7 @@ def _start_of(run: Path, step: int) -> Path | None:
             f"the weights of step {step} cannot be made again: the last checkpoint before it is {begun}, and the "
             f"samples of step {missing[0]} are missing"
         )
-    return before.get(start)
+    return start, before.get(start)
 
 
 def _named(name: str) -> Callable[..., Any]:
