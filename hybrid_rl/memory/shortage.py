@@ -17,6 +17,8 @@ Cut = list[tuple[int, Sequence[int]]]
 Size = Callable[[Sequence[int]], int]
 
 KEY = "optimizer.tokens_per_micro_batch"
+# The attribute of a shortage that smaller micro-batches of all ranks may help. It is pickled with the error.
+_PASS_TOKENS = "_pass_tokens"
 # PyTorch's allocator of the host raises no class of its own.
 _HOST_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
@@ -30,6 +32,16 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _HOST_MESSAGES)
 
 
+def pass_tokens(error: BaseException | None) -> int | None:
+    """Return the tokens of the largest pass of a rank among others that ran out of memory with this error, or with one
+    that it comes from; None for other errors, and for passes of single samples, which cannot be smaller."""
+    while error is not None:
+        if _PASS_TOKENS in vars(error):
+            return int(vars(error)[_PASS_TOKENS])
+        error = error.__cause__
+    return None
+
+
 def release_cached() -> None:
     """Give the memory back that PyTorch keeps of a device; call it outside of the `except` block, whose error holds the
     tensors of the work that failed."""
@@ -41,7 +53,7 @@ class Halvings:
     """Micro-batches of one model that get smaller when memory runs out, and stay so.
 
     is_alone: False if other ranks take part in every pass: they would wait for this one, so an error is raised as it
-    is. number: of times that micro-batches were halved so far.
+    is, with what `pass_tokens` reads. number: of times that micro-batches were halved so far.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
@@ -90,14 +102,15 @@ class Halvings:
         if not is_shortage(error):
             return False
         tokens = max(map(size, parts))
-        if not self._is_alone:
-            error.add_note(f"{KEY} makes passes smaller on all ranks; the largest of this rank had {tokens} tokens")
-            return False
         if max(map(len, parts)) <= 1:
             error.add_note(
                 f"not even a single sample of {tokens} tokens fits: make prompts or completions shorter, or let "
                 "memory.offload, memory.on_host or model.gradient_checkpointing make room"
             )
+            return False
+        if not self._is_alone:
+            vars(error)[_PASS_TOKENS] = tokens
+            error.add_note(f"{KEY} makes passes smaller on all ranks; the largest of this rank had {tokens} tokens")
             return False
         self.number += 1
         largest = max(size([row]) for part in parts for row in part)

@@ -17,6 +17,7 @@ from hybrid_rl.process.stopping import Stop
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.restarts import Loss, Restarts
 from hybrid_rl.run.saver import Saver
+from hybrid_rl.run.settings import Settings
 from hybrid_rl.run.stopper import Stopper
 from hybrid_rl.run.tenancy import Tenancy, steps_of
 
@@ -24,14 +25,15 @@ logger = logging.getLogger("hybrid_rl")
 
 
 class Recovery:
-    """Makes the workers of a run again when ranks are lost, as often as max_restarts says.
+    """Makes the workers of a run again when ranks are lost, as often as max_restarts says; with smaller micro-batches
+    if one of them ran out of memory.
 
     log: of the run, which goes back with it. saver: waits for its checkpoint before the workers end.
     """
 
-    def __init__(self, crew: Crew, tenancy: Tenancy, saver: Saver, stopper: Stopper) -> None:
+    def __init__(self, crew: Crew, tenancy: Tenancy, saver: Saver, stopper: Stopper, settings: Settings) -> None:
         self._crew, self._position, self._log = crew, crew.position, crew.log
-        self._tenancy, self._stopper, self._saver = tenancy, stopper, saver
+        self._tenancy, self._stopper, self._saver, self._settings = tenancy, stopper, saver, settings
         self._restarts = Restarts(crew.config.max_restarts)
         self._first_steps = steps_of(crew.run.module)  # training steps of the module at the start
 
@@ -67,7 +69,11 @@ class Recovery:
         if self._stopper.stop.reason:
             raise error
         step = self._position.step if earlier is None else earlier.step
-        return self._restarts.admit(error, step, at_start=earlier is not None)
+        tokens = self._settings.smaller_micro_batch(error)
+        loss = self._restarts.admit(error, step, at_start=earlier is not None, is_eased=tokens is not None)
+        if tokens is not None:
+            self._settings.shrink(tokens)
+        return loss
 
     def _restart(self, loss: Loss, delay_seconds: float) -> None:
         """Make the workers again from the last checkpoint, or as at the start of the run if there is none."""

@@ -81,9 +81,10 @@ class Restarts:
         self._best_step = -1
         self._num_in_row = 0
 
-    def admit(self, error: Exception, step: int, *, at_start: bool = False) -> Loss:
+    def admit(self, error: Exception, step: int, *, at_start: bool = False, is_eased: bool = False) -> Loss:
         """Count a restart after this error, which came after so many complete training steps, and return what is known
-        of it. at_start: it broke off a restart, so training has not got that far again.
+        of it. at_start: it broke off a restart, so training has not got that far again. is_eased: the next try takes
+        less memory, so that the same error after the same step says nothing about it.
 
         Raises the error if it allows no restart or there were enough, and WorkerError with the tracebacks if training
         failed after the same step in the same way as before, or lost processes there for the third time in a row.
@@ -92,7 +93,7 @@ class Restarts:
             raise error
         loss = Loss.of(error, step)
         before = [earlier_loss for earlier_loss in self._losses if earlier_loss.step == step]
-        if not at_start and (same := _same(loss, before)):
+        if not at_start and not is_eased and (same := _same(loss, before)):
             raise _again([*same, loss], self.number) from error
         if self.number >= self._limit:
             failure = self._losses[-1] if self._losses else None

@@ -3,18 +3,21 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from hybrid_rl.agents.turn_record import change_record
 from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.config.changes import differing
 from hybrid_rl.config.config_text import key_values
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.memory.shortage import KEY, pass_tokens
 from hybrid_rl.process.interrupts import deferred_interrupt
 from hybrid_rl.rewards import RewardModelEntry, with_model_entries
 from hybrid_rl.rollout.successes import Grades
@@ -25,6 +28,7 @@ from hybrid_rl.run.changed import ANOTHER, changed_config
 from hybrid_rl.run.checks import check_rewards
 from hybrid_rl.run.crew import Crew
 from hybrid_rl.run.missing import LIVE, callback_advice, refusal
+from hybrid_rl.run.prepare import Run
 from hybrid_rl.run.start import make_collector
 from hybrid_rl.run.tenancy import Tenancy
 from hybrid_rl.run.watch import SignalWatch
@@ -114,7 +118,7 @@ class Settings:
     def _reward_names(self) -> list[str]:
         return self._crew.run.rewards.entries.names
 
-    def _apply(self, config: TrainerConfig, made: Sequence[Change] = (), rewards: RewardSetup | None = None) -> None:
+    def _apply(self, config: TrainerConfig, made: Iterable[Change] = (), rewards: RewardSetup | None = None) -> None:
         """Go on with this configuration, everywhere. made: what differs; rewards: other reward functions."""
         crew, run = self._crew, self._crew.run
         after = dataclasses.replace(run, config=config, max_steps=self._position.max_steps)
@@ -125,10 +129,16 @@ class Settings:
         collector = make_collector(after, crew.generating, crew.sampler).after(crew.collector, self._position.step)
         with deferred_interrupt():  # or the ranks would have the new settings, and the driver the old ones
             crew.generating.reconfigure(config, num_steps, after.rewards if is_other else None)
-            crew.run, crew.collector, self._changed = after, collector, (*self._changed, *made)
+            crew.collector = collector
             if is_other or config.algorithm != run.config.algorithm:
                 crew.signal_watch = SignalWatch(config, Scoring.of(after))
-            self._log.change(config, [f"after step {change.step}: {change}" for change in self._changed])
+            self._record(after, made)
+
+    def _record(self, after: Run, made: Iterable[Change]) -> None:
+        """Take over a run with another configuration, here and in its folder."""
+        self._crew.run, self._changed = after, (*self._changed, *made)
+        change_record(self._crew.turns_folder, to_dict(after.config))
+        self._log.change(after.config, [f"after step {change.step}: {change}" for change in self._changed])
 
     def _differences(self, config: TrainerConfig) -> Iterator[Change]:
         for path, was, now in differing(to_dict(self._crew.config), to_dict(config)):
@@ -152,13 +162,63 @@ class Settings:
             sources=reward_sources(run.agents),
             has_environments=run.rewards.has_environments,
         )
-        longest = run.max_length + self._first_length - run.config.rollout.max_completion_length
+        longest = self._longest
         if setup.entries.max_length(longest) > run.rewards.entries.max_length(longest):
             raise ConfigError(
                 "reward_funcs has a judge whose questions may be longer than what the engine was built for; lower its "
                 f"max_tokens. {ANOTHER}"
             )
         return setup
+
+    @property
+    def _longest(self) -> int:
+        """The longest sample that this run may have, whatever max_completion_length is set to, in tokens."""
+        run = self._crew.run
+        return run.max_length + self._first_length - run.config.rollout.max_completion_length
+
+    # ---------------------------------------------------------------------------------------- shortages of memory
+
+    def smaller_micro_batch(self, error: BaseException) -> int | None:
+        """Return the tokens_per_micro_batch with which passes are half as large as the one in which a rank among others
+        ran out of memory, or as small as the longest sample allows; None for other errors, and if that is
+        no help."""
+        tokens = pass_tokens(error)
+        half = max((tokens or 0) // 2, self._longest)
+        return half if tokens is not None and half < tokens else None
+
+    def shrink(self, tokens: int) -> None:
+        """Go on with so many tokens in a micro-batch, on workers that are to be made again: those of now are lost."""
+        run = self._crew.run
+        optimizer = dataclasses.replace(run.config.optimizer, tokens_per_micro_batch=tokens)
+        config = dataclasses.replace(run.config, optimizer=optimizer)
+        self._record(dataclasses.replace(run, config=config), [*self._differences(config)])
+        logger.warning(
+            "memory ran out in a pass of one of several ranks: all go on with %s=%d, which makes passes smaller and "
+            "gives the same gradient. Set it, and the next run begins so",
+            *(KEY, tokens),
+        )
+
+    @contextlib.contextmanager
+    def advising(self) -> Iterator[None]:
+        """Add what to set to the error of a block in which a rank among others runs out of memory."""
+        try:
+            yield
+        except Exception as error:
+            tokens = self.smaller_micro_batch(error)
+            if tokens is not None:
+                error.add_note(
+                    f"set {KEY}={tokens}: passes are smaller then, and the gradient is the same. With "
+                    "max_restarts and save_steps, fit() does so by itself"
+                )
+            elif pass_tokens(error) is not None:
+                error.add_note(
+                    f"{KEY} cannot be lower: a sample may take {self._longest} tokens. Make prompts or completions "
+                    "shorter, let memory.offload, memory.on_host or model.gradient_checkpointing make room, or use "
+                    "more ranks"
+                )
+            raise
+
+    # ------------------------------------------------------------------------------------------------ what follows
 
     def follow(self) -> None:
         """Let the run follow what was set on its parts or in passing: max_steps, and the weights of its datasets."""

@@ -181,7 +181,7 @@ class Trainer:
         self._saver = saver = Saver(crew, tenancy, self._settings, self._notify)
         self._stopper = Stopper(crew, tenancy, saver)
         self._evaluator = RunEvaluator(crew, tenancy, saver, self._stopper, self._notify)
-        self._recovery = Recovery(crew, tenancy, saver, self._stopper)
+        self._recovery = Recovery(crew, tenancy, saver, self._stopper, self._settings)
         self._rescue, self._familiar = Rescue(crew, tenancy, saver), Familiar(crew, saver)
         crew.start(saver.finish, self._settings.carry_on)
         self._view = extra("run_view")(crew, tenancy)  # the last one: with it the Trainer is whole
@@ -244,7 +244,7 @@ class Trainer:
         self._saver.look()
         start, step, phase = now(), self.global_step + 1, crew.timeline.phase
         policy.label = f"training step {step}"
-        with self._tenancy.working("step()"), crew.guard.step(), crew.timeline.step(step):
+        with self._tenancy.working("step()"), self._settings.advising(), crew.guard.step(), crew.timeline.step(step):
             with broken_model_explained(policy.label, self.run_folder), phase("rollout"):
                 collected = self.collector.take(self.policy_version, crew.state(step))
             batch, timings, update = collected.batch, collected.timings, dict[str, float]()

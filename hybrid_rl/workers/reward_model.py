@@ -56,7 +56,7 @@ class RewardModel:
 
     def __init__(self, entry: RewardModelEntry, config: TrainerConfig, context: RankContext) -> None:
         self.name = entry.name
-        self._tokens_per_micro_batch, self._context = config.optimizer.tokens_per_micro_batch, context
+        self.tokens_per_micro_batch, self._context = config.optimizer.tokens_per_micro_batch, context
         self._halvings = Halvings(is_alone=context.num_ranks == 1)
         self.model = build_reward_model(entry, config, context)
         self._tokenizer = _tokenizer_of(entry, config)
@@ -94,7 +94,7 @@ class RewardModel:
         lengths, limit = row_tokens(sequences), self.model.length_limit
         rows = [row for row, size in enumerate(lengths) if limit is None or size - 1 <= limit.num_tokens]
         sizes = [lengths[row] for row in rows]
-        cap = max(token_cap(self.model.device, self._tokens_per_micro_batch, sizes), *sizes, 1)
+        cap = max(token_cap(self.model.device, self.tokens_per_micro_batch, sizes), *sizes, 1)
         micros = pack_by_tokens(sizes, cap) if sizes else []
         scores = torch.full((batch.num_samples,), torch.nan, dtype=torch.float64)
         progress.count(len(rows), "samples")
@@ -174,6 +174,11 @@ class RewardModels:
                     f"reward model {model.name!r}: its tokenizer has no chat template, but prompts are messages; pass "
                     f"reward_processing_classes= with one that has"
                 )
+
+    def reconfigure(self, config: TrainerConfig) -> None:
+        """Go on with micro-batches of another size."""
+        for model in self._models.values():
+            model.tokens_per_micro_batch = config.optimizer.tokens_per_micro_batch
 
     @property
     def models(self) -> list[CausalLM]:

@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 
-from hybrid_rl.memory.shortage import Halvings, is_shortage
+from hybrid_rl.controller.failures import Site, error_of, failure_of
+from hybrid_rl.memory.shortage import Halvings, is_shortage, pass_tokens
 
 LENGTHS = [9, 7, 5, 4, 3, 2, 1, 8]
 
@@ -98,6 +99,26 @@ def test_a_rank_among_others_does_not_halve_by_itself():
     assert raised.value.__notes__ == [
         "optimizer.tokens_per_micro_batch makes passes smaller on all ranks; the largest of this rank had 16 tokens"
     ]
+    assert pass_tokens(raised.value) == 16
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError, RuntimeError])
+def test_the_driver_reads_the_size_of_the_pass_from_the_error_of_a_rank(kind):
+    def fails(rows):
+        raise kind("DefaultCPUAllocator: not enough memory")
+
+    with pytest.raises(kind) as raised:
+        Halvings(is_alone=False).each(fails, [0, 1], size)
+    failures = {1: failure_of(raised.value), 0: failure_of(RuntimeError("gloo: connection closed by peer"))}
+    assert pass_tokens(error_of(Site("policy", 2, {}), "update()", failures)) == 16
+
+
+def test_smaller_micro_batches_of_all_ranks_do_not_help_a_single_sample():
+    memory = Memory(8)
+    with pytest.raises(RuntimeError) as raised:
+        together(Halvings(is_alone=False), memory.all, [[0], [1]])
+    assert raised.value.__notes__[0].startswith("not even a single sample of 9 tokens fits")
+    assert pass_tokens(raised.value) is None
 
 
 def test_other_errors_pass():

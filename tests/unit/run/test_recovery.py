@@ -170,6 +170,15 @@ def test_errors_of_another_kind_after_the_same_step_do_not_end_a_run() -> None:
     )
 
 
+def test_the_same_error_may_come_again_if_the_next_try_takes_less_memory() -> None:
+    counted = restarts.Restarts(3)
+    for _ in range(3):
+        counted.admit(lost(RuntimeError("no memory")), 3, is_eased=True)
+    with pytest.raises(RuntimeError, match="no memory") as raised:
+        counted.admit(lost(RuntimeError("no memory")), 3, is_eased=True)
+    assert "there were 3 restarts, and max_restarts=3" in str(raised.value.__notes__)
+
+
 def test_a_full_disk_at_a_restart_is_waited_for(make_trainer, straight_run, records, monkeypatch) -> None:
     straight = straight_run(**STEPS)
     trainer, stuck = (make_trainer(**STEPS | {"max_restarts": 3, "run_name": name}) for name in "ab")

@@ -64,6 +64,21 @@ def test_a_pass_that_does_not_fit_is_scored_in_halves(monkeypatch):
     assert num_tokens[0] > 16 and len(num_tokens) >= 3
 
 
+def test_micro_batches_of_another_size_are_those_of_reward_models_too(monkeypatch):
+    entry = RewardModelEntry("rm", classifier(vocab_size=len(VOCABULARY)), build_tokenizer())
+    models, batch, num_tokens = RewardModels({0: entry}, ["rm"], settings(), RankContext()), sample_batch(), []
+    wrap(
+        monkeypatch,
+        torch.nn.Embedding,
+        "forward",
+        lambda own, module, token_ids: num_tokens.append(token_ids.numel()) or own(module, token_ids),
+    )
+    expected = models.late_scores(batch).values[0]
+    models.reconfigure(settings(tokens_per_micro_batch=16))
+    assert models.late_scores(batch).values[0] == pytest.approx(expected, abs=1e-6)
+    assert num_tokens[0] > 16 and len(num_tokens) >= 3 and max(num_tokens[1:]) <= 16
+
+
 def settings(**keys):
     loaded, given = load_config({"max_completion_length": 8, "num_generations": 2} | keys)
     return resolve(loaded, given)
