@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from hybrid_rl.config import TrainerConfig
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM, PackedRow
+from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.models.row import Layout
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 
@@ -25,8 +26,11 @@ PROBE_REQUEST = -1
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 # In 16 bits no number fits every model: one rounding of its embeddings moves SmolLM2's own logprobs by 0.08 to 0.3 (the
 # root mean square over the vocabulary), those of a model with random weights by a tenth of that. Engine and trainer may
-# differ by so many times what the model's own do.
-NOISE_FACTOR = 4.0
+# differ by so many times what the model's own do on average; and by so many times what the token does that moves most,
+# as one does whose router is about to choose another expert.
+NOISE_FACTOR, TOKEN_FACTOR = 4.0, 2.0
+# What a router reads has been rounded many times, so it is moved by more of its last places than embeddings are.
+ROUTER_UNITS = 8.0
 
 
 class HandoffProbe:
@@ -49,7 +53,8 @@ class HandoffProbe:
     def expected(self, model: CausalLM) -> Tensor:
         """Continue the prompt with the likeliest tokens. Returns ln p of the whole vocabulary at each of them, float32
         [1, k, V] on the host; in 16 bits [2, k, V], the second time with embeddings that are moved by half a unit in
-        their last place: what one rounding does to this model on these tokens. Collective if the model is sharded."""
+        their last place, there or back, whichever moves a token more: what one rounding does to this model on these
+        tokens. Collective if the model is sharded."""
         token_ids, num_passes = torch.tensor(self._prompt_ids, device=model.device), num_probe_passes(model.dtype)
         # Filled row by row: a vocabulary is wide, and this is what the probe keeps in memory.
         shape = (num_passes, self._num_tokens, model.head.out_features)
@@ -67,8 +72,15 @@ class HandoffProbe:
             places = torch.arange(len(token_ids) - 1, device=model.device)
             last = places[len(self._prompt_ids) - 1 :]
             row = PackedRow(token_ids[:-1], places, token_ids[last + 1], last, Layout((len(places),)))
-            with rounded_embeddings(model):
+            with rounded(model, 1.0):
                 expected[1] = model.row_distribution(row, 1.0)
+            if find_routers(model.module):
+                # A router that is about to choose another expert does so in one of two opposite directions.
+                with rounded(model, -1.0):
+                    back = model.row_distribution(row, 1.0).to(expected)
+                for place, (plain, there) in enumerate(zip(expected[0], expected[1], strict=True)):
+                    if _distance(plain, back[place]) > _distance(plain, there):
+                        expected[1, place] = back[place]
         return expected
 
     def compare(self, expected: Tensor, answer: FinishedSample, version: int, proof: str | None) -> float:
@@ -79,11 +91,9 @@ class HandoffProbe:
         """
         rows, tolerance = expected[0], self._tolerance
         if tolerance is None:
-            squares = [
-                float((moved - row).nan_to_num(0.0, 0.0, 0.0).square().mean())
-                for row, moved in zip(rows, expected[-1], strict=True)
-            ]
-            tolerance = max(PROBE_TOLERANCE[self._dtype], NOISE_FACTOR * math.sqrt(statistics.fmean(squares)))
+            squares = [_distance(row, moved) for row, moved in zip(rows, expected[-1], strict=True)]
+            noise = NOISE_FACTOR * math.sqrt(statistics.fmean(squares)), TOKEN_FACTOR * math.sqrt(max(squares))
+            tolerance = max(PROBE_TOLERANCE[self._dtype], *noise)
         gap = 0.0
         for row, token, logprob in zip(rows, answer.completion_ids, answer.logprobs, strict=False):
             difference = abs(float(row[token]) - logprob)
@@ -98,21 +108,36 @@ class HandoffProbe:
         return gap
 
 
+def _distance(row: Tensor, moved: Tensor) -> float:
+    """Return the mean square over the vocabulary of how far ln p [V] of a token was moved."""
+    return float((moved - row).nan_to_num(0.0, 0.0, 0.0).square().mean())
+
+
 @contextmanager
-def rounded_embeddings(model: CausalLM) -> Iterator[None]:
-    """Move the embeddings of every token by half a unit in the last place inside the block, up or down by chance; the
-    same on every rank."""
+def rounded(model: CausalLM, sign: float) -> Iterator[None]:
+    """Move the embeddings of every token by half a unit in the last place inside the block, up or down by chance, and
+    what routers read by ROUTER_UNITS as much; the same on every rank. sign: -1.0 moves all of them the other way."""
     generator = torch.Generator().manual_seed(0)
 
-    def move(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
-        return (output.float() * (1 + signs * torch.finfo(output.dtype).eps / 2)).to(output.dtype)
+    def moved(tensor: Tensor, units: float) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+        factors = 1 + sign * units * signs * torch.finfo(tensor.dtype).eps / 2
+        return (tensor.float() * factors).to(tensor.dtype)
 
-    handle = model.module.get_input_embeddings().register_forward_hook(move)
-    try:
+    def embed(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return moved(output, 1.0)
+
+    def route(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def shifted(value: Any) -> Any:
+            return moved(value, ROUTER_UNITS) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return tuple(map(shifted, given)), {name: shifted(value) for name, value in named.items()}
+
+    with ExitStack() as hooks:
+        hooks.callback(model.module.get_input_embeddings().register_forward_hook(embed).remove)
+        for router, _ in find_routers(model.module):
+            hooks.callback(router.register_forward_pre_hook(route, with_kwargs=True).remove)
         yield
-    finally:
-        handle.remove()
 
 
 def causes(gap: float, proof: str | None) -> str:

@@ -36,6 +36,9 @@ NOT_HELD |= {
 HELD = [name for name in FAMILIES if name not in NOT_HELD]
 NUM_HANDOFFS = 20
 QUICK, NUM_QUICK = {"qwen2", "gemma3", "qwen3-moe"}, 4
+# Of its 20 handoffs in bfloat16 one has a token that a router is about to send to another expert (0.3021 against
+# 0.3015): engine and trainer choose differently, and differ by 1.06 in its logprob.
+FLIPS = "flex-olmo"
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,8 @@ def engine() -> Iterator[None]:
     ("family", "count"),
     [
         *((name, NUM_QUICK) for name in HELD if name in QUICK),
-        *(pytest.param(name, NUM_HANDOFFS, marks=pytest.mark.sweep) for name in HELD),
+        (FLIPS, NUM_HANDOFFS),
+        *(pytest.param(name, NUM_HANDOFFS, marks=pytest.mark.sweep) for name in HELD if name != FLIPS),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

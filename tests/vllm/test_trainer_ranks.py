@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_rl import Trainer, replay
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.logging.run_folder import read_jsonl
 from tests.support.tiny import build_model, build_tokenizer, spread, sums
 from tests.vllm.test_trainer import KEYS, SHAPE
@@ -72,3 +74,26 @@ def test_in_every_step_every_logprob_is_the_trainers(layout, num_ranks, num_step
     assert not [record for record in caplog.records if "loaded anew" in record.message]
     assert [path.name for path in short_folder.rglob("*") if path.is_socket()] == []  # of ranks that tell each other
     assert list(short_folder.glob("hrl-vllm-*")) == []
+
+
+def leave_out_one_rank(completion_ids, trainer_state, **_):
+    """A reward. From the second step on, handoffs write nothing on rank 1."""
+    if trainer_state.global_step == 2 and dist.get_rank() == 1:
+        from hybrid_rl.resharding.handoff import base, message
+
+        base.copy_pieces = lambda *_, **__: None
+        message.Message.unpack = lambda *_: None
+    return [float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+def test_one_rank_of_a_tensor_parallel_engine_that_is_left_out_is_found(tmp_path, short_folder):
+    """As in the museum, in vLLM itself: half of every sharded tensor is that of the policy before."""
+    keys = {**KEYS, **LAYOUTS["tensor parallel"], "num_ranks": 2, "output_dir": str(tmp_path), "max_steps": 4}
+    keys |= {"ray.env_vars": {"TMPDIR": str(short_folder)}, "learning_rate": 1e-2}
+    model = build_model(**SHAPE)
+    with Trainer(model, leave_out_one_rank, sums(12), tokenizer=build_tokenizer(), **keys) as trainer:
+        with pytest.raises(HandoffError, match=r"(?s)rank 1.*policy version 2.*do not hold the trainer's weights"):
+            trainer.fit()
+        assert trainer.global_step == 1
