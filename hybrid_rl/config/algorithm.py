@@ -278,7 +278,8 @@ def reference_ranks(config: TrainerConfig) -> int:
 
 def steps_ahead(config: TrainerConfig) -> int:
     """Return how many batches are generated ahead of the one that is trained on: rollout.async_level, resolved."""
-    return int(config.rollout.async_level == 1)
+    level = config.rollout.async_level
+    return 0 if level == "auto" else level
 
 
 def teacher_path(config: TrainerConfig) -> str | None:

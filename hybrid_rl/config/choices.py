@@ -153,7 +153,7 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
             None,
             {"none": BufferConfig, "held": HeldConfig},
             lambda given, _: "held" if _holds(given) else None,
-            "nothing is held between steps; set rollout.partial=true or rollout.async_level=1",
+            "nothing is held between steps; set rollout.partial=true or rollout.async_level=1 (or more)",
         ),
         "controller": Choice(
             "backend",

@@ -151,11 +151,12 @@ class RolloutConfig:
         "end a step when enough groups are whole, and hold the others for the next one: long completions no longer "
         "decide how long a step takes; their first tokens come from older weights",
     )
-    async_level: Literal["auto", 0, 1] = key(
+    async_level: int | Literal["auto"] = key(
         "auto",
-        "1: a step trains on what was generated before the last update, so that rewards, judges and tools have the "
-        "next generation and update to finish in; 0: on what its own weights have made; auto: 1 with rollout_ranks, "
-        "else 0",
+        "batches that are generated ahead of the one that a step trains on: its tokens are so many updates old, and "
+        "rewards, judges and tools have as many generations and updates to finish in; 0 = a step trains on what its "
+        "own weights have made; auto = 1 with rollout_ranks, else 0",
+        minimum=0,
     )
     stop_token_ids: list[int] = key([], "token ids that end a completion, in addition to the model's EOS ids")
     stop_strings: list[str] = key([], "texts that end a completion, also in evaluation; they are kept at its end")
@@ -354,8 +355,8 @@ class RayControllerConfig(ControllerConfig):
     )
     rollout_ranks: int = key(
         0,
-        "additional ranks that only generate, while those of num_ranks train on what they made before "
-        "(async_level=1; with 0 they take turns); 0 = the same ranks generate and train in turn",
+        "additional ranks that only generate, while those of num_ranks train on what they made before (async_level "
+        "batches ahead, by default 1; with 0 they take turns); 0 = the same ranks generate and train in turn",
         minimum=0,
     )
     ray: RayConfig = entries(RayConfig, "how the ranks are placed, started and watched")

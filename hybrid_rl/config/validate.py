@@ -118,7 +118,9 @@ def _settled_buffer(config: TrainerConfig) -> BufferConfig:
             f"{least}, or leave it out"
         )
     if buffer.buffer_order == "freshest" and ahead:
-        raise ConfigError("buffer_order=freshest would never train on what async_level=1 generates ahead; use fifo")
+        raise ConfigError(
+            f"buffer_order=freshest would never train on what async_level={ahead} generates ahead; use fifo"
+        )
     return replace(
         buffer, oversample=oversample, max_staleness=longest if buffer.max_staleness is None else buffer.max_staleness
     )
@@ -128,9 +130,10 @@ def _dropping(config: TrainerConfig, buffer: HeldConfig) -> HeldConfig:
     """Return a section that holds nothing. Raises ConfigError for keys that say what becomes of held groups."""
     if not config.rollout.partial:
         raise ConfigError("unfinished=drop would do nothing without rollout.partial=true; set both")
-    if steps_ahead(config):
+    if ahead := steps_ahead(config):
         raise ConfigError(
-            "unfinished=drop holds no groups, but async_level=1 trains on groups that are held; leave one of them out"
+            f"unfinished=drop holds no groups, but async_level={ahead} trains on groups that are held; leave one of "
+            "them out"
         )
     settings = {
         f"max_staleness={buffer.max_staleness}": buffer.max_staleness is not None,

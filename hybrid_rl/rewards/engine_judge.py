@@ -15,8 +15,8 @@ PROMPT_TOKENS = 512
 class EngineJudge:
     """A reward that the rollout engine gives, with the weights that made the samples.
 
-    When all samples of a rank are finished, the engine answers the judge's prompts in a second round of generation;
-    they go through the policy's chat template if its tokenizer has one.
+    The engine answers the judge's prompts while it makes other groups of completions; about held groups, and samples of
+    agents, in a second round of generation. They go through the policy's chat template if its tokenizer has one.
 
     prompt, parser: see JudgeStyle; None: a grade from 0 to 10 in <score></score>, or pairwise the winner in
     <winner></winner>, with the share of wins within the group as score. An answer in which the parser finds nothing

@@ -10,6 +10,8 @@ from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.rewards import RewardFailure, TrainerState
 from hybrid_rl.rollout.hold_rule import HoldRule
 
+TRAINING = "train/"  # begins the purposes of training steps
+
 
 @dataclass(frozen=True)
 class RolloutTask:
@@ -40,6 +42,11 @@ class RolloutCall:
     is_scored: bool = True
     hold: HoldRule | None = None
     is_refill: bool = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the samples are those of a training step."""
+        return self.purpose.startswith(TRAINING)
 
     def group(self, task: RolloutTask) -> int:
         """Return the id of the group of a prompt."""

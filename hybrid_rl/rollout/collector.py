@@ -23,7 +23,7 @@ from hybrid_rl.errors import DataError, counted
 from hybrid_rl.metrics.metric_sums import Timings
 from hybrid_rl.rewards import TrainerState
 from hybrid_rl.rewards.results import cause_of
-from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.call import TRAINING, RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.counters import GREEDY, Collected, Tally
 from hybrid_rl.rollout.held_files import check_row
 from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
@@ -50,7 +50,7 @@ class RolloutGroup(Protocol):
         ...
 
     def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
-        """Begin these prompts, for the next step, and return at once."""
+        """Begin these prompts, for later steps, and return at once."""
         ...
 
 
@@ -67,8 +67,8 @@ class StepPlan:
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
     demonstrates: whether the completions are the data set's own.
     hold: which groups a step takes, and which it holds or drops; num_extra: prompts that are under way beyond
-        num_prompts; num_later: of those of a step, the ones that are begun when its batch has come, by ranks that
-        generate while it trains.
+        num_prompts; num_later: of those, the ones that are ahead of the batch and made by ranks that generate while it
+        trains: what a step begins of them, it begins when its batch has come.
     """
 
     sampler: PromptSampler
@@ -153,7 +153,7 @@ class Collector:
         self._lengths.begin(state.global_step)
         if plan.hold is not None:
             self._next_id = self._open.begin(state.global_step, self._next_id)
-        num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"train/{state.global_step}"
+        num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"{TRAINING}{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
         tally = Tally(self._max_failure_share, self._next_id, self._won)
         if plan.demonstrates:
@@ -163,9 +163,11 @@ class Collector:
         parts, later = list[tuple[list[PromptRow], Any]](), None
         while refill.num_missing:
             begun, tasks, round_call = self._round(plan, call, refill)
-            if plan.num_later and not round_call.is_refill:
+            if plan.hold is not None and plan.num_later and not round_call.is_refill:
                 tasks, next_tasks = split_off(tasks, plan.num_later)
-                later = next_tasks, round_call
+                # When the step ends all that is ahead is whole: the batch of the next step, and those after it.
+                rule = replace(plan.hold, ahead=plan.num_later - plan.num_prompts)
+                later = next_tasks, replace(round_call, hold=rule)
             answer = self._workers.rollout(tasks, round_call)
             made = self._counted(answer, round_call, tally)
             rows = [begun[group] for group in sorted(begun)]

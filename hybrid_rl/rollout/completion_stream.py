@@ -18,9 +18,11 @@ from hybrid_rl.process import progress
 from hybrid_rl.rewards import RewardInput, RewardRunner, TrainerState
 from hybrid_rl.rewards.results import Part
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
+from hybrid_rl.rollout.deferred_scores import LateScores
 from hybrid_rl.rollout.held_files import check_tokens
 from hybrid_rl.rollout.held_json import check, read_fields
 from hybrid_rl.rollout.hold_rule import HeldPrompt
+from hybrid_rl.rollout.judged import Asked
 from hybrid_rl.rollout.lengths import expected_length
 from hybrid_rl.rollout.sample_columns import MAX_SUBMISSIONS, columns_of, reward_input
 from hybrid_rl.rollout.stream import GroupStream, awaited
@@ -191,8 +193,9 @@ def in_order(groups: Iterable[CompletionGroup]) -> list[RolloutRequest]:
 class CompletionStream(GroupStream[CompletionGroup]):
     """Makes groups of completions. Without a rule their samples are scored while others are generated: whenever an
     eighth of this rank's samples has finished, those that wait get one call; by whole groups if the reward functions
-    score by group. With a rule, groups are scored one by one when they are whole. If there are reward models, rewards
-    are NaN until `merge_late` adds their scores.
+    score by group; judges that are the engine itself are asked about each group as soon as it is whole. With a rule,
+    groups are scored one by one when they are whole, and by such judges in a round about those that the step takes. If
+    there are reward models, rewards are NaN until `merge_late` adds their scores.
     """
 
     group_type = CompletionGroup
@@ -216,12 +219,14 @@ class CompletionStream(GroupStream[CompletionGroup]):
         requests = [request for group in groups for request in group.requests.values()]
         futures: list[Scoring] = []
         ready: list[RewardInput] = []
+        judges, asked = self._judges if rewards is not None else None, dict[int, Asked]()
+        names, late = dict.fromkeys(name for task in tasks for name in task.row.columns), None
         num_unfinished = len(requests)
         progress.count(len(requests), "samples")
         self._client.take_use()
         with ExitStack() as stack:
-            if rewards is not None and self._judges is not None:
-                stack.enter_context(self._client.session())  # the judges' round finds the prefixes of this one
+            if judges is not None:
+                stack.enter_context(self._client.session())  # judges find the prefixes of the samples
             with timings.measure("rollout"):
                 for events in self._client.stream(requests, call.version):
                     num_unfinished -= len(events)
@@ -234,12 +239,18 @@ class CompletionStream(GroupStream[CompletionGroup]):
                             ready.append(self._input(group, event.id))
                         elif rewards is not None and group.is_whole:
                             ready += [self._input(group, trajectory) for trajectory in group.requests]
+                        if judges is not None and group.is_whole:  # they fill the slots that the tail leaves
+                            asked[group.group] = judges.begin(Batch(self._columns([group], call)), call, names)
                     is_due = len(ready) * MAX_SUBMISSIONS >= len(requests) or not num_unfinished
                     if rewards is not None and ready and is_due:
                         futures.append(rewards.submit(ready, call.state))
                         ready = []
             use = self._client.take_use()
-            batch, report = self._scored(groups, futures, timings, call)
+            if judges is not None:
+                use = replace(use, cost=None)  # a part of it is that of judges
+                with timings.measure("judge"):
+                    late = judges.scores([asked[group.group] for group in groups], call)
+            batch, report = self._scored(groups, futures, timings, call, late)
         report.use = use
         return batch, report
 
@@ -328,19 +339,28 @@ class CompletionStream(GroupStream[CompletionGroup]):
             inputs = [self._input(group, trajectory) for trajectory in group.requests]
             group.scoring = self._rewards.submit(inputs, group.whole_in)
 
-    def _scored(
-        self, groups: Sequence[CompletionGroup], futures: Sequence[Scoring], timings: Timings, call: RolloutCall
-    ) -> tuple[Batch, RolloutReport]:
-        """Return the samples of whole groups with their rewards, once they are there. futures: of their calls."""
-        rewards = self._rewards if call.is_scored else None
+    def _columns(self, groups: Sequence[CompletionGroup], call: RolloutCall) -> dict[str, Any]:
+        """Return the columns of the samples of whole groups, without their rewards."""
         places = [(group, trajectory) for group in groups for trajectory in group.requests]
         samples = [group.finished[trajectory] for group, trajectory in places]
         rows, ids = [group.row for group, _ in places], [group.group for group, _ in places]
         columns = columns_of(rows, ids, samples, call.params.temperature)
-        columns["completion"] = [self._text(*place) for place in places]
+        return columns | {"completion": [self._text(*place) for place in places]}
+
+    def _scored(
+        self,
+        groups: Sequence[CompletionGroup],
+        futures: Sequence[Scoring],
+        timings: Timings,
+        call: RolloutCall,
+        late: LateScores | None = None,
+    ) -> tuple[Batch, RolloutReport]:
+        """Return the samples of whole groups with their rewards, once they are there. futures: of their calls; late: of
+        judges, if they were asked before."""
+        rewards, columns = self._rewards if call.is_scored else None, self._columns(groups, call)
         with timings.measure("reward"), progress.doing("rewards"):
             parts = [part for made in awaited(futures) for part in made]
         if rewards is None:
             return Batch(columns), RolloutReport(timings.seconds)
-        result = rewards.join([self._input(*place) for place in places], parts)
-        return self._rewarded(columns, result, timings, call)
+        inputs = [self._input(group, trajectory) for group in groups for trajectory in group.requests]
+        return self._rewarded(columns, rewards.join(inputs, parts), timings, call, late)

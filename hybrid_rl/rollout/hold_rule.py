@@ -72,11 +72,11 @@ class HoldRule:
     """When a step's rollout ends, and what it delivers: the same on every rank.
 
     num_groups: of the batch, over all ranks. max_staleness: how many policy versions a token may lag behind the weights
-    that train on it. ahead: groups that must be whole besides, for the next step. order: whether of whole groups the
-    oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole. drops: what
-    is not delivered is dropped, so that nothing is held; then max_staleness is 0 and ahead is 0. wanted: groups that
-    are delivered now; None = num_groups. A step that replaces groups which teach nothing wants as many as it lacks:
-    what was due was delivered before.
+    that train on it. ahead: groups that must be whole besides, for the steps after it. order: whether of whole groups
+    the oldest or the newest are delivered first. check_steps: engine steps between two looks at what is whole. drops:
+    what is not delivered is dropped, so that nothing is held; then max_staleness is 0 and ahead is 0. wanted: groups
+    that are delivered now; None = num_groups. A step that replaces groups which teach nothing wants as many as it
+    lacks: what was due was delivered before.
 
     A group is due at the version of its oldest token plus max_staleness. As a step delivers num_groups, at most n *
     num_groups of what is held may be due within the n next steps: groups beyond that are finished and delivered now,
@@ -165,8 +165,9 @@ class HoldRule:
 class Ending:
     """When a generation with held groups ends.
 
-    rule: which groups are enough. learner: the version of the weights that will train on them. is_outdated: whether
-    newer weights than those that generate wait for this rank; None if none can come, and a step waits for its batch.
+    rule: which groups are enough. learner: the version of the weights that will train on the batch. is_outdated:
+    whether newer weights than those that generate wait for this rank; None if none can come, and a step waits for its
+    batch.
     """
 
     rule: HoldRule

@@ -1,8 +1,8 @@
-"""The judges' round of a rollout: the engine judges the samples that it has made."""
+"""The judges of a rollout: the engine judges the samples that it has made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from hybrid_rl.batch import Batch, Trajectories
 from hybrid_rl.batch.trajectories import sample_keys
 from hybrid_rl.data.prompts import Messages, PromptEncoder
 from hybrid_rl.engines.base import RolloutRequest, SamplingParams, derive_seed
-from hybrid_rl.engines.engine_client import EngineClient
+from hybrid_rl.engines.engine_client import EngineClient, Handle
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.process import progress
 from hybrid_rl.rewards import EngineJudge, RewardFailure, RewardRunner
@@ -37,10 +37,23 @@ def judge_encoder(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None
     return encode
 
 
+@dataclass
+class Asked:
+    """What judges are asked about some samples. questions: by the place of the judge in reward_funcs; requests: by that
+    and the index of a question, but for those that are too long; too_long: failures of these. handle: of the requests,
+    once the engine has them."""
+
+    num_samples: int
+    questions: Mapping[int, list[Question]]
+    requests: Mapping[tuple[int, int], RolloutRequest]
+    too_long: Sequence[RewardFailure]
+    handle: Handle | None = None
+
+
 @dataclass(frozen=True)
 class JudgeRound:
-    """Same arguments as GroupStream. Runs inside the session in which the samples were made, whose prefixes its
-    prompts find."""
+    """Same arguments as GroupStream. Runs inside the session in which the samples are made, whose prefixes its prompts
+    find: after all of them (`run`), or whenever a group is whole (`begin`, and `scores` at the end)."""
 
     client: EngineClient
     rewards: RewardRunner
@@ -52,12 +65,26 @@ class JudgeRound:
     def run(self, batch: Batch, call: RolloutCall, failures: Sequence[RewardFailure] = ()) -> LateScores:
         """Return the scores of this rank's trajectories, None for those that failed before they had a completion. Ranks
         that share an engine must all call this, with or without samples. failures: so far."""
+        return self.scores([self._asked(batch, call, failures)], call)
+
+    def begin(self, batch: Batch, call: RolloutCall, columns: Iterable[str]) -> Asked:
+        """Ask about whole groups while the engine makes others, at its next step. columns: of the dataset, which rows
+        may lack."""
+        asked = self._asked(batch, call, (), columns)
+        asked.handle = self.client.submit(list(asked.requests.values()), call.version)
+        return asked
+
+    def _asked(
+        self, batch: Batch, call: RolloutCall, failures: Sequence[RewardFailure], columns: Iterable[str] = ()
+    ) -> Asked:
+        """Write the questions about samples."""
         batch = Trajectories.of(batch).last_turns(batch)
         keys, judges, names = sample_keys(batch), self.rewards.entries.judges, self.rewards.names
         failed = failed_before(failures)
+        questions = {place: self._questions(judge, batch, columns) for place, judge in judges.items()}
         questions = {
-            place: [q for q in self._questions(judge, batch) if not failed & {keys[i].trajectory for i in q.samples}]
-            for place, judge in judges.items()
+            place: [q for q in of_judge if not failed & {keys[i].trajectory for i in q.samples}]
+            for place, of_judge in questions.items()
         }
         requests: dict[tuple[int, int], RolloutRequest] = {}
         too_long: list[RewardFailure] = []
@@ -74,34 +101,52 @@ class JudgeRound:
                     f"max_completion_length, or use a model with more positions"
                 )
                 too_long += [RewardFailure(names[place], keys[i], "long", detail) for i in question.samples]
+        return Asked(batch.num_samples, questions, requests, too_long)
+
+    def scores(self, parts: Sequence[Asked], call: RolloutCall) -> LateScores:
+        """Return the scores of all parts of a batch, in their order, when they have been answered. Collective as `run`
+        is."""
+        waiting = [request for part in parts if part.handle is None for request in part.requests.values()]
+        handles = [part.handle for part in parts if part.handle is not None]
         answers: dict[int, str] = {}
-        with progress.doing("judges", len(requests), "answers"):
-            for events in self.client.stream(list(requests.values()), call.version):
+        with progress.doing("judges", len(waiting) + sum(handle.num_unfinished for handle in handles), "answers"):
+            for events in self.client.stream(waiting, call.version):
                 answers.update((event.id, self.decode(event.completion_ids)) for event in events)
                 progress.advance(len(events))
+            for handle in handles:  # ranks that share an engine have taken all of their steps in the loop above
+                num_unfinished, events = handle.num_unfinished, self.client.wait(handle)
+                answers.update((event.id, self.decode(event.completion_ids)) for event in events)
+                progress.advance(num_unfinished)
         values: dict[int, list[float | None]] = {}
-        logged = MetricSums()
-        for place, judge in judges.items():
-            asked = [index for index in range(len(questions[place])) if (place, index) in requests]
-            parsed: list[float | None | Exception] = [None] * len(questions[place])
-            for index in asked:
-                parsed[index] = judge.style.read(answers[requests[place, index].id])
-            num_unparsed = sum(parsed[index] is None for index in asked)
-            logged.mean(f"{names[place]}/unparsed", num_unparsed, len(asked))
-            values[place] = judge.style.scores(questions[place], parsed, batch.num_samples)
+        logged, too_long = MetricSums(), list[RewardFailure]()
+        for place, judge in self.rewards.entries.judges.items():
+            num_asked = num_unparsed = 0
+            values[place] = []
+            for part in parts:
+                questions = part.questions[place]
+                parsed: list[float | None | Exception] = [None] * len(questions)
+                asked = [index for index in range(len(questions)) if (place, index) in part.requests]
+                for index in asked:
+                    parsed[index] = judge.style.read(answers[part.requests[place, index].id])
+                num_asked += len(asked)
+                num_unparsed += sum(parsed[index] is None for index in asked)
+                values[place] += judge.style.scores(questions, parsed, part.num_samples)
+            name = self.rewards.names[place]
+            logged.mean(f"{name}/unparsed", num_unparsed, num_asked)
+            too_long += (failure for part in parts for failure in part.too_long if failure.function == name)
         return LateScores(values, too_long, logged)
 
-    def _questions(self, judge: EngineJudge, batch: Batch) -> list[Question]:
+    def _questions(self, judge: EngineJudge, batch: Batch, columns: Iterable[str]) -> list[Question]:
         rows = batch["row"]
-        names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        names = dict.fromkeys((*columns, *(name for row in rows for name in row)))
+        values = {name: [row.get(name) for row in rows] for name in names}
         completions = shown_completions(batch)
         tails = (self.decode(ids[-TAIL_TOKENS:].tolist()) for ids in batch["prompt_ids"])
         openings = [
             "" if isinstance(completion, list) else opening_of(prompt, tail)
             for prompt, completion, tail in zip(batch["prompt"], completions, tails, strict=True)
         ]
-        return judge.style.questions(batch["prompt"], completions, columns, batch["group"].tolist(), openings)
+        return judge.style.questions(batch["prompt"], completions, values, batch["group"].tolist(), openings)
 
     def _request(
         self, number: int, judge: EngineJudge, question: Question, trajectories: Sequence[int], call: RolloutCall

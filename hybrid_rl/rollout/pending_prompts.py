@@ -73,7 +73,7 @@ class PendingPrompts:
         if expected and (rule is None or rule.drops):
             raise ConfigError(
                 f"the checkpoint holds {counted(len(expected), 'group')} of samples that were begun and not trained "
-                "on, which this run would lose: resume with rollout.partial=true or rollout.async_level=1, as it was "
+                "on, which this run would lose: resume with rollout.partial=true or rollout.async_level as it was "
                 "written, and without unfinished=drop"
             )
         if sorted(held) != expected:

@@ -11,7 +11,7 @@ A group is what is sampled for one prompt. It is in one of these states:
 A call without a `HoldRule` (synchronous training, evaluation, generation) takes all its groups when they are whole, so
 nothing is held. With a rule a step takes the groups that the rule chooses and holds the others: partial rollouts. If
 it replaces groups that teach nothing, it takes groups in rounds, each of which goes on with what the last one held.
-The same loop begins the groups of the next step while this one trains (`go_ahead`): asynchronous training.
+The same loop makes groups of later steps while this one trains (`go_ahead`): asynchronous training.
 
 Which groups a step takes is a matter of counts: all ranks look at what is whole after every so many engine steps, and
 end together when it is enough. No clock is asked, so a run can be repeated. Kimi k1.5 (arXiv:2501.12599, section 2.6.2)
@@ -35,7 +35,7 @@ from hybrid_rl.metrics.metric_sums import MetricSums, Timings
 from hybrid_rl.process.interrupts import interrupt_requested
 from hybrid_rl.rewards import RewardResult, RewardRunner
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
-from hybrid_rl.rollout.deferred_scores import merge_late
+from hybrid_rl.rollout.deferred_scores import LateScores, merge_late
 from hybrid_rl.rollout.held_files import load_held
 from hybrid_rl.rollout.hold_rule import AnyGroup, Ending, HoldRule, Standing
 from hybrid_rl.rollout.judged import Encode, JudgeRound
@@ -109,8 +109,8 @@ class GroupStream(ABC, Generic[AnyGroup]):
     def go_ahead(
         self, tasks: Sequence[RolloutTask], call: RolloutCall, learner: int, is_outdated: Callable[[], bool]
     ) -> tuple[bool, MetricSums, SlotUse]:
-        """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch; then
-        everything is held. Collective over all ranks.
+        """Begin these prompts and go on with what the step in `call` has left, until the next step has its batch, and
+        the steps after it what the rule wants ahead; then everything is held. Collective over all ranks.
 
         learner: the version of the weights that will train on that batch. is_outdated: whether newer weights than those
         of the call wait for this rank; if they do for all, or if an interrupt was requested, everything is broken off
@@ -255,10 +255,16 @@ class GroupStream(ABC, Generic[AnyGroup]):
         return MetricSums()
 
     def _rewarded(
-        self, columns: Mapping[str, Any], result: RewardResult, timings: Timings, call: RolloutCall
+        self,
+        columns: Mapping[str, Any],
+        result: RewardResult,
+        timings: Timings,
+        call: RolloutCall,
+        late: LateScores | None = None,
     ) -> tuple[Batch, RolloutReport]:
-        """Return samples with their rewards, and with the scores of judges that are the engine itself: their round is
-        in the session in which the samples were made, after all of them. columns: `extra` is what their makers gave."""
+        """Return samples with their rewards, and with the scores of judges that are the engine itself. columns: `extra`
+        is what their makers gave. late: these scores; None = judges have their round now, in the session in which the
+        samples were made."""
         assert self._rewards is not None
         made = reward_columns(result, is_dense=self._rewards.is_dense)
         if "extra" in columns:
@@ -266,8 +272,9 @@ class GroupStream(ABC, Generic[AnyGroup]):
         batch = Batch({**columns, **made})
         report = RolloutReport(timings.seconds, first_in_full(result.failures), logged_means(result), result.retried)
         if self._judges is not None:
-            with timings.measure("judge"):
-                late = self._judges.run(batch, call, report.failures)
+            if late is None:
+                with timings.measure("judge"):
+                    late = self._judges.run(batch, call, report.failures)
             report.logged.merge(late.logged)
             batch, report.failures = merge_late(batch, report.failures, self._rewards, late)
         return batch, report

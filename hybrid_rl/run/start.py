@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
-from hybrid_rl.config.algorithm import critic_path, ranks_apart, rollout_ranks, teacher_path
+from hybrid_rl.config.algorithm import critic_path, ranks_apart, rollout_ranks, steps_ahead, teacher_path
 from hybrid_rl.config.buffer_keys import HeldConfig
 from hybrid_rl.config.validate import prompts_begun
 from hybrid_rl.controller import Backend, LocalBackend, RankContext, RankMesh
@@ -47,13 +47,19 @@ from hybrid_rl.workers.setup import WorkerSetup
 
 
 def start_workers(
-    run: Run, log_folder: Path, closing: contextlib.ExitStack, *, is_trained: bool = True
+    run: Run,
+    log_folder: Path,
+    closing: contextlib.ExitStack,
+    *,
+    is_trained: bool = True,
+    turns_folder: Path | None = None,
 ) -> tuple[PolicyGroup, GeneratingGroup]:
     """Start the ranks of a run. Returns those that train and those that generate, which may be the same.
 
     log_folder: where ranks in other processes write their logs.
     closing: ends them when it is closed.
     is_trained: False for ranks that only generate, which have no optimizer.
+    turns_folder: of the record of finished turns; None = there is none.
 
     Raises ConfigError if they cannot run here, and whatever a rank raised while it made its worker.
     """
@@ -71,6 +77,7 @@ def start_workers(
         expected=None if run.plan is None else run.plan.expected(),
         agents=run.agents,
         is_trained=is_trained,
+        turns_folder=turns_folder,
         # On one rank too: its head is not that of a language model.
         critic=_recipe(critic_path(run.config), run.config),
     )
@@ -218,7 +225,7 @@ def _holding(plan: StepPlan, config: TrainerConfig) -> StepPlan:
     if not isinstance(buffer, HeldConfig):
         return plan
     size = config.data.prompts_per_step
-    ahead = size if config.rollout.async_level == 1 else 0
+    ahead = size * steps_ahead(config)
     drops = buffer.unfinished == "drop"
     later = ahead if rollout_ranks(config) else 0  # those generate what is ahead when they have delivered the batch
     rule = HoldRule(size, buffer.max_staleness or 0, ahead - later, buffer.buffer_order, drops=drops)

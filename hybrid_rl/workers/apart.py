@@ -1,9 +1,9 @@
 """Ranks that only generate, beside ranks that train: each side works while the other one does.
 
 Weights travel through a folder in shared memory, into which the training ranks write every version and from which the
-others read and verify it (`policy_versions.py`). A batch is generated while the step before it trains, so all is one
-step off, and neither side is more than a batch ahead. AReaL (arXiv:2505.24298, section 4.1) breaks generation off in
-the same way when new weights come.
+others read and verify it (`policy_versions.py`). While a step trains, a batch is generated for one of the next steps:
+the next one, or with a larger async_level one after it. A step ends when both are done, so no side gets further ahead.
+AReaL (arXiv:2505.24298, section 4.1) breaks generation off in the same way when new weights come.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class RolloutWorker(GeneratingWorker):
     def go_ahead(
         self, tasks: list[RolloutTask], call: RolloutCall, root: Path
     ) -> tuple[MetricSums, list[SlotUse], float]:
-        """Generate the next step's batch, beginning with this rank's prompts. If a newer version is written meanwhile
-        and completions may be held, they are broken off and go on with that one. Returns metrics, how full the engine
-        was with the weights of each version, and seconds."""
+        """Generate what the next steps need, beginning with this rank's prompts. If a newer version is written
+        meanwhile and completions may be held, they are broken off and go on with that one. Returns metrics, how full
+        the engine was with the weights of each version, and seconds."""
         start, learner, uses = now(), call.version + 1, list[SlotUse]()
         breaks_off = self._config.rollout.partial
 
@@ -178,10 +178,10 @@ class RolloutGroup(GeneratingGroup):
     training: the ranks of `policy`; reference, has_scores: as in PolicyGroup. root: the folder through which weights
     come.
 
-    In a step these ranks deliver the batch, which they have since the step before, and at once begin the next one with
-    the weights of this step. The step ends when it is there and they have the new weights. So no side is ever more than
-    a batch ahead, and which weights make which samples does not depend on time, unless completions may be held: then
-    new weights are taken in the middle of them.
+    In a step these ranks deliver the batch, which they have since a step before, and at once begin another one with the
+    weights of this step; the first step begins all that is ahead. A step ends when what it began is there and they have
+    the new weights. So as many batches are ahead after every step, and which weights make which samples does not depend
+    on time, unless completions may be held: then new weights are taken in the middle of them.
     """
 
     def __init__(
@@ -221,12 +221,12 @@ class RolloutGroup(GeneratingGroup):
         return self.policy.demonstrations(tasks, call)
 
     def begin(self, tasks: list[RolloutTask], call: RolloutCall) -> None:
-        """Go on with the next step's batch, beginning with these prompts, and return at once."""
+        """Go on with what the next steps need, beginning with these prompts, and return at once."""
         self._begun = now()
         self._ahead = self.submit(RolloutGroup._go_ahead, tasks, call)
 
     def _go_ahead(self, tasks: list[RolloutTask], call: RolloutCall) -> tuple[dict[str, float], float]:
-        """Generate the batch of the next step. Returns metrics, and the seconds of the slowest rank."""
+        """Generate what the next steps need. Returns metrics, and the seconds of the slowest rank."""
         ranks = self._ranks.call(RolloutWorker.go_ahead, tasks, call, self._root)
         uses = [SlotUse.of_ranks(of_version) for of_version in zip(*(uses for _, uses, _ in ranks), strict=True)]
         metrics = joined(metrics for metrics, _, _ in ranks) | use_metrics(uses)
@@ -245,7 +245,7 @@ class RolloutGroup(GeneratingGroup):
             stop.unlink()
 
     def update_weights(self, version: int) -> list[dict[str, float]]:
-        """Have the weights written as this policy version, wait for the next step's batch, and take the version.
+        """Have the weights written as this policy version, wait for what is generated meanwhile, and take the version.
         Returns metrics of the handoff, of what is held, and of how busy both sides were."""
         seconds = self.policy.write_weights(self._root, version)
         trained, metrics = now(), dict[str, float]()

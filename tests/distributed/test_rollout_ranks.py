@@ -130,21 +130,6 @@ def test_the_run_is_that_of_one_process_one_step_off(make, tmp_path):
     assert len(set(used)) == len(used) == 6 * 4
 
 
-def test_with_nothing_ahead_the_run_is_the_synchronous_one(make):
-    """To the bit: the ranks that generate and those that train take turns."""
-    one, apart = make(folder="one", rollout_ranks=None), make(**{"rollout.async_level": 0})
-    assert apart.config.correction == one.config.correction
-    for _ in range(2):
-        theirs, ours = one.step(), apart.step()
-        batch = loaded(ours.batch)
-        for name in ("completion_ids", "policy_version", "rollout_logprobs"):
-            assert torch.equal(batch[name].values, theirs.batch[name].values)
-        assert torch.equal(batch["rewards"], theirs.batch["rewards"])
-        assert ours.metrics["loss"] == theirs.metrics["loss"]
-        mine, theirs_too = (weights_at(trainer, trainer.global_step) for trainer in (apart, one))
-        assert all(torch.equal(weight, theirs_too[name]) for name, weight in mine.items())
-
-
 def parity(completion_ids, **_):
     return [float(len(ids) % 2) for ids in completion_ids]
 

@@ -46,7 +46,8 @@ def example(leaf: Leaf) -> Any:
         return typing.get_args(leaf.type)[-1]
     if isinstance(leaf.default, bool):
         return not leaf.default
-    others: dict[type, Any] = {int: leaf.default, float: 0.75, str: "text", list: leaf.default, dict: {"a": 1}}
+    text = 3 if kind is int else "text"  # of a number, or auto
+    others: dict[type, Any] = {int: leaf.default, float: 0.75, str: text, list: leaf.default, dict: {"a": 1}}
     return others[type(leaf.default)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl.config import load_config, resolve
+from hybrid_rl.config.algorithm import steps_ahead
 from hybrid_rl.config.rollout_ranks import check_rollout_rewards
 from hybrid_rl.errors import ConfigError
 
@@ -21,6 +22,23 @@ def test_it_is_one_step_off_on_ray() -> None:
     assert (config.buffer.oversample, config.buffer.max_staleness) == (None, 1)
     partial = resolved(partial=True).buffer
     assert (partial.oversample, partial.max_staleness) == (16, 4)
+
+
+def test_it_may_be_several_steps_off() -> None:
+    """As many batches may be ahead as async_level says, with these ranks and without; tokens may be as old."""
+    for config in (resolved(async_level=3), resolve(*load_config({"max_steps": 4, "async_level": 3}))):
+        assert (steps_ahead(config), config.buffer.max_staleness) == (3, 3)
+    assert resolved(async_level=3, partial=True).buffer.max_staleness == 6
+    with pytest.raises(ConfigError, match="max_staleness=2 is too small for async_level=3 .* at least 3"):
+        resolved(async_level=3, max_staleness=2)
+    with pytest.raises(ConfigError, match="freshest would never train on what async_level=3 generates ahead"):
+        resolved(async_level=3, partial=True, buffer_order="freshest")
+
+
+@pytest.mark.parametrize("level", [-1, True, "two", 1.5])
+def test_batches_ahead_are_counted_in_whole_numbers(level: object) -> None:
+    with pytest.raises(ConfigError, match="rollout.async_level=.* must be (at least 0|of type int or auto)"):
+        load_config({"rollout.async_level": level})
 
 
 def test_they_are_divided_into_replicas_of_vllm() -> None:
@@ -59,6 +77,7 @@ def test_models_that_score_on_these_ranks_are_refused() -> None:
         ({"rollout.partial": True, "oversample": 0}, "none"),
         ({"rollout.partial": True, "oversample": 0, "rollout.async_level": 1}, "tis"),
         ({"rollout.async_level": 0}, "none"),
+        ({"rollout.async_level": 2}, "tis"),
         ({"rollout_ranks": 2}, "tis"),
         ({"rollout_ranks": 2, "rollout.async_level": "auto"}, "tis"),
         ({"rollout_ranks": 2, "rollout.async_level": 0}, "none"),

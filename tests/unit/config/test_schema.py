@@ -112,7 +112,7 @@ def _read_names() -> set[str]:
             if file.name not in ("validate.py", "algorithm.py"):
                 continue
             # Checking a value is not using it; these functions compute with it, or tell others.
-            users = {"num_training_steps", "optimizer_steps_per_training_step", "critic_path"}
+            users = {"num_training_steps", "optimizer_steps_per_training_step", "critic_path", "steps_ahead"}
             tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in users]
         for node in ast.walk(tree):
             # A record reads its own options.

@@ -55,6 +55,8 @@ def settings_of(draw: Any, form: str, has_agents: bool, most: int, most_ranks: i
     numbers = st.sampled_from([2, *{*range(1, most + 1)} - {2}])  # what is drawn first is seldom left out
     size, keys = draw(numbers), FORMS[form]
     keys = {"prompts_per_step": size, "learning_rate": 1e-3, "max_steps": 9, **keys}
+    if "rollout.async_level" in keys:
+        keys["rollout.async_level"] = draw(st.sampled_from([2, 1, 3]))
     if "rollout.partial" in keys:
         keys["oversample"] = draw(st.sampled_from([2 * size, 1, size, 0]))
     if form not in ("in turn", "dropping"):
@@ -176,6 +178,8 @@ class StreamMachine(RuleBasedStateMachine):
     def go_ahead(self, looks: int | None, interrupted: int) -> None:
         """Ranks that only generate begin the next batch, until it is whole, newer weights come or they are stopped."""
         run = self.run
+        if run.pending[1].version == run.step:  # it was broken off for these weights
+            run.publish()
         if not self._is_partial:
             looks = None
         if interrupted:

@@ -238,7 +238,7 @@ def test_no_token_is_older_than_the_bound_with_any_setting_that_validate_allows(
 
 def rule_of(rng):
     """A rule as `resolve` settles it from keys that it accepts, and how many groups are held."""
-    size, ahead = rng.randint(1, 5), rng.randint(0, 1)
+    size, ahead = rng.randint(1, 5), rng.randint(0, 3)
     keys = {"prompts_per_step": size, "rollout.async_level": ahead, "learning_rate": 1e-3, "max_steps": 9}
     if not ahead or rng.random() < 0.5:
         keys |= {"rollout.partial": True, "oversample": rng.choice((None, rng.randint(1, 3 * size)))}

@@ -286,22 +286,3 @@ def test_rows_that_a_checkpoint_would_change_are_refused_before_anything_is_gene
         DataError, match=r"row \d+: the column 'pair' has the value \(1, 2\), which a checkpoint cannot"
     ):
         trainer.step()
-
-
-def test_with_nothing_more_under_way_a_partial_run_is_the_synchronous_one(make):
-    keys = {"rows": sums(200), "max_refills": 30, "reward_funcs": parity}
-    whole, partial = make("whole", **{"rollout.partial": False}, **keys), make("partial", oversample=0, **keys)
-    assert partial.config.correction == whole.config.correction
-    for _ in range(KEYS["max_steps"]):
-        theirs, ours = whole.step(), partial.step()
-        for name in ("completion_ids", "policy_version", "rollout_logprobs", "advantages"):
-            assert torch.equal(ours.batch[name].values, theirs.batch[name].values)
-        for name in ("group", "trajectory", "rewards"):
-            assert torch.equal(ours.batch[name], theirs.batch[name])
-        assert ours.metrics["loss"] == theirs.metrics["loss"]
-    theirs = weights_of(whole)
-    assert all(torch.equal(weight, theirs[name]) for name, weight in weights_of(partial).items())
-
-
-def parity(completion_ids, **_):
-    return [float(len(ids) % 2) for ids in completion_ids]

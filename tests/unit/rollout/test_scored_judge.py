@@ -1,6 +1,8 @@
 """The engine as judge: its second round, over a scripted client and over the in-place engine."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ import torch
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import TAGS, FinishedSample, RolloutRequest, SamplingParams
-from hybrid_rl.engines.engine_client import EngineClient
+from hybrid_rl.engines.coordinator import Coordinator
+from hybrid_rl.engines.engine_client import EngineClient, Handle
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models import CausalLM
@@ -19,6 +22,7 @@ from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.judged import JudgeRound, judge_encoder
 from tests.support.engines.engine_settings import inplace_settings
 from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of
+from tests.unit.rollout.holding import MAX_TOKENS, STOP, Exchange, KnownEngine
 from tests.unit.rollout.scripted import ROWS, STATE, ScriptedClient, decode
 
 TASKS = [RolloutTask(place, row) for place, row in enumerate(ROWS)]
@@ -27,24 +31,33 @@ CALL = RolloutCall(2, PARAMS, 9, STATE, "test", 100)
 
 
 class JudgingClient(ScriptedClient):
-    """Beside the script: answers a question, whose tokens are characters, with `answer` of it, as characters."""
+    """Beside the script: answers a question, whose tokens are characters, with `answer` of it, as characters. asked:
+    all questions, and the version that is to answer them."""
 
     def __init__(self, answer, **options):
         super().__init__(**options)
-        self.judge = answer
+        self.judge, self.asked = answer, []
 
     def session(self):
         return nullcontext()
 
     def stream(self, requests, version):
-        if len(self.calls) % 2 == 0:
-            yield from super().stream(requests, version)
-            return
+        if not self.calls:
+            return super().stream(requests, version)
         self.calls.append((requests, version))
+        return iter(())
+
+    def submit(self, requests, version):
+        handle = Handle(requests)
+        self.asked += ((request, version) for request in requests)
         for request in reversed(requests):
             answer = self.judge("".join(map(chr, request.prompt_ids)))
             ids = [8] if answer is None else [ord(answer)]
-            yield [FinishedSample(request.id, ids, [0.0], [9], "stop")]
+            handle.put(FinishedSample(request.id, ids, [0.0], [9], "stop"))
+        return handle
+
+    def wait(self, handle):
+        return handle.take()
 
 
 def text_or_words(ids):
@@ -59,8 +72,8 @@ def parse(text):
     return float(text) if text.isdigit() else None
 
 
-def run(judges, answer, tasks=TASKS, call=CALL, **options):
-    client = JudgingClient(answer)
+def run(judges, answer, tasks=TASKS, call=CALL, batches=None, **options):
+    client = JudgingClient(answer, batches=batches)
     rewards = RewardRunner(judges)
     scored = CompletionStream(client, rewards, text_or_words, seed=11, encode=encode, **options)
     batch, report = scored.run(tasks, call)
@@ -72,7 +85,7 @@ def grade(question):
     return str(len(question.split("|")[1]))
 
 
-def test_a_judge_is_asked_when_all_samples_are_there():
+def test_a_judge_is_asked_about_all_samples():
     judge = EngineJudge("{prompt}|{completion}|{answer}", parse, max_tokens=5, temperature=0.25)
 
     def length(completion_ids, **_):
@@ -81,8 +94,8 @@ def test_a_judge_is_asked_when_all_samples_are_there():
     batch, report, client = run([length, judge], grade)
     assert batch["function_rewards"] == [[2.0, 2.0], [1.0, 1.0], [3.0, 3.0], [2.0, 2.0]]
     assert batch["rewards"].tolist() == [4.0, 2.0, 6.0, 4.0]
-    (_, version), (questions, judge_version) = client.calls
-    assert judge_version == version == 9
+    assert {version for _, version in (*client.calls, *client.asked)} == {9}
+    questions = [question for question, _ in client.asked]
     texts = ["".join(map(chr, question.prompt_ids)) for question in questions]
     assert texts == ["first|ab|a", "first|c|a", "2|aaa|b", "2|bc|b"]
     for question in questions:
@@ -99,7 +112,7 @@ def test_ids_and_noise_of_questions_depend_on_the_sample_alone():
     pair = EngineJudge("{completion_a}|{completion_b}", parse, mode="pairwise")
     _, _, whole = run([judge, pair], grade)
     _, _, second = run([judge, pair], grade, tasks=TASKS[1:])
-    asked, of_second = whole.calls[1][0], second.calls[1][0]
+    asked, of_second = ([request for request, _ in client.asked] for client in (whole, second))
     assert len({request.id for request in asked}) == len(asked) == 4 + 2 + 2
     assert set(of_second) <= set(asked) and len(of_second) == 4
 
@@ -158,7 +171,7 @@ def test_questions_that_are_too_long_fail_their_samples():
     assert [(failure.function, failure.key.trajectory, failure.reason) for failure in report.failures] == [
         ("engine_judge", 100, "long")
     ]
-    assert len(client.calls[1][0]) == 3
+    assert len(client.asked) == 3
 
 
 def test_pairs_need_no_score_by_group():
@@ -169,7 +182,8 @@ def test_pairs_need_no_score_by_group():
 
 def test_a_rank_without_samples_takes_part_in_the_round():
     batch, report, client = run(EngineJudge("{completion}", parse), grade, tasks=[])
-    assert batch.num_samples == 0 and len(client.calls) == 2 and not report.failures
+    assert batch.num_samples == 0 and not report.failures
+    assert client.calls[1:] == [([], 9)]  # ranks that share an engine step together
 
 
 def test_without_a_tokenizer_a_judge_is_refused():
@@ -190,6 +204,24 @@ def test_room_for_the_judge():
     assert EngineJudge(max_tokens=10, max_prompt_length=30).max_length(100) == 40
     entries = RewardRunner([lambda completions: [], EngineJudge(max_tokens=10, max_prompt_length=30)]).entries
     assert [entries.max_length(length) for length in (100, 20)] == [100, 40]
+
+
+def test_a_group_is_judged_while_others_are_made():
+    """The second group is whole before the first, and is asked about before that has its last sample. A column that
+    only its row has is known to the questions about the first one, too."""
+    rows = [ROWS[0], replace(ROWS[1], columns={"answer": "b", "hint": "h"})]
+    asked_before = list[int]()
+    client = JudgingClient(
+        grade, batches=[[2, 0], [3], [1]], between=lambda number: asked_before.append(len(client.asked))
+    )
+    judge = EngineJudge("{prompt}|{completion}|{hint}", parse)
+    with RewardRunner(judge) as rewards:
+        stream = CompletionStream(client, rewards, text_or_words, seed=11, encode=encode)
+        batch, report = stream.run([RolloutTask(place, row) for place, row in enumerate(rows)], CALL)
+    assert asked_before == [0, 0, 2] and report.use.cost is None
+    texts = ["".join(map(chr, question.prompt_ids)) for question, _ in client.asked]
+    assert texts == ["2|aaa|h", "2|bc|h", "first|ab|None", "first|c|None"]
+    assert batch["trajectory"].tolist() == [100, 101, 102, 103] and batch["rewards"].tolist() == [2.0, 1.0, 3.0, 2.0]
 
 
 # ------------------------------------------------------------------------------------------------- the real engine
@@ -230,6 +262,66 @@ def test_the_policy_judges_itself(chat):
         (answer,) = EngineClient(engine).generate([RolloutRequest(1000 + number, tuple(ids), params)], 1)
         expected.append(float(len(text(answer.completion_ids))))
     assert batch["rewards"].tolist() == expected
+
+
+class CountingClient(EngineClient):
+    """Counts the requests that are unfinished when further ones are submitted, by the ids of those."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.unfinished = dict[tuple[int, ...], int]()
+
+    def submit(self, requests, version):
+        if requests:
+            self.unfinished[tuple(request.id for request in requests)] = self.engine.num_unfinished
+        return super().submit(requests, version)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_scores_are_those_of_a_round_after_generation(num_ranks):
+    """On one rank, and on two that share an engine, of which one has more samples: questions, ids, noise and failures,
+    of a judge of pairs and of one whose questions are too long for some."""
+
+    def lengths(answer):
+        return float(len(answer))
+
+    judges = [
+        EngineJudge("{completion_a}|{completion_b}", lengths, mode="pairwise", max_tokens=6, temperature=1.0),
+        EngineJudge("{completion}", lengths, max_tokens=30, temperature=1.0),
+    ]
+    rows = [PromptRow(i, f"p{i}", (2 + i, 3), {}) for i in range(5)]
+    deal = [rows] if num_ranks == 1 else [rows[:4], rows[4:]]
+    params = SamplingParams(MAX_TOKENS, stop_token_ids=(STOP,))
+    call = RolloutCall(2, params, 0, TrainerState(1, 1, 0.0), "train/1", 0)
+    inner, num_early = Exchange(num_ranks), list[int]()
+
+    def work(rank):
+        shared = {"gather": inner.of_rank(rank), "gather_numbers": inner.of_rank(rank), "fingerprint": lambda: 0}
+        coordinator = Coordinator(rank=rank, num_ranks=num_ranks, **shared) if num_ranks > 1 else None
+        client = CountingClient(KnownEngine(4, 100), coordinator=coordinator)
+        decode = lambda ids: "".join(chr(40 + token % 80) for token in ids)  # noqa: E731
+        tasks = [RolloutTask(row.index, row) for row in deal[rank]]
+        with RewardRunner(judges) as rewards:
+            options = {"seed": 11, "encode": lambda text: [2 + ord(char) % 80 for char in text], "max_length": 40}
+            stream = CompletionStream(client, rewards, decode, **options)
+            batch, report = stream.run(tasks, call)
+            judge_round = JudgeRound(client, rewards, decode, **options)
+            num_early.append(sum(unfinished > 0 for ids, unfinished in client.unfinished.items() if ids[0] < 0))
+            client.unfinished.clear()
+            with client.session():
+                late = judge_round.run(batch, call)
+        (ids,) = client.unfinished or [()]
+        values = [[late.values[place][sample] for place in range(2)] for sample in range(batch.num_samples)]
+        scores = [[None if value != value else value for value in row] for row in batch["function_rewards"]]
+        assert scores == values and len({*map(str, values)}) > 1 or not tasks
+        too_long = [failure.key for failure in report.failures if failure.reason == "long"]
+        assert too_long == [failure.key for failure in late.failures]
+        return len(ids), too_long
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        answers = list(pool.map(work, range(num_ranks)))
+    assert sum(num_early) >= 2 and sum(number for number, _ in answers) > 10
+    assert any(too_long for _, too_long in answers)
 
 
 def test_questions_find_the_prefixes_of_the_samples_that_they_are_about():
