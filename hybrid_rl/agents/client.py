@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, Protocol
 
-from hybrid_rl.agents.trajectory import Completion, Conversation, EndReason, Trajectory, Turn
+from hybrid_rl.agents.completion import Completion
+from hybrid_rl.agents.trajectory import Conversation, EndReason, Trajectory, Turn
 from hybrid_rl.data.prompts import Messages, shorten
 from hybrid_rl.errors import DataError
 

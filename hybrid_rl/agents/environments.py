@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from urllib.error import URLError
 
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome, offered
-from hybrid_rl.agents.schemas import tool_schema
-from hybrid_rl.agents.tool_calling import content_of
+from hybrid_rl.agents.schemas import takes_call_key, tool_schema
+from hybrid_rl.agents.tool_calling import content_of, message_of
 from hybrid_rl.agents.tools import NOT_IN_A_THREAD, Tool, needs_main_thread
+from hybrid_rl.agents.turn_record import RecordedCall, TrajectoryRecord
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import Messages, is_text_block, shorten
 from hybrid_rl.errors import ConfigError, HybridRLError
@@ -24,9 +26,12 @@ from hybrid_rl.process.threads import CallThread
 
 logger = logging.getLogger("hybrid_rl")
 
+Made = TypeVar("Made")
+
 # Public methods that are not tools.
 RESET, GET_REWARD, CLOSE = "reset", "get_reward", "close"
 RESERVED_METHODS = (RESET, GET_REWARD, CLOSE)
+STATE, RESTORE = "state", "restore"  # no tools either, if there are both
 ENVIRONMENT_COLUMN = "environment"
 END_SECONDS = 10.0  # for the close() of all environments together
 RESETS = 2  # tries, each on an instance of its own
@@ -36,16 +41,57 @@ class EnvironmentFailedError(HybridRLError, RuntimeError):
     """An environment cannot be made or reset; its trajectory ends."""
 
 
+class EnvironmentLostError(Exception):
+    """An environment is gone in the middle of a trajectory: the process or server behind it has ended. Raise it in a
+    method of an environment, or in an agent, to have the trajectory made again on another environment, from what it has
+    finished. An environment's method says the same by ConnectionError, EOFError, or what libraries raise in the place
+    of these."""
+
+
+# Errors of clients (requests 2.34, httpx 0.28, aiohttp 3.14, websockets 17.4) that are no ConnectionError of Python,
+# though nobody answers any more: the package, and the name of a class.
+_CONNECTION_ERRORS = frozenset(
+    {
+        ("requests", "ConnectionError"),
+        ("httpx", "NetworkError"),
+        ("httpx", "RemoteProtocolError"),
+        ("aiohttp", "ClientConnectionError"),
+        ("websockets", "ConnectionClosed"),
+    }
+)
+_REPEATABLE = "_hybrid_rl_is_repeatable"
+
+
+def says_lost(error: BaseException | None) -> bool:
+    """Whether an error of an environment's method says that what is behind it is gone."""
+    if isinstance(error, EnvironmentLostError | ConnectionError | EOFError):
+        return True
+    if isinstance(error, URLError):
+        return isinstance(error.reason, ConnectionError)
+    return any((kind.__module__.split(".")[0], kind.__name__) in _CONNECTION_ERRORS for kind in type(error).__mro__)
+
+
+def repeatable(made: Made) -> Made:
+    """Mark a method of an environment, or a class with all of its methods: on a fresh environment that was reset for
+    the same row the same calls return the same, and what they do stays in the environment. So they may be made again
+    if an environment was lost that has no `state()`."""
+    setattr(made, _REPEATABLE, True)
+    return made
+
+
 @dataclass
 class EnvironmentKind:
     """What one factory makes. name: in the column `environment`, None if there is only one kind. schemas: of its tools,
-    by method. class_name: of what it makes. has_reward: whether that has get_reward."""
+    by method. class_name: of what it makes. has_reward: whether that has get_reward. has_state: whether it has `state`
+    and `restore`; is_repeatable: whether all of its tools are marked so."""
 
     name: str | None
     factory: Callable[[], Any]
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     class_name: str = ""
     has_reward: bool = False
+    has_state: bool = False
+    is_repeatable: bool = False
 
     @property
     def label(self) -> str:
@@ -63,10 +109,14 @@ class EnvironmentKind:
                 "str | None`"
             )
         self.has_reward = GET_REWARD in methods
+        self.has_state = STATE in methods and RESTORE in methods
+        reserved = (*RESERVED_METHODS, STATE, RESTORE) if self.has_state else RESERVED_METHODS
+        tools = {name: method for name, method in methods.items() if name not in reserved}
+        self.is_repeatable = hasattr(type(instance), _REPEATABLE) or all(
+            hasattr(method, _REPEATABLE) for method in tools.values()
+        )
         self.schemas = {}
-        for name, method in methods.items():
-            if name in RESERVED_METHODS:
-                continue
+        for name, method in tools.items():
             try:
                 self.schemas[name] = tool_schema(method)
             except ConfigError as error:
@@ -93,7 +143,9 @@ def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
 class Environment:
     """One instance with a thread of its own, in which it is made and all its plain methods run, one at a time. Such
     objects may be bound to a thread (a connection of sqlite3 is), and none expects two calls at once. Its coroutines
-    run on the caller's event loop. A plain tool fails at once while a method past its time limit still runs."""
+    run on the caller's event loop. A plain tool fails at once while a method past its time limit still runs.
+
+    is_lost: whether what is behind it is gone; then it serves no other trajectory."""
 
     def __init__(self, kind: EnvironmentKind, caller: Caller) -> None:
         self.kind = kind
@@ -101,6 +153,9 @@ class Environment:
         self._caller = caller
         self._thread = CallThread("environment", enter_device)
         self._is_overdue = False  # whether a plain method was past its limit
+        self.is_lost = False
+        self._due: tuple[Any] | None = None  # the state that it is to be in before its next call
+        self._has_differed = False
 
     async def make(self) -> Outcome:
         """Make the instance."""
@@ -129,7 +184,8 @@ class Environment:
         for name, schema in self.kind.schemas.items():
             method = getattr(self.instance, name)
             run = partial(self._content, name)
-            made.append(Tool(name, schema, inspect.iscoroutinefunction(method), run))
+            is_async = inspect.iscoroutinefunction(method)
+            made.append(Tool(name, schema, is_async, run, takes_call_key(method), self))
         return made
 
     async def _content(self, name: str, arguments: dict[str, Any]) -> Outcome:
@@ -139,9 +195,71 @@ class Environment:
             and not inspect.iscoroutinefunction(getattr(self.instance, name, None))
         ):
             return Outcome(None, CallTimeoutError("not called: an earlier call, past its time limit, still runs"))
-        outcome = await self.call(name, arguments, content_of)
+        await self.catch_up()
+        outcome = self._checked(await self.call(name, arguments, content_of), name)
         if needs_main_thread(outcome.error):
             logger.warning("%s of the environment %s: %s", name, self.kind.label, NOT_IN_A_THREAD)
+        return outcome
+
+    async def begin(self, observation: Any, record: TrajectoryRecord) -> Any:
+        """Go on after a reset that returned this observation. Returns what the trajectory is shown: if the environment
+        has a state, what is recorded of its first reset, whose state it will have again."""
+        self._due, self._has_differed = None, False
+        if not self.kind.has_state:
+            return observation
+        if record.beginning is None:
+            record.note_beginning(observation, await self._state())
+            return observation
+        observation, state = record.beginning
+        self._due = (state,)
+        return observation
+
+    def is_past(self, known: RecordedCall) -> bool:
+        """Whether this call, whose outcome is recorded, need not be made again: the state after it will be restored."""
+        if self.kind.has_state:
+            self._due = (known.state,)
+        return self.kind.has_state
+
+    async def state_after(self, known: RecordedCall, outcome: Outcome) -> Any:
+        """Return what is to be recorded of the environment after a call. known: what was, if it was made before."""
+        if self.kind.has_state:
+            return await self._state()
+        before = known.outcome
+        if before is not None and self.kind.is_repeatable and not self._has_differed:
+            was, now = (out.value if out.error is None else message_of(out.error) for out in (before, outcome))
+            if was != now:
+                self._has_differed = True
+                logger.warning(
+                    "a call of the environment %s was made again and returned %.100r instead of %.100r, although it is "
+                    "marked repeatable: the trajectory goes on from what it returned now",
+                    *(self.kind.label, now, was),
+                )
+        return None
+
+    async def catch_up(self) -> None:
+        """Restore the state after the last call that was not made again, if there was such. Raises EnvironmentLostError
+        and EnvironmentFailedError."""
+        if self._due is not None:
+            (state,), self._due = self._due, None
+            self._require(await self.call(RESTORE, {STATE: state}), RESTORE)
+
+    async def _state(self) -> Any:
+        return self._require(await self.call(STATE, {}), STATE).value
+
+    def _require(self, outcome: Outcome, name: str) -> Outcome:
+        if self._checked(outcome, name).error is not None:
+            raise EnvironmentFailedError(
+                f"{name}() of the environment {self.kind.label} failed: {type(outcome.error).__name__}: {outcome.error}"
+            ) from outcome.error
+        return outcome
+
+    def _checked(self, outcome: Outcome, name: str) -> Outcome:
+        """Return an outcome, unless it says that the environment is lost. Raises EnvironmentLostError for that."""
+        if says_lost(outcome.error):
+            self.is_lost = True
+            raise EnvironmentLostError(
+                f"{name}() of the environment {self.kind.label} raised {type(outcome.error).__name__}: {outcome.error}"
+            ) from outcome.error
         return outcome
 
     @property
@@ -252,8 +370,9 @@ class EnvironmentPool:
             await asyncio.wait(closing, timeout=self._caller.timeout_seconds)
 
     def give_back(self, environment: Environment) -> None:
-        """Let the next trajectory have an environment; one in which a call still runs is given up instead."""
-        if not environment.is_idle:
+        """Let the next trajectory have an environment; one that is lost, or in which a call still runs, is given up
+        instead."""
+        if environment.is_lost or not environment.is_idle:
             self._drop(environment)
             return
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from hybrid_rl.errors import ConfigError
 
 # What transformers says of an argument that it finds no text for.
 NO_DESCRIPTION = re.compile(r"no description for the argument ('\w+')")
+# A parameter that the policy does not see: what names a call, so that a tool can refuse to act twice.
+CALL_KEY = "call_key"
 _EXAMPLE = '''
     def add(a: int, b: int) -> int:
         """Add two numbers.
@@ -27,17 +30,19 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function or bound method, as chat templates show it to the policy.
 
     Name, type hints and docstring (Google's format) give {"type": "function", "function": {"name", "description",
-    "parameters"}}. Raises ConfigError if any of them is missing, naming what to add.
+    "parameters"}}. A parameter `call_key` is left out: it gets the key of the call. Raises ConfigError if any of them
+    is missing, naming what to add.
     """
     name = getattr(function, "__name__", None)
     if not callable(function) or name is None or not (inspect.isfunction(function) or inspect.ismethod(function)):
         raise ConfigError(f"the tool {function!r} is no function; give a function, or a method of {_owner(function)}")
     if not name.isidentifier():
         raise ConfigError(f"a tool has the name {name!r}, which the policy cannot call; define it with `def`")
-    missing = _missing(function)
+    shown = _without_key(function)
+    missing = _missing(shown)
     if not missing:
         try:
-            schema: dict[str, Any] = get_json_schema(function)
+            schema: dict[str, Any] = get_json_schema(shown)
         except DocstringParsingException as error:
             of = NO_DESCRIPTION.search(str(error))
             lack = f"a description of {of.group(1)}" if of else "a docstring that transformers can read"
@@ -47,6 +52,27 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         else:
             return schema
     raise ConfigError(f"the tool {name!r} cannot be described to the policy: it lacks {', '.join(missing)}{_ASKED}")
+
+
+def takes_call_key(function: Callable[..., Any]) -> bool:
+    """Whether a tool has a parameter for the key of its call."""
+    return CALL_KEY in inspect.signature(function).parameters
+
+
+def _without_key(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the signature that the policy sees."""
+    if not takes_call_key(function):
+        return function
+
+    @functools.wraps(function)
+    def shown(**arguments: Any) -> Any:
+        return function(**arguments)
+
+    signature = inspect.signature(function)
+    kept = [parameter for name, parameter in signature.parameters.items() if name != CALL_KEY]
+    shown.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    shown.__annotations__ = {name: hint for name, hint in function.__annotations__.items() if name != CALL_KEY}
+    return shown
 
 
 def _missing(function: Callable[..., Any]) -> list[str]:

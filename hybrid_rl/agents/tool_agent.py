@@ -12,13 +12,17 @@ from hybrid_rl.agents.environments import (
     ENVIRONMENT_COLUMN,
     GET_REWARD,
     Environment,
+    EnvironmentFailedError,
     EnvironmentKind,
+    EnvironmentLostError,
     EnvironmentPool,
+    says_lost,
     with_observation,
 )
 from hybrid_rl.agents.episode import Episode
 from hybrid_rl.agents.tools import Functions, ToolSet
 from hybrid_rl.agents.trajectory import Trajectory
+from hybrid_rl.agents.turn_record import TrajectoryRecord
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.data.prompts import Messages, shorten
 from hybrid_rl.data.rendering import CALL_ERROR
@@ -45,6 +49,7 @@ class ToolAgent:
     ) -> None:
         self._caller = caller or Caller(config.tool_timeout_seconds)
         self._functions = Functions(tools, self._caller, config.tool_processes)
+        self._drops = config.unrestorable == "drop"
         self._is_by_name = any(kind.name is not None for kind in kinds)
         self._pool = EnvironmentPool(kinds, self._caller, free, config.max_environments) if kinds else None
 
@@ -58,12 +63,24 @@ class ToolAgent:
             environment, observation = await self._pool.take(*self._asked(episode))
             trajectory.on_left.append(partial(self._pool.give_back, environment))
             trajectory.environment = environment.instance
-            if environment.kind.has_reward:
-                trajectory.on_end.append(partial(_get_reward, environment, trajectory))
-            prompt = with_observation(prompt, observation)
+            record = trajectory.past or TrajectoryRecord()
+            self._check_restorable(environment.kind, trajectory, record)
+            trajectory.on_end.append(partial(_end, environment, trajectory))
+            prompt = with_observation(prompt, await environment.begin(observation, record))
             tools = tools.with_tools(environment.tools())
         trajectory.prompt = prompt
         await converse(episode.client, prompt, tools)
+
+    def _check_restorable(self, kind: EnvironmentKind, trajectory: Trajectory, record: TrajectoryRecord) -> None:
+        """Raise EnvironmentFailedError if a trajectory has acted on an environment that is gone, and may not act again
+        on another one."""
+        if self._drops and record.has_acted and not (kind.has_state or kind.is_repeatable):
+            trajectory.counts["dropped"] += 1
+            raise EnvironmentFailedError(
+                f"the trajectory had acted on an environment {kind.label} that is gone, and is dropped "
+                "(agents.unrestorable=drop): give the class `state()` and `restore(state)`, or mark its methods "
+                "@hybrid_rl.agents.repeatable if they may be called again on a fresh one"
+            )
 
     def _asked(self, episode: Episode) -> tuple[str | None, dict[str, Any]]:
         """Return the kind of environment that an episode needs, and what its reset gets: all columns of the row; the
@@ -103,17 +120,26 @@ async def converse(client: AgentClient, prompt: Messages, tools: ToolSet) -> Non
             return
         rounds += 1
         if calls:
-            answers = await tools.answer(calls, trajectory.counts)
+            answers = await tools.answer(calls, trajectory.counts, trajectory.past)
         else:  # the policy may try again
             trajectory.counts.update(tool_calls=1, tool_failures=1)
             answers = [{"role": client.chat.error_role, "content": str(mistake)}]
 
 
-async def _get_reward(environment: Environment, trajectory: Trajectory) -> None:
-    """Ask an environment for the reward of a trajectory that has ended, unless that came to nothing."""
+async def _end(environment: Environment, trajectory: Trajectory) -> None:
+    """Bring the environment of a trajectory that has ended into its last state, and ask it for the reward, unless the
+    trajectory came to nothing."""
     if trajectory.end_reason in ("error", "abort"):
         return
+    try:
+        await environment.catch_up()
+    except (EnvironmentLostError, EnvironmentFailedError) as error:
+        trajectory.is_lost, trajectory.error = True, str(error)
+        return
+    if not environment.kind.has_reward:
+        return
     outcome = await environment.call(GET_REWARD, {})
+    environment.is_lost = trajectory.is_lost = says_lost(outcome.error)
     trajectory.given[environment.kind.class_name] = outcome.value if outcome.error is None else _failure(outcome.error)
 
 

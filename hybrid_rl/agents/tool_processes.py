@@ -24,9 +24,14 @@ class ToolFailedError(Exception):
     """What a tool raised in a process; only its text came back. The kind of the exception is a note."""
 
 
+class ToolKilledError(ToolFailedError):
+    """The process of a tool was killed during a call."""
+
+
 class ToolProcesses:
     """At most `num_processes` processes that call plain functions, started when first needed and kept. A call past its
-    time limit is killed with its process, and so is all that it started; time waiting for a process does not count.
+    time limit is killed with its process, and so is all that it started; time waiting for a process does not count. A
+    call whose process is killed from outside is made once more in another one, with the same `call_key`.
 
     functions: by the names of their tools. caller: on whose event loop the processes are used, and whose time limit
     holds. Raises ConfigError for a function that cannot be sent.
@@ -43,11 +48,15 @@ class ToolProcesses:
     async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
         """Call a function by name. Raises AgentError if processes cannot load the functions."""
         loop = self._caller.loop
-        future = loop.start(self._call(name, arguments))
+        future = loop.start(self._call_again(name, arguments))
         try:
             return await asyncio.wrap_future(future)
         finally:
             future.cancel()
+
+    async def _call_again(self, name: str, arguments: dict[str, Any]) -> Outcome:
+        outcome = await self._call(name, arguments)
+        return await self._call(name, arguments) if isinstance(outcome.error, ToolKilledError) else outcome
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Outcome:
         """Do it on the caller's event loop, which streams to processes are bound to."""
@@ -68,7 +77,8 @@ class ToolProcesses:
                 why = "its process was killed"
                 return Outcome(None, CallTimeoutError(f"no answer within {self._seconds:g} s ({why})"))
             except ProcessEndedError as error:
-                return Outcome(None, ToolFailedError(f"the process of the tool ended with {error}"))
+                failed = ToolKilledError if error.is_killed else ToolFailedError
+                return Outcome(None, failed(f"the process of the tool ended with {error}"))
             except BaseException:  # a cancellation too: the call may still run
                 process.kill()
                 raise
@@ -82,9 +92,9 @@ class ToolProcesses:
             return Outcome(None, ToolFailedError(forked))
         if outcome.failure is not None:
             kind, text = outcome.failure
-            failed = ToolFailedError(text)
-            failed.add_note(f"(the process of the tool raised {kind})")
-            return Outcome(None, failed)
+            raised = ToolFailedError(text)
+            raised.add_note(f"(the process of the tool raised {kind})")
+            return Outcome(None, raised)
         return Outcome(outcome.content)
 
     def _begin(self) -> CallProcess:

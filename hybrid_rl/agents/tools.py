@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
 from hybrid_rl.agents.parsing import read_json, types_of
-from hybrid_rl.agents.schemas import tool_schema
+from hybrid_rl.agents.schemas import CALL_KEY, takes_call_key, tool_schema
 from hybrid_rl.agents.tool_calling import content_of, message_of
 from hybrid_rl.agents.tool_failures import FailureWatch
 from hybrid_rl.agents.tool_processes import ToolProcesses
+from hybrid_rl.agents.turn_record import RecordedCall, TrajectoryRecord
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import ConfigError
 
@@ -34,6 +35,18 @@ JSON_TYPES = {"string", "integer", "number", "boolean", "array", "object", "null
 Run = Callable[[dict[str, Any]], Awaitable[Outcome]]
 
 
+class ActedOn(Protocol):
+    """An environment as calls of its tools see it (`Environment`)."""
+
+    def is_past(self, known: RecordedCall) -> bool:
+        """Whether this call, whose outcome is recorded, need not be made again: the state after it will be restored."""
+        ...
+
+    async def state_after(self, known: RecordedCall, outcome: Outcome) -> Any:
+        """Return what is to be recorded of the environment after a call. known: what was, if it was made before."""
+        ...
+
+
 class ToolCallError(Exception):
     """A call of the policy that cannot be made; its message is for the policy."""
 
@@ -41,12 +54,15 @@ class ToolCallError(Exception):
 @dataclass(frozen=True)
 class Tool:
     """One tool. schema: as the chat template gets it. is_async: whether calls of one answer run together. run: calls it
-    with checked arguments."""
+    with checked arguments. takes_key: whether it gets the key of the call as well. acts_on: the environment that it
+    belongs to, if any."""
 
     name: str
     schema: Mapping[str, Any]
     is_async: bool
     run: Run = field(repr=False)
+    takes_key: bool = False
+    acts_on: ActedOn | None = field(default=None, repr=False)
 
     def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments as the function gets them. Raises ToolCallError for any that the schema does not allow."""
@@ -134,12 +150,16 @@ class ToolSet:
         """Return this set with more tools, which shares what was seen of failures."""
         return ToolSet([*self.tools.values(), *tools], self._watch)
 
-    async def answer(self, calls: Sequence[Any], counts: Counter[str]) -> Messages:
+    async def answer(
+        self, calls: Sequence[Any], counts: Counter[str], record: TrajectoryRecord | None = None
+    ) -> Messages:
         """Make the tool calls of one answer and return their messages, in order. Plain tools run one after another,
-        then all async ones together (as in TRL). counts: of "tool_calls", "tool_failures", "tool_timeouts".
+        then all async ones together (as in TRL). counts: of "tool_calls", "tool_failures", "tool_timeouts". record: of
+        the trajectory, which has the outcomes of calls that were made in an earlier life of it.
 
         A call that fails gives a message that says why. Raises AgentError if too many calls hang.
         """
+        record, first = TrajectoryRecord() if record is None else record, counts["tool_calls"]
         outcome_at: dict[int, Outcome] = {}
         together: dict[int, tuple[Tool, dict[str, Any]]] = {}
         for place, call in enumerate(calls):
@@ -151,14 +171,30 @@ class ToolSet:
             if tool.is_async:
                 together[place] = tool, arguments
             else:
-                outcome_at[place] = await self._run(tool, arguments)
-        outcomes = await asyncio.gather(*(self._run(tool, arguments) for tool, arguments in together.values()))
+                outcome_at[place] = await self._run(tool, arguments, record, first + place, counts)
+        outcomes = await asyncio.gather(
+            *(
+                self._run(tool, arguments, record, first + place, counts)
+                for place, (tool, arguments) in together.items()
+            )
+        )
         outcome_at |= dict(zip(together, outcomes, strict=True))
         return [_message(call, outcome_at[place], counts) for place, call in enumerate(calls)]
 
-    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Outcome:
-        outcome = await tool.run(arguments)
+    async def _run(
+        self, tool: Tool, arguments: dict[str, Any], record: TrajectoryRecord, number: int, counts: Counter[str]
+    ) -> Outcome:
+        """Return what a call came to: when it was made before, if it has ended then."""
+        known, environment = record.call(number, tool.name, arguments), tool.acts_on
+        if known.outcome is not None and (environment is None or environment.is_past(known)):
+            counts["recorded_calls"] += 1
+            return known.outcome
+        outcome = await tool.run({**arguments, CALL_KEY: known.key} if tool.takes_key else arguments)
         self._watch.look(tool.name, outcome.error)
+        state = None if environment is None else await environment.state_after(known, outcome)
+        if known.outcome is not None:
+            counts["repeated_calls"] += 1
+        record.note_call(known.key, outcome, state, is_acted=environment is not None)
         return outcome
 
     def _read(self, call: Any) -> tuple[Tool, dict[str, Any]]:
@@ -223,7 +259,8 @@ class Functions:
         is_async = inspect.iscoroutinefunction(function)
         if inspect.isfunction(function) and not is_async:
             self._plain[name] = function
-        return Tool(name, schema, is_async, partial(self._run, name, function, is_async))
+        run = partial(self._run, name, function, is_async)
+        return Tool(name, schema, is_async, run, takes_call_key(function))
 
     async def _run(self, name: str, function: Any, is_async: bool, arguments: dict[str, Any]) -> Outcome:
         if is_async:

@@ -7,26 +7,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hybrid_rl.agents.completion import Completion
+from hybrid_rl.agents.turn_record import TrajectoryRecord
 from hybrid_rl.data.prompts import Messages, Prompt
 from hybrid_rl.errors import DataError
 
 # stop: the agent ended. length, turns, time: a limit of tokens, tool calls or seconds did. error: the agent, its
 # environment or its tools failed in a way that no tool message can tell. abort: the engine was stopped.
 EndReason = Literal["stop", "length", "turns", "time", "error", "abort"]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine generated for a prompt of token ids.
-
-    token_ids, logprobs, versions: one entry per token, its id, ln p under the distribution that it was sampled from,
-    and the version of the weights. finish_reason: "stop", "length" (max_tokens) or "abort".
-    """
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
-    finish_reason: Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
@@ -145,7 +133,8 @@ class Trajectory:
     "tool_failures" (those past their time limit included), "tool_timeouts", "forks" (further samples of a conversation
     that has one), "sub_agents" (further conversations). extra: values that go to
     samples.jsonl. metrics: numbers whose means are logged, as agent/NAME. given: rewards by their source, for
-    `GivenReward`: a number, None, or the exception instead of one.
+    `GivenReward`: a number, None, or the exception instead of one. past: the record of its finished turns and
+    calls, None = it has none. is_lost: whether its environment was lost, so that it is to be made again.
 
     Whoever runs the episode awaits each of on_end when the agent has returned, failed or was cancelled and end_reason
     is set, before the trajectory is scored; and calls each of on_left when nothing looks at its environment any more:
@@ -169,7 +158,15 @@ class Trajectory:
         self.given: dict[str, Any] = {}
         self.on_end: list[Callable[[], Awaitable[None]]] = []
         self.on_left: list[Callable[[], None]] = []
+        self.past: TrajectoryRecord | None = None
+        self.is_lost = False
         self._num_claims = 0
+
+    @property
+    def key(self) -> str:
+        """Names it, in every life of the run and in no other run; "" for one that is made outside of a rollout. A call
+        that it is part of can be known again by it."""
+        return "" if self.past is None else self.past.key
 
     def sample_of(self, prompt_ids: Sequence[int]) -> Sample | None:
         """Return the longest sample that this prompt goes on with, of those that no answer is under way for; None if

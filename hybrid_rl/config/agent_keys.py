@@ -41,3 +41,8 @@ class AgentConfig:
         "if the chat template renders earlier turns differently later on: train on both as separate samples, go on "
         "with the tokens as they were, or refuse",
     )
+    unrestorable: Literal["restart", "drop"] = key(
+        "restart",
+        "if the environment of a trajectory is gone that has neither `state()` nor @repeatable methods: reset another "
+        "one and make the calls again, or give up the trajectory, which then has no reward and teaches nothing",
+    )

@@ -50,7 +50,12 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 class ProcessEndedError(Exception):
-    """A process ended while it was asked; the message says how."""
+    """A process ended while it was asked; the message says how. is_killed: whether by a SIGKILL, as of the kernel that
+    is out of memory."""
+
+    def __init__(self, how: str, *, is_killed: bool = False) -> None:
+        super().__init__(how)
+        self.is_killed = is_killed
 
 
 class CallProcess:
@@ -110,7 +115,8 @@ class CallProcess:
             self.kill()
             raise
         except (EOFError, OSError) as error:
-            raise ProcessEndedError(self._exit()) from error
+            how = self._exit()
+            raise ProcessEndedError(how, is_killed=self.process.returncode == -signal.SIGKILL) from error
         return outcome
 
     async def _ask(self, message: bytes, timeout_seconds: float | None) -> bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from hybrid_rl.agents.trajectory import Sample, Trajectory
+from hybrid_rl.agents.turn_record import TrajectoryRecord
 from hybrid_rl.batch import SampleKey
 from hybrid_rl.data.prompts import Messages, Prompt
 from hybrid_rl.engines.base import EngineStats, FinishedSample
@@ -22,6 +23,8 @@ from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.sample_columns import columns_of
 
 AGENT = "agent"  # the name of rewards that agents give, and the reason of failures
+# Counts of what a trajectory did not do anew, or lost.
+RECORDED = ("recorded_turns", "recorded_calls", "repeated_calls", "lost_environments", "dropped")
 # End reasons whose counts are metrics.
 ENDS = ("stop", "length", "turns", "time", "error", "abort")
 
@@ -31,7 +34,7 @@ Decode = Callable[[Sequence[int]], str]
 @dataclass
 class Attempt:
     """A trajectory at its place in a rollout. identity, group: its id in the run, and that of its group. failure: why
-    it failed, a key of `rewards.results.MEANINGS`; "" if it did not."""
+    it failed, a key of `rewards.results.MEANINGS`; "" if it did not. record: of its turns and calls."""
 
     task: RolloutTask
     generation: int
@@ -39,13 +42,21 @@ class Attempt:
     trajectory: Trajectory
     failure: str = ""
     group: int = 0
+    record: TrajectoryRecord = field(default_factory=TrajectoryRecord)
 
     @classmethod
-    def begun(cls, task: RolloutTask, generation: int, call: RolloutCall) -> Attempt:
-        """Return the attempt at a prompt of a call that has this number there, with a trajectory that is empty."""
-        prompt = {"prompt": task.row.prompt} if task.row.has_prompt else {}
-        trajectory = Trajectory({**task.row.columns, **prompt})
-        return cls(task, generation, call.trajectory(task, generation), trajectory, group=call.group(task))
+    def begun(cls, task: RolloutTask, generation: int, call: RolloutCall, record: TrajectoryRecord) -> Attempt:
+        """Return the attempt at a prompt of a call that has this number there, with a trajectory that is empty. record:
+        of what an earlier life of it has finished."""
+        identity = call.trajectory(task, generation)
+        return cls(task, generation, identity, _empty(task), group=call.group(task), record=record)
+
+    def begin_again(self, on_left: list[Callable[[], None]]) -> None:
+        """Put an empty trajectory into the place of one whose environment is lost. on_left: hooks of the lost one
+        that it goes on with."""
+        lost, self.trajectory, self.failure = self.trajectory, _empty(self.task), ""
+        self.trajectory.on_left = on_left
+        self.trajectory.counts["lost_environments"] = lost.counts["lost_environments"] + 1
 
     @property
     def samples(self) -> list[Sample]:
@@ -84,6 +95,11 @@ class Attempt:
         if not self.failure:
             return None
         return RewardFailure(THE_AGENT, self.keys[-1], self.failure, self.trajectory.error)
+
+
+def _empty(task: RolloutTask) -> Trajectory:
+    prompt = {"prompt": task.row.prompt} if task.row.has_prompt else {}
+    return Trajectory({**task.row.columns, **prompt})
 
 
 def _nothing(task: RolloutTask) -> Sample:
@@ -260,7 +276,7 @@ def agent_metrics(attempts: Sequence[Attempt]) -> MetricSums:
     metrics.mean("tools/call_frequency", total("tool_calls"), number)
     metrics.mean("tools/failure_frequency", total("tool_failures"), max(total("tool_calls"), 1))
     metrics.total("agents/tool_timeouts", total("tool_timeouts"))
-    for name in ("forks", "sub_agents"):
+    for name in ("forks", "sub_agents", *(name for name in RECORDED if total(name))):
         metrics.total(f"agents/{name}", total(name))
     for reason in ENDS:
         ended = sum(attempt.trajectory.end_reason == reason for attempt in attempts)

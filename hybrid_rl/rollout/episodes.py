@@ -13,9 +13,11 @@ from typing import Any
 
 from hybrid_rl.agents.calls import offered
 from hybrid_rl.agents.client import AgentClient, ChatFormat, Limits, TrajectoryEndedError
+from hybrid_rl.agents.environments import EnvironmentLostError
 from hybrid_rl.agents.episode import Agent, Episode
 from hybrid_rl.agents.floor import RolloutClient, RolloutFunction, checked_trajectories
 from hybrid_rl.agents.trajectory import Trajectory
+from hybrid_rl.agents.turn_record import TurnRecord
 from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.errors import AgentError, DataError
 from hybrid_rl.metrics.metric_sums import now
@@ -30,6 +32,7 @@ from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 
 logger = logging.getLogger("hybrid_rl")
 
+LIVES = 3  # of a trajectory whose environment is lost, in a row, in which nothing was finished
 OPEN_PER_PLACE = 2  # trajectories under way for each that the engine runs at once: so many may wait for tools
 
 
@@ -38,7 +41,7 @@ class EpisodeSettings:
     """How trajectories are made. agent: makes one; rollout_func: all of those of a call, or of a held group, instead of
     an agent. limits: of a trajectory; its length is that of the call. seed: of the run. max_running: sequences that the
     engine runs at once. tokenizer: offered to rollout_func. turn_rewards_problem: why turns may have no rewards of
-    their own, a ConfigError if they get one; "" = they may.
+    their own, a ConfigError if they get one; "" = they may. record: of the turns and calls that have ended.
     """
 
     chat: ChatFormat
@@ -50,6 +53,7 @@ class EpisodeSettings:
     rollout_func: RolloutFunction | None = None
     tokenizer: Any = None
     turn_rewards_problem: str = ""
+    record: TurnRecord = field(default_factory=TurnRecord)
 
     @property
     def max_open(self) -> int:
@@ -81,6 +85,16 @@ class Room:
             self.num_waiting -= 1
         self.num_rented += 1
         trajectory.on_left.append(self._free)
+
+    def kept(self, trajectory: Trajectory) -> list[Callable[[], None]]:
+        """Return the hooks by which a trajectory gives back what it has here, of those that it has when it is left; it
+        has the others no longer, and they have been called."""
+        kept = [hook for hook in trajectory.on_left if hook == self._free]
+        for hook in trajectory.on_left:
+            if hook != self._free:
+                hook()
+        trajectory.on_left = []
+        return kept
 
     def _free(self) -> None:
         assert self._environments is not None
@@ -165,7 +179,9 @@ class Episodes:
         group = call.first_id if attempt is None else attempt.group
         place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
         priority = call.first_id if attempt is None else attempt.identity  # the oldest first
-        tokens = TrajectoryTokens(self.turns, call, seed=settings.seed, group=group, priority=priority)
+        trajectory.past = None if attempt is None else attempt.record
+        noise: Any = {"seed": settings.seed, "group": group, "priority": priority}
+        tokens = TrajectoryTokens(self.turns, call, **noise, record=trajectory.past)
         self.asked.append(tokens)
         self.turns.enter(tokens)
         client = AgentClient(
@@ -180,7 +196,24 @@ class Episodes:
         return client, tokens
 
     async def _run_agent(self, attempt: Attempt) -> None:
-        """Make one trajectory."""
+        """Make one trajectory; if its environment is lost, from what it has finished on another one."""
+        tokens = await self._live(attempt)
+        num_vain, num_finished = 1, attempt.record.num_finished
+        while attempt.trajectory.is_lost and num_vain < LIVES:
+            self.turns.leave(tokens)
+            attempt.begin_again(self.room.kept(attempt.trajectory))
+            tokens = await self._live(attempt)
+            num_vain = 1 if attempt.record.num_finished > num_finished else num_vain + 1
+            num_finished = attempt.record.num_finished
+        if attempt.trajectory.is_lost:
+            attempt.trajectory.counts["lost_environments"] += 1
+            attempt.failure = attempt.failure or AGENT
+        self.advance()
+        self._ended(attempt)
+        self.turns.leave(tokens)
+
+    async def _live(self, attempt: Attempt) -> TrajectoryTokens:
+        """Run the agent of a trajectory from its beginning to its end."""
         assert self.settings.agent is not None
         trajectory = attempt.trajectory
         client, tokens = self._client(attempt, trajectory)
@@ -206,9 +239,9 @@ class Episodes:
             await _finish(attempt)
         if running.done() and not running.cancelled():
             running.result()  # an AgentError
-        self.advance()
-        self._ended(attempt)
-        self.turns.leave(tokens)
+        if tokens.num_recorded:
+            trajectory.counts["recorded_turns"] = tokens.num_recorded
+        return tokens
 
     async def _pass(self, seconds: float) -> None:
         """Wait until so much time has passed in which the policy answers."""
@@ -276,6 +309,8 @@ class Episodes:
             self._ended(attempt)
         for tokens in self.asked:
             self.turns.leave(tokens)
+            if tokens.num_recorded:
+                self.attempts[0].trajectory.counts["recorded_turns"] += tokens.num_recorded
 
     # ------------------------------------------------------------------------------------------------- rewards
 
@@ -368,6 +403,9 @@ async def _guarded(work: Callable[[], Awaitable[None]], attempt: Attempt) -> Non
     except AgentError:
         trajectory.end("error")
         raise
+    except EnvironmentLostError as error:
+        trajectory.is_lost = trajectory.end_reason is None
+        _fail(attempt, error, AGENT)
     except Exception as error:
         _fail(attempt, error, AGENT)
     except KeyboardInterrupt as error:

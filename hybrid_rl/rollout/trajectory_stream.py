@@ -73,9 +73,13 @@ class TrajectoryGroup:
 
     @property
     def oldest_version(self) -> int | None:
-        """The version of the weights that made its oldest token; None if it has none."""
-        asked = [] if self.episodes is None else self.episodes.asked
-        return min((tokens.oldest_version for tokens in asked if tokens.oldest_version is not None), default=None)
+        """The version of the weights that made its oldest token, of what it has finished in earlier lives too; None if
+        it has none."""
+        if self.episodes is None:
+            return None
+        versions = [tokens.oldest_version for tokens in self.episodes.asked]
+        versions += [attempt.record.oldest_version for attempt in self.episodes.attempts]
+        return min((version for version in versions if version is not None), default=None)
 
     @property
     def num_missing(self) -> int:
@@ -160,12 +164,15 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         if close is not None and not self._is_closed:
             close()
         self._is_closed = True
+        self._settings.record.close()
         self._turns.release()
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return samples as `GroupStream.run` says."""
         if call.hold is not None:
             return self._run_held(tasks, call, call.hold)
+        if call.is_training:
+            self._settings.record.forget({call.state.global_step})
         rewards, limit = self._rewards if call.is_scored else None, self._num_free_environments
         needs_group = rewards is not None and rewards.reads_environments and rewards.score_by == "group"
         if limit is not None and limit < (call.num_generations if needs_group else 1):
@@ -198,7 +205,12 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         self, tasks: Sequence[RolloutTask], call: RolloutCall, turns: EngineTurns, room: Room, **options: Any
     ) -> Episodes:
         """Return the trajectories of these prompts, none of which has begun."""
-        attempts = [Attempt.begun(task, number, call) for task in tasks for number in range(call.num_generations)]
+        record, step = self._settings.record, call.state.global_step if call.is_training else None
+        attempts = [
+            Attempt.begun(task, number, call, record.of(f"{call.purpose}/{task.place}/{number}", step))
+            for task in tasks
+            for number in range(call.num_generations)
+        ]
         rewards, limits = self._rewards if call.is_scored else None, limits_of(self._settings.limits, tasks, call)
         return Episodes(self._settings, turns, attempts, call, rewards, limits, room, call.state, **options)
 
@@ -217,13 +229,14 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         if self._alive_after is None:
             self._room = Room(self._settings.max_open, self._settings.config.max_environments)
         held = self.held(step)
+        self._settings.record.forget({group.born for group in held} | {step, step + 1})
         self._num_again = num_again = sum(group.call.num_generations for group in held if group.episodes is None)
         if num_again and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "trajectories that were held between steps begin again from their prompts (%d now; "
-                "buffer/restarted_trajectories counts them): what they were doing is gone after a resume, an interrupt "
-                "or an error, and when other reward functions are set",
+                "trajectories that were held between steps are made again, from the turns that they had finished (%d "
+                "now; buffer/restarted_trajectories counts them): what they were doing is gone after a resume, an "
+                "interrupt or an error, and when other reward functions are set",
                 num_again,
             )
         return [group if group.episodes else TrajectoryGroup(group.place, group.row, group.call) for group in held]

@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hybrid_rl.agents.client import TrajectoryEndedError
-from hybrid_rl.agents.trajectory import Completion, EndReason
+from hybrid_rl.agents.completion import Completion
+from hybrid_rl.agents.trajectory import EndReason
+from hybrid_rl.agents.turn_record import TrajectoryRecord
 from hybrid_rl.controller import enter_device
 from hybrid_rl.engines.base import Beginning, FinishedSample, RolloutRequest, derive_seed
 from hybrid_rl.engines.engine_client import EngineClient, Handle
@@ -84,6 +86,7 @@ class EngineTurns:
         self._loop: LoopThread | None = None
         self._watch: LoopWatch | None = None
         self._version: int | None = None  # of the rollout under way
+        self._latest = 0
         self._is_open = False
         self._seconds, self._since = 0.0, 0.0  # of the rollouts before, and when the present one began
         self._impatience = 0.0  # seconds that were waited for agents in vain
@@ -93,6 +96,11 @@ class EngineTurns:
     def is_open(self) -> bool:
         """Whether questions are answered, now or in the next rollout."""
         return self._is_open
+
+    @property
+    def version(self) -> int:
+        """That of the weights that answer, or did in the last rollout."""
+        return self._latest
 
     def seconds(self) -> float:
         """The clock of trajectories: the time between rollouts does not count."""
@@ -203,7 +211,7 @@ class EngineTurns:
         """Answer with weights of this version, inside a session of the client, until `suspend` or `release`."""
         self._impatience, self._failure = 0.0, None
         with self._lock:
-            self._version, self._since = version, time.monotonic()
+            self._version, self._latest, self._since = version, version, time.monotonic()
 
     def _end(self) -> None:
         with self._lock:
@@ -390,11 +398,23 @@ async def _tidy(main: Callable[[], Coroutine[Any, Any, T]], ended: threading.Eve
 
 class TrajectoryTokens:
     """The TokenSource of one trajectory. call: the rollout that it is part of. seed: of the run. group: of its row;
-    samples of equal prompts in it share keys and values. priority: of two that wait, the lower one goes first.
+    samples of equal prompts in it share keys and values. priority: of two that wait, the lower one goes first. record:
+    of its turns; None = nothing is recorded.
 
-    oldest_version: of the weights that have generated for it; None as long as nothing was."""
+    oldest_version: of the weights that have generated for it; None as long as nothing was. num_recorded: answers that
+    were taken from the record."""
 
-    def __init__(self, turns: EngineTurns, call: RolloutCall, *, seed: int, group: int, priority: int) -> None:
+    def __init__(
+        self,
+        turns: EngineTurns,
+        call: RolloutCall,
+        *,
+        seed: int,
+        group: int,
+        priority: int,
+        record: TrajectoryRecord | None = None,
+    ) -> None:
+        self._record, self.num_recorded = TrajectoryRecord() if record is None else record, 0
         self._turns, self._call, self._seed, self._group, self._priority = turns, call, seed, group, priority
         self._ended: EndReason | None = None
         self._open: set[asyncio.Task[Completion]] = set()
@@ -413,11 +433,20 @@ class TrajectoryTokens:
             stop_strings=(*self._call.params.stop_strings, *stop),
             seed=derive_seed(self._seed, self._call.params.seed, self._call.purpose, *seed_parts),
         )
+        recorded = self._record.answer(params, self._turns.version)
+        if recorded is not None:
+            versions = (version for version in (self.oldest_version, *recorded.versions) if version is not None)
+            self.oldest_version = min(versions, default=None)
+            self.num_recorded += 1
+            return recorded
         request = RolloutRequest(0, tuple(prompt_ids), params, group=self._group, priority=self._priority)
         asking = asyncio.ensure_future(self._turns.complete(request, self))
         self._open.add(asking)
         try:
-            return await asking
+            completion = await asking
+            if completion.finish_reason != "abort":
+                self._record.note_answer(params, completion)
+            return completion
         except asyncio.CancelledError:
             asking.cancel()
             if self._ended is not None:

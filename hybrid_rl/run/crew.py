@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from hybrid_rl.agents.turn_record import begin_record
 from hybrid_rl.batch import AnyBatch
+from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.checkpoint.reading import STATE_FILE, Checkpoint
-from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
+from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import DataError
 from hybrid_rl.logging.run_log import RunLog, cost_metrics
@@ -64,7 +67,8 @@ class Crew:
         """
         run, position = self.run, self.position
         with starting(self.log.display, run.config, self.folder):
-            self.policy, self.generating = start_workers(run, self.folder, self._workers)
+            turns = self._begin_turns()
+            self.policy, self.generating = start_workers(run, self.folder, self._workers, turns_folder=turns)
             self._workers.callback(finish)
             self.collector = make_collector(run, self.generating, self.sampler)
             self.timeline = Timeline(self.policy, self.folder)
@@ -80,6 +84,22 @@ class Crew:
             self.handoff = largest(self.generating.update_weights(position.step))
         position.policy_version = position.step
         position.has_begun = self.log.begin(position.step)
+
+    def _begin_turns(self) -> Path | None:
+        """Return the folder in which ranks write down the turns of agents that have ended; None if there are no agents,
+        or no checkpoints from which a run could go on."""
+        run = self.run
+        if run.agents is None or run.config.save_steps is None:
+            return None
+        newest = max(checkpoints_of(self.folder), default=None)
+        step = None if run.checkpoint is None else run.checkpoint.step
+        begin_record(self.turns_folder, to_dict(run.config), goes_on=step == newest)
+        return self.turns_folder
+
+    @property
+    def turns_folder(self) -> Path:
+        """Of the turns of agents that have ended."""
+        return self.folder / "turns"
 
     @functools.cached_property
     def _rates(self) -> tuple[TokenCost, float | None]:

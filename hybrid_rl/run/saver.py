@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hybrid_rl.agents.turn_record import delete_before
 from hybrid_rl.checkpoint.background import GIVEN_UP
 from hybrid_rl.checkpoint.finding import clear_up
 from hybrid_rl.checkpoint.reading import BASE, STATE_FILE
@@ -41,6 +42,7 @@ class Saver:
         self._base_record: dict[str, Any] | None = None  # of the base model of adapters, once it was looked for
         self._saving: Path | None = None  # the checkpoint that is written in the background
         self._saved_to: Path | None = None  # the folder of the last `save()`
+        self._turns_needed = 0  # the first training step whose turns the last checkpoint may need
         self._failure = ""  # why the last one could not be written
         self._has_told_of_memory = False
         self._seconds: dict[str, float] = {}
@@ -108,6 +110,8 @@ class Saver:
     def _saved_state(self) -> tuple[dict[str, Any], list[str] | None]:
         """Return what the driver puts into a checkpoint, and what ranks hold that write none."""
         crew, position = self._crew, self._position
+        if crew.run.agents is not None:
+            self._turns_needed = min(crew.generating.oldest_held(position.step))
         state: dict[str, Any] = {"global_step": position.step, "num_tokens": position.num_tokens}
         state |= {"sampler": crew.guard.data_position, "config": to_dict(crew.config)}
         state |= {"changed": self._settings.changes_state(), "rewards": crew.run.rewards.entries.names}
@@ -240,6 +244,7 @@ class Saver:
         """Go on after a checkpoint that is there."""
         note_checkpoint()
         self._failure = ""
+        delete_before(self._crew.turns_folder, self._turns_needed)
         resumed = self._crew.run.checkpoint
         kept = (target, self._crew.best.kept, None if resumed is None else resumed.folder)
         delete_oldest(self._crew.folder, self._crew.config.checkpoints.save_total_limit, kept)

@@ -6,13 +6,15 @@ from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import Limits
 from hybrid_rl.agents.episode import Agent
 from hybrid_rl.agents.plain_text import PlainText
+from hybrid_rl.agents.turn_record import TurnRecord
 from hybrid_rl.process.hooks import extra
 from hybrid_rl.rollout.episodes import EpisodeSettings
 from hybrid_rl.workers.setup import WorkerSetup
 
 
-def episode_settings(setup: WorkerSetup) -> EpisodeSettings:
-    """Return how the agents of a worker make trajectories. Raises ConfigError for agents that cannot be used."""
+def episode_settings(setup: WorkerSetup, rank: int) -> EpisodeSettings:
+    """Return how the agents of a worker make trajectories. rank: of the worker, whose record they write. Raises
+    ConfigError for agents that cannot be used."""
     config, agents, tokenizer = setup.config, setup.agents, setup.tokenizer
     assert agents is not None
     kwargs, chat = config.data.chat_template_kwargs, None
@@ -39,4 +41,5 @@ def episode_settings(setup: WorkerSetup) -> EpisodeSettings:
         rollout_func=agents.rollout_func,
         tokenizer=tokenizer,
         turn_rewards_problem=agents.turn_rewards_problem,
+        record=TurnRecord(setup.turns_folder, rank),
     )

@@ -88,7 +88,7 @@ class GeneratingWorker(WorkerBase):
         self._stream: GroupStream[Any] = (
             CompletionStream(self._client, self._rewards, setup.decode, seed=config.seed, **options)
             if setup.agents is None
-            else TrajectoryStream(self._client, self._rewards, episode_settings(setup), **options)
+            else TrajectoryStream(self._client, self._rewards, episode_settings(setup, context.rank), **options)
         )
         entries = self._rewards.entries
         self._reward_models = RewardModels(entries.models, entries.names, config, context)
@@ -105,6 +105,7 @@ class GeneratingWorker(WorkerBase):
             self._rewards = runner
             old.close()
         self._config = config
+        self._reward_models.reconfigure(config)
         self._stream.sample_at(config.rollout.temperature)
 
     # ------------------------------------------------------------------------------------------------- handoffs
@@ -210,6 +211,12 @@ class GeneratingWorker(WorkerBase):
         if folder is not None and isinstance(self._config.buffer, HeldConfig):
             self._stream.load(step, folder, self._context.data_rank, self._context.num_data_ranks)
         return [(group.group, group.prompt(self._context.data_rank)) for group in self._stream.held(step)]
+
+    @dispatch(collect="all")
+    def oldest_held(self, step: int) -> int:
+        """Return the training step that began the oldest group that is held after a training step; the next one if
+        none is held."""
+        return min((group.born for group in self._stream.held(step)), default=step + 1)
 
     def close(self) -> None:
         """Stop scoring and generating."""

@@ -99,6 +99,11 @@ class GeneratingGroup(RankGroup):
         """Return what each rank holds after a training step, as checkpoints have it."""
         return self._ranks.call(GeneratingWorker.held_texts, step)
 
+    def oldest_held(self, step: int) -> list[int]:
+        """Return, of each rank, the training step that began the oldest group that it holds after a training step; the
+        next one if it holds none."""
+        return self._ranks.call(GeneratingWorker.oldest_held, step)
+
     def held_prompts(self, step: int, folder: Path | None = None) -> dict[int, HeldPrompt]:
         """Return the prompts of the groups that all ranks hold after a training step, by group. folder: of a checkpoint
         of that step; go on with what it holds. Raises CheckpointError for damaged files."""

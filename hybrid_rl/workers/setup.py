@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,7 +84,8 @@ class WorkerSetup:
     the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
     fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned. agents: what
     makes trajectories of many turns, None = each sample is one completion. is_trained: False for a policy without an
-    optimizer, which only generates; generates: False for one without an engine, which is only trained."""
+    optimizer, which only generates; generates: False for one without an engine, which is only trained. turns_folder:
+    for the turns of agents that have ended, None = they are not written down."""
 
     model: PreTrainedModel | ModelRecipe
     tokenizer: PreTrainedTokenizerBase
@@ -99,6 +101,7 @@ class WorkerSetup:
     fingerprint: list[float] | None = None
     expected: Expected | None = None
     agents: AgentSetup | None = None
+    turns_folder: Path | None = None
     is_trained: bool = True
     generates: bool = True
 

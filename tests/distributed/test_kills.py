@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.agents.callers import build_policy
 from tests.support.kills.killed import BACKGROUND, HOLDING, Killed
-from tests.support.kills.killed_functions import adding, long_in_a_process, sandboxed
+from tests.support.kills.killed_functions import Line, adding, booking, lengths, long_in_a_process, sandboxed
 from tests.support.kills.killed_runs import Program, Starter
 from tests.support.tiny import sums
 
@@ -139,10 +139,37 @@ def test_a_run_is_killed_exactly_at_the_end_of_an_epoch(is_async, num_rows, num_
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("victim", "make_tools", "calls", "words"), TOOLS, ids=["process", "sandbox"])
-def test_a_killed_tool_is_told_to_the_policy_and_to_nobody_else(victim, make_tools, calls, words, play):
-    """Samples that were not told of it, and all of the steps before, are those of the uninterrupted run."""
+def test_a_call_whose_process_is_killed_is_made_again(victim, make_tools, calls, words, play):
+    """Nobody is told of it: samples and weights are those of the uninterrupted run."""
     model, tokenizer = build_policy(calls, favour={"k": 3.0})
     rows = [{"prompt": [{"role": "user", "content": f"q{number}"}]} for number in range(40)]
     given = {"model": model, "tokenizer": tokenizer, "rows": rows, "make_tools": make_tools}
     killed = play(AGENTS, seed=9, num_steps=3, **given)
-    assert killed.play_tools(6, ("rollout", "rollout", "update"), victim, words) > 0
+    assert killed.play_tools(6, ("rollout", "rollout", "update"), victim, words) == 0
+    assert any(kill.is_in_call for kill in killed.kills)
+
+
+CONVERSATIONS = [
+    pytest.param("driver", 1, 4, {}, id="driver"),
+    pytest.param("driver", 1, 50, {}, id="driver, 50", marks=SWEEP),
+    pytest.param("driver", 1, 20, {"rollout.async_level": 1, "save_steps": 2}, id="held", marks=SWEEP),
+    pytest.param("driver", 2, 10, {}, id="driver of two ranks", marks=SWEEP),
+    pytest.param("rank", 2, 10, {"max_restarts": 99}, id="rank", marks=SWEEP),
+]
+
+
+@pytest.mark.parametrize(("victim", "num_ranks", "num_kills", "keys"), CONVERSATIONS)
+def test_conversations_survive_kills(victim, num_ranks, num_kills, keys, play, tmp_path):
+    """No turn and no call that has ended is made again, no effect of a tool comes twice, no trajectory fails, and what
+    is trained is that of the uninterrupted run, to the bit."""
+    model, tokenizer = build_policy([("book", {"amount": 3}), ("move", {"by": 5}), ("move", {"by": 1})])
+    rows = [{"prompt": [{"role": "user", "content": f"q{start}"}], "start": start} for start in range(40)]
+    program = {"model": model, "tokenizer": tokenizer, "rows": rows, "make_tools": booking, "make_environment": Line}
+    own = {"max_completion_length": 120, "max_prompt_length": 100, "save_rollouts": True, "tool_processes": 0}
+    program["reward"] = lengths  # what is held whole is scored again in a resumed run, in another step
+    keys = {**AGENTS, **own, **keys}
+    killed = play(keys, seed=num_kills, num_ranks=num_ranks, num_steps=3, **program)
+    killed.play(num_kills, ("rollout", "rollout", "rollout", "update"), victim)
+    assert any(kill.doing.phase == "rollout" for kill in killed.kills)
+    effects = [{path.name for path in run.iterdir()} for run in (tmp_path / "effects").iterdir()]
+    assert len(effects) > 1 and len(effects[0]) > 20 and all(names == effects[0] for names in effects)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Sequence
 
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, SandboxError
 from hybrid_rl.extras.sandbox import MIB, MOST_OUTPUT_BYTES, ProgramResult, Sandbox
 
 
@@ -54,7 +55,14 @@ class PythonTool(Sandbox):
         Args:
             code: The program. Print what you want to see.
         """
-        return self._text(await asyncio.wrap_future(self.start(code)))
+        try:
+            result = await asyncio.wrap_future(self.start(code))
+            is_killed = not result.end and result.code == -signal.SIGKILL
+        except SandboxError:
+            is_killed = True
+        if is_killed:  # from outside; a program leaves nothing behind, so that it may run again
+            result = await asyncio.wrap_future(self.start(code))
+        return self._text(result)
 
     def _text(self, result: ProgramResult) -> str:
         """Return a result as the policy gets it."""

@@ -45,7 +45,16 @@ BY_CHANCE = (
 # What the number of ranks decides.
 OF_RANKS = ("ranks/*", "handoff/*bytes")
 # What is counted of losses that the run itself has made good.
-COUNTED = {"driver": (), "rank": ("restarts",), "reward": ("rewards/num_retried",)}
+RECORDED = (  # and what the engine did not have to compute again
+    *("agents/recorded_turns", "agents/recorded_calls", "agents/repeated_calls"),
+    *("agents/prefix_hit_share", "agents/open_max", "engine/steps"),
+    *("buffer/restarted_trajectories", "buffer/continued_tokens"),
+)
+COUNTED = {
+    "driver": RECORDED,
+    "rank": ("restarts", *RECORDED),
+    "reward": ("rewards/num_retried",),
+}
 # Moments of kills: any, while a checkpoint is written in the background, or a phase of the timeline by its name.
 ANY, BACKGROUND = "any", "background"
 # A process lives for this share of the whole run at most: its first step takes longest, and some two kills come before
@@ -259,8 +268,9 @@ class Killed:
         step = self._newest()
         if step:
             self._compare_checkpoint(step)
-        num_bytes = self._compare_rollouts(step)
-        return f"checkpoint {step} and {num_bytes} bytes of rollouts are those of the whole run"
+        num_bytes, num_turns = self._compare_rollouts(step), self._look_at_turns()
+        turns = f", and {num_turns} turns and calls of agents that had ended were written down once" * bool(num_turns)
+        return f"checkpoint {step} and {num_bytes} bytes of rollouts are those of the whole run{turns}"
 
     def _compare_checkpoint(self, step: int) -> None:
         ours, theirs = (contents(run / f"checkpoint-{step}") for run in (self.whole, self.killed))
@@ -277,6 +287,18 @@ class Killed:
                 assert ours == theirs, name
                 num_bytes += len(ours[1])
         return num_bytes
+
+    def _look_at_turns(self) -> int:
+        """Check that no answer and no call that had ended was made again: whatever ends is written down. Returns how
+        many are there."""
+        names = Counter()
+        for path in self.killed.glob("turns/step-*/*.jsonl"):
+            for line in path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError):  # cut off by a kill
+                    trajectory, name, _ = json.loads(line)
+                    names[trajectory, name] += 1
+        assert all(number == 1 for number in names.values()), [name for name, number in names.items() if number > 1]
+        return len(names)
 
     def _compare_all(self, counted: Sequence[str] = ()) -> None:
         self._compare_checkpoint(self._num_steps)

@@ -54,6 +54,7 @@ class Program:
     model: Any = field(default_factory=build_model)
     tokenizer: Any = field(default_factory=build_tokenizer)
     make_tools: Callable[[], Sequence[Any]] | None = None
+    make_environment: Callable[[], Any] | None = None
     environment: Mapping[str, str] | None = None
     is_vllm: bool = False
     is_slow_disk: bool = False
@@ -142,6 +143,7 @@ def train(program: Program, model: str, keys: dict[str, Any], doing: Path, calls
         tell = telling(doing, patch)
         tools = None if program.make_tools is None else program.make_tools()
         arguments = {"tokenizer": program.tokenizer, "tools": tools, "callbacks": [Pause(pause_at, tell)]}
+        arguments["environment_factory"] = program.make_environment
         with Trainer(model, program.reward, program.rows, **arguments, **keys) as trainer:
             tell(trainer.global_step, BETWEEN)
             trainer.fit()

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybrid_rl.agents.client import AgentClient, Limits
+from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.episode import Agent, Episode
-from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
+from hybrid_rl.agents.trajectory import Conversation, Trajectory
 
 BOS, EOS = 256, 257
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_rl.agents.chat import Chat
 from hybrid_rl.agents.client import AgentClient, Limits
-from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
+from hybrid_rl.agents.completion import Completion
+from hybrid_rl.agents.trajectory import Conversation, Trajectory
 from hybrid_rl.errors import HistoryRewrittenError, MessagesRefusedError, ModelError
 from tests.support.agents import callers
 from tests.support.agents.chat_forms import ENDS, FAMILIES, build_chat, build_tokenizer, call_of, result, tool, user

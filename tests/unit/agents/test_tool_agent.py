@@ -7,10 +7,11 @@ from typing import Any, Literal
 import pytest
 
 from hybrid_rl.agents.client import AgentClient, Limits, TrajectoryEndedError
+from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.environments import EnvironmentFailedError, EnvironmentKind
 from hybrid_rl.agents.episode import Episode
 from hybrid_rl.agents.tool_agent import ToolAgent
-from hybrid_rl.agents.trajectory import Completion, Conversation, Trajectory
+from hybrid_rl.agents.trajectory import Conversation, Trajectory
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.errors import DataError
 

@@ -33,7 +33,10 @@ KEYS: dict[str, Any] = {
 ROWS = [{"prompt": [{"role": "user", "content": str(start)}], "start": start} for start in range(7)]
 # Depend on which sequences the engine computes together, and so on the time that tools take: the last bits of logprobs
 # in the rollout, and counts of its own.
-TIMED = ("agents/open_max", "agents/prefix_hit_share", "mismatch/", "sampling/", "rollout/", "engine/")
+TIMED = (
+    *("agents/recorded_", "agents/repeated_calls", "agents/open_max"),
+    *("agents/prefix_hit_share", "mismatch/", "sampling/", "rollout/", "engine/"),
+)
 calls_until_interrupt = 0
 
 

@@ -228,7 +228,7 @@ class EngineRun(Run):
             self._fall_back(self.setting.picture.states)
 
     def _fall_back(self, states: Mapping[int, int]) -> None:
-        """Go on from earlier states of groups: of agents nothing but the prompt is kept."""
+        """Go on from earlier states of groups: agents begin again, from the turns that they had finished."""
         self.setting.picture.states = dict(states)
         self.setting.picture.may_fall_back = self.setting.has_agents
 
@@ -258,7 +258,6 @@ class EngineRun(Run):
             assert all((ids[place], logprobs[place]) == (TOOL, 0.0) for place in of_tools)
             assert mine == sorted(mine) and max(mine) <= self.step
             assert self.step - min(mine) <= setting.max_staleness, (self.step, made)
-            assert {*mine} == {self.step} or not setting.picture.may_fall_back  # nothing but prompts was left
             limit = self.prompts.limits[key[0]]
             assert len(ids) <= limit and (setting.has_agents or ids[-1] in self.stop_ids or len(ids) == limit)
             assert setting.has_agents or not any(token in self.stop_ids for token in ids[:-1])

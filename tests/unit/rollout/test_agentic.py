@@ -16,8 +16,9 @@ import torch
 
 import hybrid_rl
 from hybrid_rl.agents.client import Limits, TrajectoryEndedError
+from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.floor import check_rollout_func
-from hybrid_rl.agents.trajectory import Completion, Sample, Trajectory
+from hybrid_rl.agents.trajectory import Sample, Trajectory
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import AgentError, ConfigError, DataError

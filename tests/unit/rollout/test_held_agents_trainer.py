@@ -168,7 +168,7 @@ def test_nothing_is_lost_when_a_run_is_interrupted_and_resumed(make: Any, caplog
     used += numbers_of(resumed.step().batch) + numbers_of(resumed.step().batch)
     lines = read_jsonl(resumed.run_folder / "metrics.jsonl")
     assert [line["buffer/restarted_trajectories"] for line in lines[-2:]] == [2 * 3, 0]
-    assert caplog.text.count("begin again from their prompts (6 now") == 1
+    assert caplog.text.count("are made again, from the turns that they had finished (6 now") == 1
     held = held_of(resumed, 5)
     assert len(held) == 3 and len({*used, *held}) == len(used) + 3 == 13
     resumed.close()

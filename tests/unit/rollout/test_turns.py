@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hybrid_rl.agents.client import TrajectoryEndedError
+from hybrid_rl.agents.completion import Completion
 from hybrid_rl.engines.base import SamplingParams, derive_seed
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import DataError, EngineStateError, PeerFailedError
@@ -131,8 +132,11 @@ def test_requests_carry_what_the_noise_depends_on():
     asked = []
 
     class Turns:
+        version = 1
+
         async def complete(self, request, asker):
             asked.append(request)
+            return Completion([3], [0.0], [1], "stop")
 
     params = SamplingParams(9, temperature=0.5, stop_token_ids=(7,), stop_strings=("a",), seed=2)
     call = RolloutCall(1, params, 1, None, "train/3", 0)

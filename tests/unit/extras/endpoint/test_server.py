@@ -19,8 +19,9 @@ import openai
 import pytest
 
 from hybrid_rl.agents.client import Limits, TrajectoryEndedError
+from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.parsing import argument_types
-from hybrid_rl.agents.trajectory import Completion, Trajectory
+from hybrid_rl.agents.trajectory import Trajectory
 from hybrid_rl.errors import ConfigError, DataError, EngineStateError, MessagesRefusedError
 from hybrid_rl.extras.endpoint import http_agent
 from hybrid_rl.extras.endpoint import routes as app
