@@ -21,7 +21,7 @@ from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
 from hybrid_rl.rollout.deferred_scores import LateScores
 from hybrid_rl.rollout.held_files import check_tokens
 from hybrid_rl.rollout.held_json import check, read_fields
-from hybrid_rl.rollout.hold_rule import HeldPrompt
+from hybrid_rl.rollout.hold_rule import HeldPrompt, HoldRule
 from hybrid_rl.rollout.judged import Asked
 from hybrid_rl.rollout.lengths import expected_length
 from hybrid_rl.rollout.sample_columns import MAX_SUBMISSIONS, columns_of, reward_input
@@ -194,14 +194,16 @@ class CompletionStream(GroupStream[CompletionGroup]):
     """Makes groups of completions. Without a rule their samples are scored while others are generated: whenever an
     eighth of this rank's samples has finished, those that wait get one call; by whole groups if the reward functions
     score by group; judges that are the engine itself are asked about each group as soon as it is whole. With a rule,
-    groups are scored one by one when they are whole, and by such judges in a round about those that the step takes. If
-    there are reward models, rewards are NaN until `merge_late` adds their scores.
+    groups are scored one by one when they are whole, and by such judges in a round about those that the step takes,
+    which begins with the step if these are whole then. If there are reward models, rewards are NaN until `merge_late`
+    adds their scores.
     """
 
     group_type = CompletionGroup
     _handle: Handle | None = None  # of what the engine runs
     _by_request: Mapping[int, CompletionGroup] = {}
     _tokens_again = 0  # that the engine computes again before what is held goes on
+    _early: Mapping[int, Asked] | None = None  # what judges were asked before the step generated, by group
 
     def score_with(self, rewards: RewardRunner | None) -> None:
         """Score with these functions from now on, also what is held."""
@@ -304,18 +306,42 @@ class CompletionStream(GroupStream[CompletionGroup]):
             self._client.advance(idle_seconds=0.0, can_interrupt=False)
             is_first = False
 
+    def judge_early(self, groups: Sequence[CompletionGroup], call: RolloutCall, rule: HoldRule) -> None:
+        assert self._judges is not None
+        self._early = None
+        held = [group for group in groups if group.born < call.state.global_step]
+        keys = [rule.key(group, call.version) for group in held if group.is_whole]
+        everywhere = self._agreed(lambda: (keys, rule.standing(held, call.version)))
+        standings = [standing for _, standing in everywhere]
+        all_keys = [key for of_rank, _ in everywhere for key in of_rank]
+        is_known = not any(standing.num_unfinished for standing in standings) and len(all_keys) >= rule.num_wanted
+        if call.is_refill or not is_known:  # with partial rollouts an older group may become whole meanwhile
+            return
+        chosen = rule.chosen(all_keys, standings, call.version)
+        mine = [group for group in held if group.group in chosen]
+        names = dict.fromkeys(name for group in mine for name in group.row.columns)
+        self._early = {
+            group.group: self._judges.begin(Batch(self._columns([group], call)), call, names) for group in mine
+        }
+
     def _taken(
         self, groups: Sequence[CompletionGroup], timings: Timings, call: RolloutCall
     ) -> tuple[Batch, RolloutReport]:
         for group in groups:
             self._score(group, call)
-        return self._scored(groups, [group.scoring for group in groups if group.scoring is not None], timings, call)
+        futures, late = [group.scoring for group in groups if group.scoring is not None], None
+        if self._judges is not None and self._early is not None:
+            with timings.measure("judge"):
+                late = self._judges.scores([self._early[group.group] for group in groups], call)
+        return self._scored(groups, futures, timings, call, late)
 
     def _num_begun(self, groups: Sequence[CompletionGroup]) -> int:
         return sum(group.num_begun for group in groups)
 
     def _use(self) -> SlotUse:
         use = self._client.take_use()
+        if self._early is not None:
+            return replace(use, cost=None)  # a part of it is that of judges
         if use.cost is not None:
             use.cost.tokens_again, use.cost.waited_seconds = self._tokens_again, self._waited_seconds
         return use

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from hybrid_rl.batch import Batch
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.engine_client import EngineClient
 from hybrid_rl.errors import ConfigError, PeerFailedError
@@ -87,8 +88,8 @@ class GroupStream(ABC, Generic[AnyGroup]):
                 self._client, rewards, self._decode, self._encode, seed=self._seed, max_length=self._max_length
             )
 
-    def sample_at(self, temperature: float) -> None:
-        """Let those who ask beside the calls get answers at this temperature from now on."""
+    def reconfigure(self, config: TrainerConfig) -> None:
+        """Go on with a configuration that differs in what may change between steps; calls tell the rest."""
 
     @abstractmethod
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
@@ -154,6 +155,8 @@ class GroupStream(ABC, Generic[AnyGroup]):
         step, timings = call.state.global_step, Timings()
         groups, metrics = self._groups(step if call.is_refill else step - 1, tasks, call)
         with self._client.session():
+            if self._judges is not None and call.is_scored:
+                self.judge_early(groups, call, rule)
             with timings.measure("rollout"):
                 self._generate(groups, call, Ending(rule, call.version))
             use = self._use()
@@ -185,6 +188,10 @@ class GroupStream(ABC, Generic[AnyGroup]):
             metrics.total("buffer/continued_tokens", self._num_begun(groups))
         self._client.take_use()
         return [*groups, *(self._begin(task, call) for task in tasks)], metrics
+
+    def judge_early(self, groups: Sequence[AnyGroup], call: RolloutCall, rule: HoldRule) -> None:
+        """Have judges that are the engine asked about what the step will take, if that is whole before anything is
+        generated. Collective over all ranks."""
 
     def _chosen(self, groups: Sequence[AnyGroup], call: RolloutCall, rule: HoldRule) -> set[int]:
         """Return the ids of the groups that the step takes, of all ranks."""

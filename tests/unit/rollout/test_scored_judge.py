@@ -20,6 +20,7 @@ from hybrid_rl.rewards import EngineJudge, RewardRunner, TrainerState
 from hybrid_rl.rollout.call import RolloutCall, RolloutTask
 from hybrid_rl.rollout.completion_stream import CompletionStream
 from hybrid_rl.rollout.judged import JudgeRound, judge_encoder
+from hybrid_rl.rollout.stream import GroupStream
 from tests.support.engines.engine_settings import inplace_settings
 from tests.support.tiny import EOS_ID, build_model, build_tokenizer, ids_of
 from tests.unit.rollout.holding import MAX_TOKENS, STOP, Exchange, KnownEngine
@@ -342,3 +343,32 @@ def test_questions_find_the_prefixes_of_the_samples_that_they_are_about():
             scored.run(tasks, call)
             found.append(client.stats().num_prefix_tokens)
     assert found == [2 * 4, 2 * 2 * 4]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_batch_that_is_ahead_is_judged_beside_the_generation(level, make_trainer, monkeypatch):
+    """With the scores that it has if it is judged when the generation is over."""
+    asked, submit = [], EngineClient.submit
+
+    def watched(client, requests, version):
+        asked.extend(["judge" if requests[0].id < 0 else "samples"] if requests else [])
+        return submit(client, requests, version)
+
+    monkeypatch.setattr(EngineClient, "submit", watched)
+    judge = EngineJudge("{prompt}x{completion}", lambda answer: float(sum(map(ord, answer)) % 13), max_tokens=4)
+
+    def run():
+        keys = {"rollout.async_level": level, "max_steps": 4, "temperature": 1.5, "handoff.probe_steps": 0}
+        trainer, rewards, orders = make_trainer(reward_funcs=judge, **keys), [], []
+        for _ in range(4):
+            asked.clear()
+            rewards.append(trainer.step().batch["rewards"].tolist())
+            orders.append([*asked])
+        return rewards, orders
+
+    early, orders = run()
+    assert orders[1:] == [["judge"] * 4 + ["samples"]] * 3 and orders[0][0] == "samples"  # nothing is ahead yet
+    monkeypatch.setattr(CompletionStream, "judge_early", GroupStream.judge_early)
+    late, orders = run()
+    assert all(order[0] == "samples" for order in orders)
+    assert early == late and len({*map(str, early)}) > 1
