@@ -44,8 +44,8 @@ class EnvironmentFailedError(HybridRLError, RuntimeError):
 class EnvironmentLostError(Exception):
     """An environment is gone in the middle of a trajectory: the process or server behind it has ended. Raise it in a
     method of an environment, or in an agent, to have the trajectory made again on another environment, from what it has
-    finished. An environment's method says the same by ConnectionError, EOFError, or what libraries raise in the place
-    of these."""
+    finished. Methods of an environment that can be put into the place of another one, because it has a `state()` or is
+    `repeatable`, say the same by ConnectionError, EOFError, and what libraries raise for these."""
 
 
 # Errors of clients (requests 2.34, httpx 0.28, aiohttp 3.14, websockets 17.4) that are no ConnectionError of Python,
@@ -62,9 +62,9 @@ _CONNECTION_ERRORS = frozenset(
 _REPEATABLE = "_hybrid_rl_is_repeatable"
 
 
-def says_lost(error: BaseException | None) -> bool:
-    """Whether an error of an environment's method says that what is behind it is gone."""
-    if isinstance(error, EnvironmentLostError | ConnectionError | EOFError):
+def is_connection_error(error: BaseException | None) -> bool:
+    """Whether an error says that nobody is at the other end any more."""
+    if isinstance(error, ConnectionError | EOFError):
         return True
     if isinstance(error, URLError):
         return isinstance(error.reason, ConnectionError)
@@ -154,7 +154,8 @@ class Environment:
         self._thread = CallThread("environment", enter_device)
         self._is_overdue = False  # whether a plain method was past its limit
         self.is_lost = False
-        self._due: tuple[Any] | None = None  # the state that it is to be in before its next call
+        self._due: tuple[int, Any] | None = None  # the state that it is to be in before its next call, and its order
+        self._restoring = asyncio.Lock()
         self._has_differed = False
 
     async def make(self) -> Outcome:
@@ -204,26 +205,29 @@ class Environment:
     async def begin(self, observation: Any, record: TrajectoryRecord) -> Any:
         """Go on after a reset that returned this observation. Returns what the trajectory is shown: if the environment
         has a state, what is recorded of its first reset, whose state it will have again."""
-        self._due, self._has_differed = None, False
+        self._due, self._has_differed, self._restoring = None, False, asyncio.Lock()
         if not self.kind.has_state:
             return observation
         if record.beginning is None:
             record.note_beginning(observation, await self._state())
             return observation
         observation, state = record.beginning
-        self._due = (state,)
+        self._due = (-1, state)
         return observation
 
     def is_past(self, known: RecordedCall) -> bool:
         """Whether this call, whose outcome is recorded, need not be made again: the state after it will be restored."""
-        if self.kind.has_state:
-            self._due = (known.state,)
-        return self.kind.has_state
+        if not (self.kind.has_state and known.has_state):
+            return False
+        if self._due is None or known.order > self._due[0]:  # calls of one answer end in any order
+            self._due = (known.order, known.state)
+        return True
 
-    async def state_after(self, known: RecordedCall, outcome: Outcome) -> Any:
-        """Return what is to be recorded of the environment after a call. known: what was, if it was made before."""
-        if self.kind.has_state:
-            return await self._state()
+    async def state_after(self, known: RecordedCall, outcome: Outcome) -> dict[str, Any]:
+        """Return the state that is to be recorded with a call, if it has one, as an argument of `note_call`. known:
+        what was recorded, if the call was made before."""
+        if self.kind.has_state:  # while a call past its limit still runs, it has none
+            return {} if isinstance(outcome.error, CallTimeoutError) else {STATE: await self._state()}
         before = known.outcome
         if before is not None and self.kind.is_repeatable and not self._has_differed:
             was, now = (out.value if out.error is None else message_of(out.error) for out in (before, outcome))
@@ -234,14 +238,15 @@ class Environment:
                     "marked repeatable: the trajectory goes on from what it returned now",
                     *(self.kind.label, now, was),
                 )
-        return None
+        return {}
 
     async def catch_up(self) -> None:
         """Restore the state after the last call that was not made again, if there was such. Raises EnvironmentLostError
         and EnvironmentFailedError."""
-        if self._due is not None:
-            (state,), self._due = self._due, None
-            self._require(await self.call(RESTORE, {STATE: state}), RESTORE)
+        async with self._restoring:
+            if self._due is not None:
+                self._require(await self.call(RESTORE, {STATE: self._due[1]}), RESTORE)
+                self._due = None
 
     async def _state(self) -> Any:
         return self._require(await self.call(STATE, {}), STATE).value
@@ -253,9 +258,14 @@ class Environment:
             ) from outcome.error
         return outcome
 
+    def says_lost(self, error: BaseException | None) -> bool:
+        """Whether an error of a method says that what is behind this environment is gone."""
+        can_go_on = self.kind.has_state or self.kind.is_repeatable
+        return isinstance(error, EnvironmentLostError) or (can_go_on and is_connection_error(error))
+
     def _checked(self, outcome: Outcome, name: str) -> Outcome:
         """Return an outcome, unless it says that the environment is lost. Raises EnvironmentLostError for that."""
-        if says_lost(outcome.error):
+        if self.says_lost(outcome.error):
             self.is_lost = True
             raise EnvironmentLostError(
                 f"{name}() of the environment {self.kind.label} raised {type(outcome.error).__name__}: {outcome.error}"

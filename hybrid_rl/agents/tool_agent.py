@@ -16,13 +16,12 @@ from hybrid_rl.agents.environments import (
     EnvironmentKind,
     EnvironmentLostError,
     EnvironmentPool,
-    says_lost,
     with_observation,
 )
 from hybrid_rl.agents.episode import Episode
 from hybrid_rl.agents.tools import Functions, ToolSet
 from hybrid_rl.agents.trajectory import Trajectory
-from hybrid_rl.agents.turn_record import TrajectoryRecord
+from hybrid_rl.agents.turn_record import TrajectoryRecord, conversation_digest
 from hybrid_rl.config import AgentConfig
 from hybrid_rl.data.prompts import Messages, shorten
 from hybrid_rl.data.rendering import CALL_ERROR
@@ -66,15 +65,17 @@ class ToolAgent:
             record = trajectory.past or TrajectoryRecord()
             self._check_restorable(environment.kind, trajectory, record)
             trajectory.on_end.append(partial(_end, environment, trajectory))
+            with_observation(prompt, observation)  # it is looked at before it is recorded
             prompt = with_observation(prompt, await environment.begin(observation, record))
             tools = tools.with_tools(environment.tools())
         trajectory.prompt = prompt
         await converse(episode.client, prompt, tools)
 
     def _check_restorable(self, kind: EnvironmentKind, trajectory: Trajectory, record: TrajectoryRecord) -> None:
-        """Raise EnvironmentFailedError if a trajectory has acted on an environment that is gone, and may not act again
+        """Raise EnvironmentFailedError if a trajectory has acted on an environment that was lost, and may not act again
         on another one."""
-        if self._drops and record.has_acted and not (kind.has_state or kind.is_repeatable):
+        is_lost = trajectory.counts["lost_environments"] > 0
+        if self._drops and is_lost and record.has_acted and not (kind.has_state or kind.is_repeatable):
             trajectory.counts["dropped"] += 1
             raise EnvironmentFailedError(
                 f"the trajectory had acted on an environment {kind.label} that is gone, and is dropped "
@@ -120,7 +121,8 @@ async def converse(client: AgentClient, prompt: Messages, tools: ToolSet) -> Non
             return
         rounds += 1
         if calls:
-            answers = await tools.answer(calls, trajectory.counts, trajectory.past)
+            asked = conversation_digest(turn.prompt_ids, turn.token_ids)
+            answers = await tools.answer(calls, trajectory.counts, trajectory.past, asked)
         else:  # the policy may try again
             trajectory.counts.update(tool_calls=1, tool_failures=1)
             answers = [{"role": client.chat.error_role, "content": str(mistake)}]
@@ -139,7 +141,9 @@ async def _end(environment: Environment, trajectory: Trajectory) -> None:
     if not environment.kind.has_reward:
         return
     outcome = await environment.call(GET_REWARD, {})
-    environment.is_lost = trajectory.is_lost = says_lost(outcome.error)
+    if environment.says_lost(outcome.error):
+        environment.is_lost, trajectory.is_lost = True, True
+        trajectory.error = f"{GET_REWARD}() of the environment {environment.kind.label} raised {outcome.error!r:.500}"
     trajectory.given[environment.kind.class_name] = outcome.value if outcome.error is None else _failure(outcome.error)
 
 

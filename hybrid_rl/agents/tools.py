@@ -42,8 +42,9 @@ class ActedOn(Protocol):
         """Whether this call, whose outcome is recorded, need not be made again: the state after it will be restored."""
         ...
 
-    async def state_after(self, known: RecordedCall, outcome: Outcome) -> Any:
-        """Return what is to be recorded of the environment after a call. known: what was, if it was made before."""
+    async def state_after(self, known: RecordedCall, outcome: Outcome) -> dict[str, Any]:
+        """Return the state that is to be recorded with a call, if it has one, as an argument of `note_call`. known:
+        what was recorded, if the call was made before."""
         ...
 
 
@@ -151,15 +152,17 @@ class ToolSet:
         return ToolSet([*self.tools.values(), *tools], self._watch)
 
     async def answer(
-        self, calls: Sequence[Any], counts: Counter[str], record: TrajectoryRecord | None = None
+        self, calls: Sequence[Any], counts: Counter[str], record: TrajectoryRecord | None = None, asked: str = ""
     ) -> Messages:
         """Make the tool calls of one answer and return their messages, in order. Plain tools run one after another,
         then all async ones together (as in TRL). counts: of "tool_calls", "tool_failures", "tool_timeouts". record: of
-        the trajectory, which has the outcomes of calls that were made in an earlier life of it.
+        the trajectory, which has the outcomes of calls that were made in an earlier life of it; asked: names the
+        conversation up to this answer there.
 
-        A call that fails gives a message that says why. Raises AgentError if too many calls hang.
+        A call that fails gives a message that says why. Raises AgentError if too many calls hang, and what a call
+        raises that says more than that it has failed, when all have ended.
         """
-        record, first = TrajectoryRecord() if record is None else record, counts["tool_calls"]
+        record = TrajectoryRecord() if record is None else record
         outcome_at: dict[int, Outcome] = {}
         together: dict[int, tuple[Tool, dict[str, Any]]] = {}
         for place, call in enumerate(calls):
@@ -171,30 +174,37 @@ class ToolSet:
             if tool.is_async:
                 together[place] = tool, arguments
             else:
-                outcome_at[place] = await self._run(tool, arguments, record, first + place, counts)
-        outcomes = await asyncio.gather(
-            *(
-                self._run(tool, arguments, record, first + place, counts)
-                for place, (tool, arguments) in together.items()
-            )
+                outcome_at[place] = await self._run(tool, arguments, record, (asked, place), counts)
+        running = (
+            self._run(tool, arguments, record, (asked, place), counts) for place, (tool, arguments) in together.items()
         )
-        outcome_at |= dict(zip(together, outcomes, strict=True))
+        outcomes = await asyncio.gather(*running, return_exceptions=True)  # none is left behind, to be made twice
+        for place, outcome in zip(together, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            outcome_at[place] = outcome
         return [_message(call, outcome_at[place], counts) for place, call in enumerate(calls)]
 
     async def _run(
-        self, tool: Tool, arguments: dict[str, Any], record: TrajectoryRecord, number: int, counts: Counter[str]
+        self,
+        tool: Tool,
+        arguments: dict[str, Any],
+        record: TrajectoryRecord,
+        where: tuple[str, int],
+        counts: Counter[str],
     ) -> Outcome:
         """Return what a call came to: when it was made before, if it has ended then."""
-        known, environment = record.call(number, tool.name, arguments), tool.acts_on
+        known, environment = record.call(*where, tool.name, arguments), tool.acts_on
         if known.outcome is not None and (environment is None or environment.is_past(known)):
             counts["recorded_calls"] += 1
+            record.note_past()
             return known.outcome
         outcome = await tool.run({**arguments, CALL_KEY: known.key} if tool.takes_key else arguments)
         self._watch.look(tool.name, outcome.error)
-        state = None if environment is None else await environment.state_after(known, outcome)
+        state = {} if environment is None else await environment.state_after(known, outcome)
         if known.outcome is not None:
             counts["repeated_calls"] += 1
-        record.note_call(known.key, outcome, state, is_acted=environment is not None)
+        record.note_call(known.key, outcome, **state, is_acted=environment is not None)
         return outcome
 
     def _read(self, call: Any) -> tuple[Tool, dict[str, Any]]:

@@ -3,7 +3,7 @@
 A conversation whose process was killed, or whose environment was lost, is made again: its agent runs once more from the
 beginning, and what it asks a second time is answered from here, until it comes to what had not ended. So no finished
 turn is generated twice, and no call of a tool that has returned is made twice. The files are in the run folder, one for
-each training step and rank; a checkpoint after that step makes them unnecessary.
+each training step and rank; `run/turns_folder.py` says which of them a run may use.
 """
 
 from __future__ import annotations
@@ -14,34 +14,45 @@ import json
 import logging
 import os
 import re
-import shutil
 import threading
 import uuid
 from array import array
 from base64 import b64decode, b64encode
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_rl.agents.calls import CallTimeoutError, Outcome
 from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.tool_calling import message_of
-from hybrid_rl.config.changes import changed_keys
+from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.errors import AgentError
-from hybrid_rl.process.files import write_text
 
 logger = logging.getLogger("hybrid_rl")
 
-HEAD_FILE, STEP_FOLDER = "record.json", "step-"
+STEP_FOLDER = "step-"
 # Keys that may differ between the run that wrote a record and the one that goes on with it: they change prompts,
-# answers and weights by no more than rounding.
+# answers and weights by no more than rounding. A prefix stands for all that is below it.
 FREE_KEYS = re.compile(
-    r"(resume|run_name|output_dir|report_to|log_\w+|save_\w+|max_restarts|max_steps|num_ranks|enable_jit_checkpoint"
-    r"|(controller|memory|checkpoints|fsdp|eval)\..*|optimizer\.tokens_per_micro_batch)"
+    r"(resume|run_name|output_dir|report_to|log_\w+|save_\w+|max_restarts|num_ranks|enable_jit_checkpoint"
+    r"|(controller|memory|checkpoints|fsdp|eval)\..*|optimizer\.tokens_per_micro_batch"
+    r"|model\.(gradient_checkpointing|device)|rollout\.(handoff.*|kv_cache_memory_bytes|max_num_seqs)"
+    r"|agents\.(max_open_trajectories|max_environments|tool_timeout_seconds|tool_processes|unrestorable))"
 )
+_NO_STATE = object()
 
 Write = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class TurnFiles:
+    """Where the ranks of a run write turns down. run: names it, in all processes that go on with it."""
+
+    folder: Path
+    run: str
 
 
 class RecordedError(Exception):
@@ -49,76 +60,93 @@ class RecordedError(Exception):
 
 
 class RecordedCall(NamedTuple):
-    """A call at its place in a trajectory. key: names it, in every life of the run, so that a tool can refuse to do
-    twice what it was asked once. outcome: None if it never ended; state: of the environment afterwards, if it has
-    one."""
+    """A call at its place in a conversation. key: names it, in every life of the run, so that a tool can refuse to do
+    twice what it was asked once. outcome: None if it never ended; state: of the environment afterwards, if `has_state`;
+    order: of its end among all that is recorded of the trajectory."""
 
     key: str
     outcome: Outcome | None = None
     state: Any = None
+    has_state: bool = False
+    order: int = -1
 
 
 class TrajectoryRecord:
     """What is recorded of one trajectory. key: names it, in every life of the run and in no other run. entries: by
-    what they are of; write: adds one to a file. oldest_version: of the weights that made a recorded answer; None
-    without answers."""
+    what they are of; write: adds one to a file.
 
-    def __init__(self, key: str = "", entries: dict[str, Mapping[str, Any]] | None = None, write: Write | None = None):
+    oldest_version: of the weights that made a recorded answer; None without answers. num_answered: answers of earlier
+    lives that were asked for again in this one; num_ended: turns and calls that ended in this life, those of the record
+    included.
+    """
+
+    def __init__(
+        self, key: str = "", entries: dict[str, Mapping[str, Any]] | None = None, write: Write | None = None
+    ) -> None:
         self.key = key
         self._entries: dict[str, Mapping[str, Any]] = {} if entries is None else entries
         self._write = write
-        made = [version for entry in self._entries.values() for version in _unpacked("q", entry.get("versions", ""))]
+        made = [version for entry in self._entries.values() for version, _ in entry.get("versions", ())]
         self.oldest_version = min(made, default=None)
+        self._num_calls = 1 + max((entry.get("order", -1) for entry in self._entries.values()), default=-1)
+        self.begin_life()
+
+    def begin_life(self) -> None:
+        """Note that the trajectory is made (again) from its beginning."""
+        self._of_earlier_lives = frozenset(self._entries)
+        self.num_answered = self.num_ended = 0
 
     def answer(self, question: Any, version: int) -> Completion | None:
         """Return the recorded answer to a question: sampling parameters, whose seed is made of the prompt. None if
         there is none, or if later weights than `version` made some of it: a run that went back must not train on
         tokens of weights that it does not have yet."""
-        entry = self._entries.get(_answer(question))
-        if entry is None:
+        name = f"answer {_digest(repr(question).encode())}"
+        entry = self._entries.get(name)
+        if entry is None or max((made for made, _ in entry["versions"]), default=0) > version:
             return None
-        versions = _unpacked("q", entry["versions"])
-        if max(versions, default=0) > version:
-            return None
-        return Completion(
-            _unpacked("q", entry["ids"]), _unpacked("d", entry["logprobs"]), versions, entry["finish_reason"]
-        )
+        self.num_answered += name in self._of_earlier_lives
+        self.num_ended += 1
+        versions = [*chain.from_iterable([made] * count for made, count in entry["versions"])]
+        return Completion(_unpacked(entry["ids"]), _unpacked(entry["logprobs"]), versions, entry["finish_reason"])
 
     def note_answer(self, question: Any, completion: Completion) -> None:
         """Record an answer that has ended."""
-        packed = {"ids": _packed("q", completion.token_ids), "logprobs": _packed("d", completion.logprobs)}
-        packed["versions"] = _packed("q", completion.versions)
-        self._note(_answer(question), {**packed, "finish_reason": completion.finish_reason})
+        versions = [[made, len([*same])] for made, same in groupby(completion.versions)]
+        packed = {"ids": _packed("iq", completion.token_ids), "logprobs": _packed("fd", completion.logprobs)}
+        entry = {**packed, "versions": versions, "finish_reason": completion.finish_reason}
+        self._note(f"answer {_digest(repr(question).encode())}", entry)
         known = [] if self.oldest_version is None else [self.oldest_version]
         self.oldest_version = min([*known, *completion.versions], default=None)
 
-    def call(self, number: int, name: str, arguments: Mapping[str, Any]) -> RecordedCall:
-        """Return what is recorded of a call of a tool. number: of the call in the trajectory."""
-        written = json.dumps([number, name, arguments], sort_keys=True, default=repr)
-        key = f"{self.key}/{number}-{_digest(written)}"
+    def call(self, asked: str, place: int, name: str, arguments: Mapping[str, Any]) -> RecordedCall:
+        """Return what is recorded of a call of a tool. asked: names the conversation up to the answer that asks for it
+        (`conversation_digest`); place: of the call in this answer."""
+        written = json.dumps([asked, place, name, arguments], sort_keys=True, default=repr)
+        key = f"{self.key}/{_digest(written.encode())}"
         entry = self._entries.get(f"call {key}")
         if entry is None:
             return RecordedCall(key)
         error: Exception | None = None
         if "error" in entry:
             error = (CallTimeoutError if entry["is_late"] else RecordedError)(entry["error"])
-        return RecordedCall(key, Outcome(entry.get("value"), error), entry.get("state"))
+        outcome = Outcome(entry.get("value"), error)
+        return RecordedCall(key, outcome, entry.get("state"), "state" in entry, entry["order"])
 
-    def note_call(self, key: str, outcome: Outcome, state: Any = None, *, is_acted: bool = False) -> None:
+    def note_past(self) -> None:
+        """Note that a call was taken from the record."""
+        self.num_ended += 1
+
+    def note_call(self, key: str, outcome: Outcome, state: Any = _NO_STATE, *, is_acted: bool = False) -> None:
         """Record a call that has ended. state: of the environment, afterwards. is_acted: whether it was one of an
         environment. Raises AgentError for a state that JSON cannot hold."""
         error = outcome.error
-        entry = (
-            {"value": outcome.value}
-            if error is None
-            else {"error": message_of(error), "is_late": isinstance(error, CallTimeoutError)}
-        )
-        self._note(f"call {key}", {**entry, "state": state, "is_acted": is_acted})
-
-    @property
-    def num_finished(self) -> int:
-        """Turns and calls that are recorded."""
-        return len(self._entries)
+        entry: dict[str, Any] = {"order": self._num_calls, "is_acted": is_acted}
+        self._num_calls += 1
+        if error is None:
+            entry["value"] = outcome.value
+        else:
+            entry |= {"error": message_of(error), "is_late": isinstance(error, CallTimeoutError)}
+        self._note(f"call {key}", entry | ({} if state is _NO_STATE else {"state": state}))
 
     @property
     def has_acted(self) -> bool:
@@ -136,14 +164,16 @@ class TrajectoryRecord:
         self._note("reset", {"observation": observation, "state": state})
 
     def _note(self, name: str, entry: Mapping[str, Any]) -> None:
-        try:
-            json.dumps(entry)
-        except (TypeError, ValueError) as error:
-            raise AgentError(
-                f"state() of an environment returned {entry.get('state')!r:.200}, which JSON cannot hold ({error}); "
-                "return text, numbers, booleans, None, and lists and dicts of them"
-            ) from error
+        if "state" in entry:
+            try:
+                json.dumps(entry["state"])
+            except (TypeError, ValueError) as error:
+                raise AgentError(
+                    f"state() of an environment returned {entry['state']!r:.200}, which JSON cannot hold ({error}); "
+                    "return text, numbers, booleans, None, and lists and dicts of them"
+                ) from error
         self._entries[name] = entry
+        self.num_ended += 1
         if self._write is not None:
             self._write(name, entry)
 
@@ -151,20 +181,29 @@ class TrajectoryRecord:
 class TurnRecord:
     """The records of a rank's trajectories: those of training in files too, all others in memory alone.
 
-    folder: of the run's record (`begin_record`), None = no files. rank: whose files are written; those of all ranks are
-    read, since another one may have made a trajectory before.
+    files: of the run, None = there are none. rank: whose files are written; those of all ranks are read, since another
+    one may have made a trajectory before. config: turns of other configurations are not read (`reconfigure`).
     """
 
-    def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
-        self._folder, self._rank = folder, rank
-        self._run = uuid.uuid4().hex[:12] if folder is None else json.loads((folder / HEAD_FILE).read_text())["run"]
+    def __init__(self, files: TurnFiles | None = None, rank: int = 0, config: TrainerConfig | None = None) -> None:
+        self._folder = None if files is None else files.folder
+        self._run = uuid.uuid4().hex[:12] if files is None else files.run
+        self._rank, self._digest = rank, "" if config is None else config_digest(config)
         self._steps: dict[int, dict[str, dict[str, Mapping[str, Any]]]] = {}
-        self._files: dict[int, int] = {}
+        self._open: dict[int, int] = {}  # descriptors of files, by step
         self._lock = threading.Lock()
         self._has_failed = False
 
+    def reconfigure(self, config: TrainerConfig) -> None:
+        """Go on with another configuration. What was made with the one before is not used any more, unless the new one
+        makes the same."""
+        if (digest := config_digest(config)) != self._digest:
+            self.forget(())
+            self._digest = digest
+
     def of(self, name: str, step: int | None) -> TrajectoryRecord:
-        """Return the record of a trajectory. step: of training, that began it; None = it is kept by nobody else."""
+        """Return the record of a trajectory, beginning a life of it. step: of training, that began it; None = it is
+        kept by nobody else."""
         key = f"{self._run}/{name}"
         if step is None:
             return TrajectoryRecord(key)
@@ -179,10 +218,10 @@ class TurnRecord:
 
     def forget(self, needed: Collection[int]) -> None:
         """Forget, here and not in files, what training steps began that are none of these."""
-        for step in self._steps.keys() - set(needed):
-            del self._steps[step]
-            with contextlib.suppress(KeyError):
-                os.close(self._files.pop(step))
+        with self._lock:
+            for step in self._steps.keys() - set(needed):
+                del self._steps[step]
+                self._close(step)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -190,7 +229,8 @@ class TurnRecord:
 
     def _read(self, step: int) -> dict[str, dict[str, Mapping[str, Any]]]:
         entries: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
-        for path in () if self._folder is None else sorted(self._folder.glob(f"{STEP_FOLDER}{step}/*.jsonl")):
+        paths = [] if self._folder is None else [*self._folder.glob(f"{STEP_FOLDER}{step}/{self._digest}-*.jsonl")]
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime):  # the last that was written counts
             for line in path.read_bytes().splitlines():
                 with contextlib.suppress(ValueError):  # the last line of a process that was killed
                     name, kind, entry = json.loads(line)
@@ -200,18 +240,21 @@ class TurnRecord:
     def _write(self, step: int, line: list[Any]) -> None:
         assert self._folder is not None
         with self._lock:
+            if step not in self._steps:
+                return  # of an agent that goes on although its step is over
             try:
-                if step not in self._files:
-                    path = self._folder / f"{STEP_FOLDER}{step}" / f"rank-{self._rank}.jsonl"
+                if step not in self._open:
+                    path = self._folder / f"{STEP_FOLDER}{step}" / f"{self._digest}-{self._rank}.jsonl"
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    self._files[step] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-                    size = os.fstat(self._files[step]).st_size
-                    if size and os.pread(self._files[step], 1, size - 1) != b"\n":
-                        os.write(self._files[step], b"\n")
+                    self._open[step] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                    size = os.fstat(self._open[step]).st_size
+                    if size and os.pread(self._open[step], 1, size - 1) != b"\n":
+                        os.write(self._open[step], b"\n")  # the process before was killed in the middle of a line
                 text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
                 while text:  # a disk that is nearly full takes a part
-                    text = text[os.write(self._files[step], text) :]
+                    text = text[os.write(self._open[step], text) :]
             except OSError as error:
+                self._close(step)
                 if not self._has_failed:
                     self._has_failed = True
                     logger.warning(
@@ -220,56 +263,49 @@ class TurnRecord:
                         *(self._folder, error),
                     )
 
-
-def begin_record(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
-    """Make the folder of a run's record, or go on with the one that is there: if the run goes on from where that began
-    (`goes_on`) and its configuration still makes the same turns; else what is there is deleted, which is logged."""
-    head, config = folder / HEAD_FILE, json.loads(json.dumps(config))
-    if head.is_file():
-        changed = _changed(head, config)
-        if goes_on and not changed:
-            return
-        why = f"{', '.join(changed[:4])} changed" if changed else "the run goes on from an earlier checkpoint"
-        if any(folder.glob(f"{STEP_FOLDER}*")):
-            logger.warning("finished turns in %s are not used, because %s", folder, why)
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(head, json.dumps({"run": uuid.uuid4().hex[:12], "config": config}))
+    def _close(self, step: int) -> None:
+        """Close the file of a step; the lock is held."""
+        if step in self._open:
+            os.close(self._open.pop(step))
 
 
-def change_record(folder: Path, config: Mapping[str, Any]) -> None:
-    """Note that a run goes on with another configuration: what it wrote down since its last checkpoint was made with
-    the one before, and is deleted if that makes other turns."""
-    head, config = folder / HEAD_FILE, json.loads(json.dumps(config))
-    if head.is_file() and _changed(head, config):
-        delete_before(folder, None)
-        write_text(head, json.dumps({**json.loads(head.read_text(encoding="utf-8")), "config": config}))
+def config_digest(config: TrainerConfig) -> str:
+    """Name what of a configuration decides turns and weights."""
+    return _digest(json.dumps([*_decisive(to_dict(config))], default=repr).encode())[:8]
 
 
-def _changed(head: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that differ from those of a record, and matter to it."""
-    known = json.loads(head.read_text(encoding="utf-8"))["config"]
-    return [key for key in changed_keys(known, config) if not FREE_KEYS.fullmatch(key)]
+def _decisive(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and not prefix:
+            pairs += _decisive(value, f"{name}.")
+        elif not FREE_KEYS.fullmatch(f"{prefix}{name}"):
+            pairs.append((f"{prefix}{name}", value))
+    return pairs
 
 
-def delete_before(folder: Path, step: int | None) -> None:
-    """Delete what training steps before this one began, None = all of them."""
-    for path in folder.glob(f"{STEP_FOLDER}*"):
-        if step is None or int(path.name.removeprefix(STEP_FOLDER)) < step:
-            shutil.rmtree(path, ignore_errors=True)
+def conversation_digest(*parts: Sequence[int]) -> str:
+    """Name a conversation by its tokens."""
+    return _digest(b"".join(array("q", part).tobytes() for part in parts))
 
 
-def _answer(question: Any) -> str:
-    return f"answer {_digest(repr(question))}"
+def row_digest(row: Any) -> str:
+    """Name a row of a dataset by what is in it."""
+    return _digest(json.dumps(row, sort_keys=True, default=repr).encode())[:8]
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=12).hexdigest()
 
 
-def _packed(kind: str, values: Any) -> str:
-    return b64encode(array(kind, values).tobytes()).decode()
+def _packed(kinds: str, values: Sequence[Any]) -> str:
+    """Write numbers as text that begins with their type: the first of these two that holds all of them."""
+    for kind in kinds:
+        with contextlib.suppress(OverflowError):
+            if (numbers := array(kind, values)).tolist() == [*values]:
+                break
+    return kind + b64encode(numbers.tobytes()).decode()
 
 
-def _unpacked(kind: str, text: str) -> list[Any]:
-    return array(kind, b64decode(text)).tolist()
+def _unpacked(text: str) -> list[Any]:
+    return array(text[0], b64decode(text[1:])).tolist()

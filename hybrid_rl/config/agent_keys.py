@@ -43,6 +43,6 @@ class AgentConfig:
     )
     unrestorable: Literal["restart", "drop"] = key(
         "restart",
-        "if the environment of a trajectory is gone that has neither `state()` nor @repeatable methods: reset another "
-        "one and make the calls again, or give up the trajectory, which then has no reward and teaches nothing",
+        "if the environment of a trajectory is lost in the middle that has neither `state()` nor @repeatable methods: "
+        "reset another one and make the calls again, or give up the trajectory, which then has no reward",
     )

@@ -55,6 +55,7 @@ class Attempt:
         """Put an empty trajectory into the place of one whose environment is lost. on_left: hooks of the lost one
         that it goes on with."""
         lost, self.trajectory, self.failure = self.trajectory, _empty(self.task), ""
+        self.record.begin_life()
         self.trajectory.on_left = on_left
         self.trajectory.counts["lost_environments"] = lost.counts["lost_environments"] + 1
 

@@ -32,7 +32,7 @@ from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 
 logger = logging.getLogger("hybrid_rl")
 
-LIVES = 3  # of a trajectory whose environment is lost, in a row, in which nothing was finished
+LIVES = 3  # of a trajectory whose environment is lost, in a row, in which it came no further
 OPEN_PER_PLACE = 2  # trajectories under way for each that the engine runs at once: so many may wait for tools
 
 
@@ -197,14 +197,16 @@ class Episodes:
 
     async def _run_agent(self, attempt: Attempt) -> None:
         """Make one trajectory; if its environment is lost, from what it has finished on another one."""
-        tokens = await self._live(attempt)
-        num_vain, num_finished = 1, attempt.record.num_finished
+        seconds = self.settings.config.trajectory_timeout_seconds
+        deadline = None if seconds is None else self.turns.seconds() + seconds
+        tokens = await self._live(attempt, deadline)
+        num_vain, most_ended = 1, attempt.record.num_ended
         while attempt.trajectory.is_lost and num_vain < LIVES:
             self.turns.leave(tokens)
             attempt.begin_again(self.room.kept(attempt.trajectory))
-            tokens = await self._live(attempt)
-            num_vain = 1 if attempt.record.num_finished > num_finished else num_vain + 1
-            num_finished = attempt.record.num_finished
+            tokens = await self._live(attempt, deadline)
+            num_vain = 1 if attempt.record.num_ended > most_ended else num_vain + 1
+            most_ended = max(most_ended, attempt.record.num_ended)
         if attempt.trajectory.is_lost:
             attempt.trajectory.counts["lost_environments"] += 1
             attempt.failure = attempt.failure or AGENT
@@ -212,22 +214,22 @@ class Episodes:
         self._ended(attempt)
         self.turns.leave(tokens)
 
-    async def _live(self, attempt: Attempt) -> TrajectoryTokens:
-        """Run the agent of a trajectory from its beginning to its end."""
+    async def _live(self, attempt: Attempt, deadline: float | None) -> TrajectoryTokens:
+        """Run the agent of a trajectory from its beginning to its end. deadline: on the clock of trajectories."""
         assert self.settings.agent is not None
         trajectory = attempt.trajectory
         client, tokens = self._client(attempt, trajectory)
         row = attempt.task.row
         episode = Episode(row.prompt if row.has_prompt else None, row.columns, client, trajectory, self.call.state)
         running = asyncio.ensure_future(_guarded(partial(_asked, self.settings.agent, episode), attempt))
-        seconds = self.settings.config.trajectory_timeout_seconds
-        timer = [] if seconds is None else [asyncio.ensure_future(self._pass(seconds))]
+        timer = [] if deadline is None else [asyncio.ensure_future(self._pass(deadline))]
         try:
             await asyncio.wait({running, *timer}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 trajectory.end("time")
                 tokens.close("time")
-                await _cancelled(running, attempt, f"trajectory_timeout_seconds={seconds:g}")
+                limit = self.settings.config.trajectory_timeout_seconds
+                await _cancelled(running, attempt, f"trajectory_timeout_seconds={limit:g}")
         except asyncio.CancelledError:
             trajectory.end("abort")
             await _cancelled(running, attempt, "the rollout was cancelled")
@@ -239,15 +241,14 @@ class Episodes:
             await _finish(attempt)
         if running.done() and not running.cancelled():
             running.result()  # an AgentError
-        if tokens.num_recorded:
-            trajectory.counts["recorded_turns"] = tokens.num_recorded
+        if attempt.record.num_answered:
+            trajectory.counts["recorded_turns"] = attempt.record.num_answered
         return tokens
 
-    async def _pass(self, seconds: float) -> None:
-        """Wait until so much time has passed in which the policy answers."""
+    async def _pass(self, deadline: float) -> None:
+        """Wait for a moment on the clock of trajectories, which counts the time in which the policy answers."""
         turns = self.turns
-        end = turns.seconds() + seconds
-        while (left := end - turns.seconds()) > 0:
+        while (left := deadline - turns.seconds()) > 0:
             await asyncio.sleep(max(left, 0.01))
 
     async def _run_function(self, function: RolloutFunction) -> None:
@@ -265,7 +266,7 @@ class Episodes:
             return client
 
         async def close_late(tokens: TrajectoryTokens, seconds: float) -> None:
-            await self._pass(seconds)
+            await self._pass(self.turns.seconds() + seconds)
             tokens.close("time")
 
         if not self.attempts:
@@ -305,12 +306,12 @@ class Episodes:
                 attempt.trajectory, attempt.failure = whole.trajectory, whole.failure
             elif attempt.trajectory.end_reason == "error":
                 attempt.failure = AGENT
+            if attempt.record.num_answered:
+                attempt.trajectory.counts["recorded_turns"] = attempt.record.num_answered
             attempt.trajectory.end("stop")
             self._ended(attempt)
         for tokens in self.asked:
             self.turns.leave(tokens)
-            if tokens.num_recorded:
-                self.attempts[0].trajectory.counts["recorded_turns"] += tokens.num_recorded
 
     # ------------------------------------------------------------------------------------------------- rewards
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hybrid_rl.agents.client import Limits
+from hybrid_rl.agents.turn_record import row_digest
 from hybrid_rl.batch import Batch
+from hybrid_rl.config import TrainerConfig
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.engines.engine_client import EngineClient
@@ -121,9 +123,9 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     the held ones leave, and nothing of them outlives the call.
 
     With a rule, coroutines, tools and environments of a trajectory that is held go on where they are; only what the
-    engine was generating is broken off, and asked for again under the new weights. Nothing but its prompt can be kept
-    of a trajectory once its coroutine is gone: a resumed run, and a step that was taken back, begin it again; so does
-    everything that is held after an error.
+    engine was generating is broken off, and asked for again under the new weights. Once the coroutine of a trajectory
+    is gone, it is made again, from the turns and calls that it had finished: in a resumed run, in a step that was taken
+    back, and after an error everything that is held.
 
     options: the other arguments of GroupStream. Raises ConfigError for a judge without `encode`.
     """
@@ -150,11 +152,13 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         super().score_with(rewards)
         self._release()
 
-    def sample_at(self, temperature: float) -> None:
-        """Tell an agent that has to know it (`sample_at`) of another temperature; others follow the call."""
+    def reconfigure(self, config: TrainerConfig) -> None:
+        """Tell an agent that has to know it (`sample_at`) of another temperature; others follow the call. Turns that
+        were made otherwise are not used again."""
+        self._settings.record.reconfigure(config)
         sample_at = getattr(self._settings.agent, "sample_at", None)
         if sample_at is not None:
-            sample_at(temperature)
+            sample_at(config.rollout.temperature)
 
     def close(self) -> None:
         """Cancel what is held, close the agent, if it has a method for that, and end the event loops that agents run
@@ -164,8 +168,8 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
         if close is not None and not self._is_closed:
             close()
         self._is_closed = True
-        self._settings.record.close()
         self._turns.release()
+        self._settings.record.close()
 
     def run(self, tasks: Sequence[RolloutTask], call: RolloutCall) -> tuple[Batch, RolloutReport]:
         """Return samples as `GroupStream.run` says."""
@@ -206,11 +210,13 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     ) -> Episodes:
         """Return the trajectories of these prompts, none of which has begun."""
         record, step = self._settings.record, call.state.global_step if call.is_training else None
-        attempts = [
-            Attempt.begun(task, number, call, record.of(f"{call.purpose}/{task.place}/{number}", step))
-            for task in tasks
-            for number in range(call.num_generations)
-        ]
+        # Evaluations and calls of `generate` may have one purpose and places; their ids are never the same.
+        where = call.purpose if call.is_training else f"{call.purpose}/{call.first_id}"
+        attempts = list[Attempt]()
+        for task in tasks:
+            row = row_digest([task.row.prompt if task.row.has_prompt else None, task.row.columns])
+            names = (f"{where}/{task.place}-{row}/{number}" for number in range(call.num_generations))
+            attempts += (Attempt.begun(task, number, call, record.of(name, step)) for number, name in enumerate(names))
         rewards, limits = self._rewards if call.is_scored else None, limits_of(self._settings.limits, tasks, call)
         return Episodes(self._settings, turns, attempts, call, rewards, limits, room, call.state, **options)
 

@@ -401,8 +401,7 @@ class TrajectoryTokens:
     samples of equal prompts in it share keys and values. priority: of two that wait, the lower one goes first. record:
     of its turns; None = nothing is recorded.
 
-    oldest_version: of the weights that have generated for it; None as long as nothing was. num_recorded: answers that
-    were taken from the record."""
+    oldest_version: of the weights that have generated for it; None as long as nothing was."""
 
     def __init__(
         self,
@@ -414,7 +413,7 @@ class TrajectoryTokens:
         priority: int,
         record: TrajectoryRecord | None = None,
     ) -> None:
-        self._record, self.num_recorded = TrajectoryRecord() if record is None else record, 0
+        self._record = TrajectoryRecord() if record is None else record
         self._turns, self._call, self._seed, self._group, self._priority = turns, call, seed, group, priority
         self._ended: EndReason | None = None
         self._open: set[asyncio.Task[Completion]] = set()
@@ -437,7 +436,6 @@ class TrajectoryTokens:
         if recorded is not None:
             versions = (version for version in (self.oldest_version, *recorded.versions) if version is not None)
             self.oldest_version = min(versions, default=None)
-            self.num_recorded += 1
             return recorded
         request = RolloutRequest(0, tuple(prompt_ids), params, group=self._group, priority=self._priority)
         asking = asyncio.ensure_future(self._turns.complete(request, self))

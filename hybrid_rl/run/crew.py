@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from hybrid_rl.agents.turn_record import begin_record
 from hybrid_rl.batch import AnyBatch
-from hybrid_rl.checkpoint.finding import checkpoints_of
 from hybrid_rl.checkpoint.reading import STATE_FILE, Checkpoint
-from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step, to_dict
+from hybrid_rl.config import TrainerConfig, optimizer_steps_per_training_step
 from hybrid_rl.data.sampler import PromptSampler
 from hybrid_rl.errors import DataError
 from hybrid_rl.logging.run_log import RunLog, cost_metrics
@@ -26,6 +23,7 @@ from hybrid_rl.run.position import Position
 from hybrid_rl.run.prepare import Run
 from hybrid_rl.run.start import make_collector, start_workers, starting, token_cost
 from hybrid_rl.run.timeline import Timeline
+from hybrid_rl.run.turns_folder import RunTurns
 from hybrid_rl.run.watch import LearningWatch, SignalWatch
 from hybrid_rl.training.balance import TokenCost
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup
@@ -51,6 +49,7 @@ class Crew:
         self.guard = StepGuard(sampler)
         self.signal_watch = SignalWatch(run.config, Scoring.of(run))
         self.log, self.position = log, position
+        self.turns = RunTurns(self.folder)
         self._first_data = sampler.state_dict()
         self._workers = contextlib.ExitStack()  # ends the workers when it is closed; used again
 
@@ -67,8 +66,8 @@ class Crew:
         """
         run, position = self.run, self.position
         with starting(self.log.display, run.config, self.folder):
-            turns = self._begin_turns()
-            self.policy, self.generating = start_workers(run, self.folder, self._workers, turns_folder=turns)
+            files = self.turns.start(run.checkpoint) if run.agents is not None and run.config.save_steps else None
+            self.policy, self.generating = start_workers(run, self.folder, self._workers, turn_files=files)
             self._workers.callback(finish)
             self.collector = make_collector(run, self.generating, self.sampler)
             self.timeline = Timeline(self.policy, self.folder)
@@ -84,22 +83,6 @@ class Crew:
             self.handoff = largest(self.generating.update_weights(position.step))
         position.policy_version = position.step
         position.has_begun = self.log.begin(position.step)
-
-    def _begin_turns(self) -> Path | None:
-        """Return the folder in which ranks write down the turns of agents that have ended; None if there are no agents,
-        or no checkpoints from which a run could go on."""
-        run = self.run
-        if run.agents is None or run.config.save_steps is None:
-            return None
-        newest = max(checkpoints_of(self.folder), default=None)
-        step = None if run.checkpoint is None else run.checkpoint.step
-        begin_record(self.turns_folder, to_dict(run.config), goes_on=step == newest)
-        return self.turns_folder
-
-    @property
-    def turns_folder(self) -> Path:
-        """Of the turns of agents that have ended."""
-        return self.folder / "turns"
 
     @functools.cached_property
     def _rates(self) -> tuple[TokenCost, float | None]:
@@ -152,6 +135,7 @@ class Crew:
     def keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
         self.log.take_up()
+        self.turns.settle(step, batch["rewards"])
         must = self.config.mode == "rollout"
         if self.config.save_rollouts or must:
             self.policy.save_rollout(batch, step, self.folder / "rollouts", must=must)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid_rl.agents.turn_record import delete_before
 from hybrid_rl.checkpoint.background import GIVEN_UP
 from hybrid_rl.checkpoint.finding import clear_up
 from hybrid_rl.checkpoint.reading import BASE, STATE_FILE
@@ -244,7 +243,7 @@ class Saver:
         """Go on after a checkpoint that is there."""
         note_checkpoint()
         self._failure = ""
-        delete_before(self._crew.turns_folder, self._turns_needed)
+        self._crew.turns.saved(self._turns_needed)
         resumed = self._crew.run.checkpoint
         kept = (target, self._crew.best.kept, None if resumed is None else resumed.folder)
         delete_oldest(self._crew.folder, self._crew.config.checkpoints.save_total_limit, kept)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from hybrid_rl.agents.turn_record import change_record
 from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.config import TrainerConfig, to_dict
 from hybrid_rl.config.changes import differing
@@ -137,7 +136,6 @@ class Settings:
     def _record(self, after: Run, made: Iterable[Change]) -> None:
         """Take over a run with another configuration, here and in its folder."""
         self._crew.run, self._changed = after, (*self._changed, *made)
-        change_record(self._crew.turns_folder, to_dict(after.config))
         self._log.change(after.config, [f"after step {change.step}: {change}" for change in self._changed])
 
     def _differences(self, config: TrainerConfig) -> Iterator[Change]:

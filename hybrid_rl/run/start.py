@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hybrid_rl.agents.turn_record import TurnFiles
 from hybrid_rl.algos import Needs
 from hybrid_rl.checkpoint.base_model import base_record
 from hybrid_rl.config import FSDPConfig, RayControllerConfig, TrainerConfig
@@ -52,14 +53,14 @@ def start_workers(
     closing: contextlib.ExitStack,
     *,
     is_trained: bool = True,
-    turns_folder: Path | None = None,
+    turn_files: TurnFiles | None = None,
 ) -> tuple[PolicyGroup, GeneratingGroup]:
     """Start the ranks of a run. Returns those that train and those that generate, which may be the same.
 
     log_folder: where ranks in other processes write their logs.
     closing: ends them when it is closed.
     is_trained: False for ranks that only generate, which have no optimizer.
-    turns_folder: of the record of finished turns; None = there is none.
+    turn_files: where turns of agents that have ended are written; None = nowhere.
 
     Raises ConfigError if they cannot run here, and whatever a rank raised while it made its worker.
     """
@@ -77,7 +78,7 @@ def start_workers(
         expected=None if run.plan is None else run.plan.expected(),
         agents=run.agents,
         is_trained=is_trained,
-        turns_folder=turns_folder,
+        turn_files=turn_files,
         # On one rank too: its head is not that of a language model.
         critic=_recipe(critic_path(run.config), run.config),
     )

@@ -244,6 +244,7 @@ class Trainer:
         self._saver.look()
         start, step, phase = now(), self.global_step + 1, crew.timeline.phase
         policy.label = f"training step {step}"
+        crew.turns.begin()
         with self._tenancy.working("step()"), self._settings.advising(), crew.guard.step(), crew.timeline.step(step):
             with broken_model_explained(policy.label, self.run_folder), phase("rollout"):
                 collected = self.collector.take(self.policy_version, crew.state(step))

@@ -41,5 +41,5 @@ def episode_settings(setup: WorkerSetup, rank: int) -> EpisodeSettings:
         rollout_func=agents.rollout_func,
         tokenizer=tokenizer,
         turn_rewards_problem=agents.turn_rewards_problem,
-        record=TurnRecord(setup.turns_folder, rank),
+        record=TurnRecord(setup.turn_files, rank, config),
     )

@@ -106,7 +106,7 @@ class GeneratingWorker(WorkerBase):
             old.close()
         self._config = config
         self._reward_models.reconfigure(config)
-        self._stream.sample_at(config.rollout.temperature)
+        self._stream.reconfigure(config)
 
     # ------------------------------------------------------------------------------------------------- handoffs
 

@@ -53,8 +53,8 @@ class HandoffProbe:
     def expected(self, model: CausalLM) -> Tensor:
         """Continue the prompt with the likeliest tokens. Returns ln p of the whole vocabulary at each of them, float32
         [1, k, V] on the host; in 16 bits [2, k, V], the second time with embeddings that are moved by half a unit in
-        their last place, there or back, whichever moves a token more: what one rounding does to this model on these
-        tokens. Collective if the model is sharded."""
+        their last place: what one rounding does to this model on these tokens. What routers read is moved as well, and
+        both ways: the one counts that moves a token more. Collective if the model is sharded."""
         token_ids, num_passes = torch.tensor(self._prompt_ids, device=model.device), num_probe_passes(model.dtype)
         # Filled row by row: a vocabulary is wide, and this is what the probe keeps in memory.
         shape = (num_passes, self._num_tokens, model.head.out_features)
@@ -127,11 +127,11 @@ def rounded(model: CausalLM, sign: float) -> Iterator[None]:
     def embed(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return moved(output, 1.0)
 
-    def route(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def route(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def shifted(value: Any) -> Any:
             return moved(value, ROUTER_UNITS) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        return tuple(map(shifted, given)), {name: shifted(value) for name, value in named.items()}
+        return tuple(map(shifted, inputs)), {name: shifted(value) for name, value in named.items()}
 
     with ExitStack() as hooks:
         hooks.callback(model.module.get_input_embeddings().register_forward_hook(embed).remove)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rl.agents.agent_setup import AgentSetup
+from hybrid_rl.agents.turn_record import TurnFiles
 from hybrid_rl.algos import Needs
 from hybrid_rl.config import TrainerConfig
 from hybrid_rl.config.algorithm import needs_reference, reference_ranks
@@ -84,7 +84,7 @@ class WorkerSetup:
     the model that is distilled, if any; critic: the model that the critic starts from, if that is not the policy.
     fingerprint: outputs of the live module that the recipe copies. expected: memory of a rank, as planned. agents: what
     makes trajectories of many turns, None = each sample is one completion. is_trained: False for a policy without an
-    optimizer, which only generates; generates: False for one without an engine, which is only trained. turns_folder:
+    optimizer, which only generates; generates: False for one without an engine, which is only trained. turn_files:
     for the turns of agents that have ended, None = they are not written down."""
 
     model: PreTrainedModel | ModelRecipe
@@ -101,7 +101,7 @@ class WorkerSetup:
     fingerprint: list[float] | None = None
     expected: Expected | None = None
     agents: AgentSetup | None = None
-    turns_folder: Path | None = None
+    turn_files: TurnFiles | None = None
     is_trained: bool = True
     generates: bool = True
 

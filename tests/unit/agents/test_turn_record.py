@@ -11,7 +11,9 @@ import socket
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 
@@ -22,12 +24,14 @@ from hybrid_rl import Trainer
 from hybrid_rl.agents import EnvironmentLostError, repeatable
 from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome
 from hybrid_rl.agents.completion import Completion
-from hybrid_rl.agents.environments import says_lost
+from hybrid_rl.agents.environments import Environment, EnvironmentKind, is_connection_error
 from hybrid_rl.agents.schemas import tool_schema
-from hybrid_rl.agents.tools import Functions
-from hybrid_rl.agents.turn_record import RecordedError, TurnRecord, begin_record, delete_before
+from hybrid_rl.agents.tools import Functions, ToolSet
+from hybrid_rl.agents.turn_record import RecordedError, TurnFiles, TurnRecord
+from hybrid_rl.config import load_config
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import AgentError
+from hybrid_rl.run.turns_folder import RunTurns
 from tests.support.agents.callers import build_policy
 from tests.support.agents.keyed_tools import die_once, keyed, keyed_later
 
@@ -50,91 +54,162 @@ COMPLETION = Completion([3, 4], [-0.1, -1 / 3], [2, 3], "stop")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    begin_record(tmp_path / "turns", {"seed": 1}, goes_on=False)
-    return tmp_path / "turns"
+def files(tmp_path: Path) -> TurnFiles:
+    return TurnFiles(tmp_path, "run")
 
 
-def test_what_has_ended_is_there_after_a_kill(folder: Path) -> None:
+def test_what_has_ended_is_there_after_a_kill(files: TurnFiles) -> None:
     """As another rank wrote it, whose last line was cut off."""
-    first = TurnRecord(folder, rank=1)
-    record = first.of("train/4/0/1", 4)
+    record = TurnRecord(files, rank=1).of("train/4/0/1", 4)
     record.note_answer(QUESTION, COMPLETION)
-    call = record.call(0, "move", {"by": 5})
+    call = record.call("asked", 0, "move", {"by": 5})
     record.note_call(call.key, Outcome([{"type": "text", "text": "6"}]), {"place": 6}, is_acted=True)
-    late = record.call(1, "move", {"by": 1})
-    record.note_call(late.key, Outcome(None, CallTimeoutError("no answer")), None)
-    wrong = record.call(2, "note", {})
-    record.note_call(wrong.key, Outcome(None, ValueError("no text")), None)
-    with (folder / "step-4" / "rank-1.jsonl").open("a") as file:
+    late = record.call("asked", 1, "move", {"by": 1})
+    record.note_call(late.key, Outcome(None, CallTimeoutError("no answer")))
+    wrong = record.call("asked", 2, "note", {})
+    record.note_call(wrong.key, Outcome(None, ValueError("no text")))
+    (path,) = files.folder.glob("step-4/*-1.jsonl")
+    with path.open("a") as file:
         file.write('["train/4/0/1","answer')
-    again = TurnRecord(folder, rank=0).of("train/4/0/1", 4)
-    assert again.key == record.key and again.has_acted
+    again = TurnRecord(files, rank=0).of("train/4/0/1", 4)
+    assert again.key == record.key and again.has_acted and again.oldest_version == 2
     assert again.answer(QUESTION, version=3) == COMPLETION
     assert again.answer(SamplingParams(9, seed=6), version=3) is None
     assert again.answer(SamplingParams(8, seed=5), version=3) is None
-    assert again.call(0, "move", {"by": 5}) == (call.key, ([{"type": "text", "text": "6"}], None), {"place": 6})
-    for number, name, arguments, kind, text in (
+    assert (again.num_answered, again.num_ended) == (1, 1) and record.num_answered == 0
+    known = again.call("asked", 0, "move", {"by": 5})
+    assert known == (call.key, ([{"type": "text", "text": "6"}], None), {"place": 6}, True, 0)
+    for place, name, arguments, kind, text in (
         (1, "move", {"by": 1}, CallTimeoutError, "no answer"),
         (2, "note", {}, RecordedError, "no text"),
     ):
-        outcome = again.call(number, name, arguments).outcome
-        assert outcome is not None and type(outcome.error) is kind and str(outcome.error) == text
-    assert again.call(0, "move", {"by": 6}).outcome is None and again.call(1, "move", {"by": 5}).outcome is None
+        known = again.call("asked", place, name, arguments)
+        assert known.outcome is not None and type(known.outcome.error) is kind and str(known.outcome.error) == text
+        assert not known.has_state
+    # The same call after another conversation, at another place, or with other arguments is another one.
+    others = [("other", 0, "move", {"by": 5}), ("asked", 1, "move", {"by": 5}), ("asked", 0, "move", {"by": 6})]
+    assert [again.call(*other).outcome for other in others] == [None] * 3
     # The life that was cut off goes on in its file.
-    mended = TurnRecord(folder, rank=1).of("train/4/0/1", 4)
+    mended = TurnRecord(files, rank=1).of("train/4/0/1", 4)
     mended.note_answer(SamplingParams(1), COMPLETION)
-    assert TurnRecord(folder).of("train/4/0/1", 4).answer(SamplingParams(1), 3) == COMPLETION
-    assert TurnRecord(folder).of("train/4/0/0", 4).answer(QUESTION, 3) is None
+    assert TurnRecord(files).of("train/4/0/1", 4).answer(SamplingParams(1), 3) == COMPLETION
+    assert TurnRecord(files).of("train/4/0/0", 4).answer(QUESTION, 3) is None
 
 
-def test_answers_of_weights_that_are_not_there_yet_are_not_used(folder: Path) -> None:
-    record = TurnRecord(folder).of("train/4/0/1", 4)
+def test_numbers_come_back_to_the_bit(files: TurnFiles) -> None:
+    """float32 and float64, and ids of any size."""
+    for logprobs in ([-0.1, -1 / 3], torch.tensor([-0.1, -1 / 3]).tolist()):
+        completion = Completion([3, 2**40], logprobs, [2, 2], "length")
+        TurnRecord(files).of("x", 1).note_answer(QUESTION, completion)
+        assert TurnRecord(files).of("x", 1).answer(QUESTION, 2) == completion
+
+
+def test_answers_of_weights_that_are_not_there_yet_are_not_used(files: TurnFiles) -> None:
+    record = TurnRecord(files).of("train/4/0/1", 4)
     record.note_answer(QUESTION, COMPLETION)
     assert record.answer(QUESTION, version=2) is None and record.answer(QUESTION, version=3) == COMPLETION
 
 
-def test_a_record_is_used_only_by_a_run_that_makes_the_same_turns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_turns_are_used_only_under_a_configuration_that_makes_the_same(files: TurnFiles) -> None:
+    config = load_config({})[0]
+
+    def changed(**sections: Any) -> Any:
+        parts = {
+            name: replace(getattr(config, name), **value) if isinstance(value, dict) else value
+            for name, value in sections.items()
+        }
+        return replace(config, **parts)
+
+    record = TurnRecord(files, config=config)
+    record.of("train/1/0/0", 1).note_answer(QUESTION, COMPLETION)
+    same = [changed(num_ranks=2, log_completions=3), changed(optimizer={"tokens_per_micro_batch": 7})]
+    same += [changed(rollout={"kv_cache_memory_bytes": 9}), changed(agents={"tool_processes": 2})]
+    for other in same:
+        assert TurnRecord(files, config=other).of("train/1/0/0", 1).answer(QUESTION, 3) == COMPLETION
+    for other in (changed(seed=2), changed(max_steps=9), changed(optimizer={"learning_rate": 0.5})):
+        assert TurnRecord(files, config=other).of("train/1/0/0", 1).answer(QUESTION, 3) is None
+        record.reconfigure(other)
+        assert record.of("train/1/0/0", 1).answer(QUESTION, 3) is None
+        record.reconfigure(config)
+        assert record.of("train/1/0/0", 1).answer(QUESTION, 3) == COMPLETION
+
+
+def test_a_disk_that_is_full_costs_the_record_and_not_the_run(
+    files: TurnFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, config = tmp_path / "turns", {"seed": 1, "num_ranks": 1, "checkpoints": {"async_save": True}}
-
-    def run(**changes: Any) -> str:
-        goes_on = changes.pop("goes_on", True)
-        begin_record(folder, {**config, **changes}, goes_on=goes_on)
-        return str(json.loads((folder / "record.json").read_text())["run"])
-
-    first = run()
-    TurnRecord(folder).of("train/1/0/0", 1).note_answer(QUESTION, COMPLETION)
-    assert run(num_ranks=2, checkpoints={"async_save": False}) == first
-    assert TurnRecord(folder).of("train/1/0/0", 1).answer(QUESTION, 3) == COMPLETION
-    with caplog.at_level(logging.WARNING, "hybrid_rl"):
-        assert run(seed=2) != first
-    assert "not used, because seed changed" in caplog.text
-    assert TurnRecord(folder).of("train/1/0/0", 1).answer(QUESTION, 3) is None
-    second = run(seed=2)
-    assert run(seed=2, goes_on=False) != second
-
-
-def test_steps_before_a_checkpoint_are_deleted(folder: Path) -> None:
-    record = TurnRecord(folder)
-    for step in (3, 4, 5):
-        record.of(f"train/{step}/0/0", step).note_answer(QUESTION, COMPLETION)
-    delete_before(folder, 5)
-    assert [path.name for path in folder.glob("step-*")] == ["step-5"]
-    record.forget({5})
-    assert record.of("train/4/0/0", 4).answer(QUESTION, 9) is None
-    assert record.of("train/5/0/0", 5).answer(QUESTION, 9) == COMPLETION
-
-
-def test_a_disk_that_is_full_costs_the_record_and_not_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "step-4").write_text("a file where the folder is to be")
-    record = TurnRecord(folder).of("train/4/0/0", 4)
+    (files.folder / "step-4").write_text("a file where the folder is to be")
+    record = TurnRecord(files).of("train/4/0/0", 4)
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
         record.note_answer(QUESTION, COMPLETION)
         record.note_answer(SamplingParams(1), COMPLETION)
     assert caplog.text.count("finished turns cannot be written") == 1
     assert record.answer(QUESTION, 9) == COMPLETION
+    (files.folder / "step-4").unlink()
+    record.note_answer(SamplingParams(2), COMPLETION)
+    assert TurnRecord(files).of("train/4/0/0", 4).answer(SamplingParams(2), 9) == COMPLETION
+
+
+def test_an_agent_that_goes_on_after_its_step_writes_nothing(files: TurnFiles) -> None:
+    turns = TurnRecord(files)
+    record = turns.of("train/4/0/0", 4)
+    turns.forget({5})
+    record.note_answer(QUESTION, COMPLETION)
+    assert not [*files.folder.iterdir()]
+
+
+def checkpoint(run: Path, step: int) -> Any:
+    (run / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
+    return SimpleNamespace(folder=run / f"checkpoint-{step}", step=step)
+
+
+def turn(run: Path, step: int) -> Path:
+    (run / "turns" / f"step-{step}").mkdir(parents=True, exist_ok=True)
+    path = run / "turns" / f"step-{step}" / "x-0.jsonl"
+    path.write_text("")
+    return path
+
+
+def begun(run: Path, at: Any) -> tuple[RunTurns, str]:
+    turns = RunTurns(run)
+    name = turns.start(at).run
+    turns.begin()
+    return turns, name
+
+
+def test_a_run_goes_on_with_the_record_only_from_its_newest_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, first = begun(tmp_path, None)
+    assert begun(tmp_path, None)[1] == first  # killed before its first checkpoint
+    turns, _ = begun(tmp_path, None)
+    at_4 = checkpoint(tmp_path, 4)
+    kept, gone = turn(tmp_path, 5), turn(tmp_path, 4)
+    turns.saved(5)
+    assert kept.exists() and not gone.exists()
+    assert begun(tmp_path, at_4)[1] == first and kept.exists()
+    at_8 = checkpoint(tmp_path, 8)
+    RunTurns(tmp_path).start(at_4)  # a Trainer that trains nothing changes nothing
+    assert kept.exists() and begun(tmp_path, at_8)[1] == first
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        _, branch = begun(tmp_path, at_4)
+    assert branch != first and not kept.exists() and "belong to training after another checkpoint" in caplog.text
+    assert begun(tmp_path, at_4)[1] == branch  # killed before checkpoints of the other branch were set aside
+    elsewhere = checkpoint(tmp_path / "other", 8)
+    assert begun(tmp_path, elsewhere)[1] != branch
+
+
+def test_turns_of_steps_after_other_rewards_are_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They were made by other weights."""
+    turns, _ = begun(tmp_path, None)
+    files = [turn(tmp_path, step) for step in (1, 2, 3)]
+    rewards = torch.tensor([1.0, torch.nan])
+    turns.settle(1, rewards)
+    turns, _ = begun(tmp_path, None)
+    turns.settle(1, rewards.clone())
+    assert all(path.exists() for path in files)
+    with caplog.at_level(logging.WARNING, "hybrid_rl"):
+        turns.settle(1, torch.tensor([1.0, 0.5]))
+    assert [path.exists() for path in files] == [True, False, False] and "other rewards" in caplog.text
 
 
 def test_a_state_that_json_cannot_hold_ends_the_run() -> None:
@@ -151,9 +226,9 @@ def test_a_tool_gets_the_key_of_its_call_which_the_policy_does_not_see(num_proce
     caller = Caller(timeout_seconds=30)
     functions, record = Functions([keyed, keyed_later], caller, num_processes), TurnRecord().of("t", None)
 
-    def contents(*calls: tuple[str, int]) -> list[str]:
+    def contents(*calls: tuple[str, int], after: str = "first") -> list[str]:
         asked = [{"type": "function", "function": {"name": name, "arguments": {"number": n}}} for name, n in calls]
-        messages = asyncio.run(functions.tools.answer(asked, Counter(), record))
+        messages = asyncio.run(functions.tools.answer(asked, Counter(), record, after))
         return [message["content"] for message in messages]
 
     first = contents(("keyed", 1), ("keyed_later", 1), ("keyed", 1))
@@ -161,8 +236,7 @@ def test_a_tool_gets_the_key_of_its_call_which_the_policy_does_not_see(num_proce
     assert len({*keys}) == 3 and all(key.startswith(record.key) for key in keys)
     assert contents(("keyed", 1), ("keyed_later", 1), ("keyed", 1)) == first
     assert contents(("keyed", 2))[0].split()[1] not in keys
-    refused = contents(("keyed", 3))
-    assert len(refused) == 1
+    assert contents(("keyed", 1), after="second")[0].split()[1] not in keys
     functions.close()
     caller.close()
 
@@ -257,9 +331,11 @@ def _fresh() -> None:
     notes.clear()
 
 
-def run(make_trainer: Callable[..., Trainer], kind: type[Line], lost_at: set[int], **keys: Any) -> Trainer:
+def run(
+    make_trainer: Callable[..., Trainer], kind: type[Line], lost_at: set[int], error: Any = None, **keys: Any
+) -> Trainer:
     _fresh.__wrapped__()  # type: ignore[attr-defined]
-    Line.lost_at = frozenset(lost_at)
+    Line.lost_at, Line.error = frozenset(lost_at), error or ConnectionResetError("the server is gone")
     model, tokenizer = build_policy(CALLS)
     own = {"tools": [note], "environment_factory": kind, "max_open_trajectories": 1}
     trainer = make_trainer(model, None, ROWS, tokenizer=tokenizer, **(KEYS | own | keys))
@@ -275,8 +351,14 @@ def total(records: Any, trainer: Trainer, name: str) -> float:
     return sum(line.get(name, 0.0) for line in records(trainer))
 
 
-@pytest.mark.parametrize("kind", [WithState, Repeatable, Line])
-@pytest.mark.parametrize("error", [ConnectionResetError("gone"), EnvironmentLostError("gone")])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (WithState, ConnectionResetError("gone")),
+        (Repeatable, ConnectionResetError("gone")),
+        (Line, EnvironmentLostError("gone")),
+    ],
+)
 def test_a_trajectory_goes_on_if_its_environment_is_lost(
     kind: type[Line], error: Exception, make_trainer: Callable[..., Trainer], records: Any
 ) -> None:
@@ -285,8 +367,7 @@ def test_a_trajectory_goes_on_if_its_environment_is_lost(
     num_calls, num_notes, num_moves = Line.num_calls, len(notes), len(Line.moves)
     first = next(at for at in Line.rewarded_at if at > 5)
     lost_at = {first, *range(first + 17, 2 * num_calls, 16)}
-    Line.error = error
-    other = run(make_trainer, kind, lost_at, max_environments=2)
+    other = run(make_trainer, kind, lost_at, error, max_environments=2)
     assert all(map(torch.equal, weights(whole), weights(other)))
     assert total(records, other, "agents/lost_environments") == sum(at <= Line.num_calls for at in lost_at) >= 2
     assert total(records, other, "agents/recorded_turns") > 0
@@ -316,14 +397,14 @@ def test_clients_whose_server_is_gone_say_that_it_is_lost() -> None:
     for call in (lambda: requests.get(url), lambda: urllib.request.urlopen(url), lambda: asyncio.run(ask())):
         with pytest.raises(Exception) as raised:
             call()
-        assert says_lost(raised.value)
+        assert is_connection_error(raised.value)
     for other in (ValueError("no"), TimeoutError(), URLError("unknown url type"), OSError(28, "disk full"), None):
-        assert not says_lost(other)
+        assert not is_connection_error(other)
 
 
 def test_one_that_is_lost_again_and_again_has_no_reward(make_trainer: Callable[..., Trainer], records: Any) -> None:
     trainer = run(make_trainer, WithState, {1, 2, 3}, max_reward_failure_share=1.0)
-    lines = [json.loads(line) for line in (trainer.run_folder / "samples.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in told(trainer).splitlines()]
     failed = [line for line in lines if line["reward"] is None]
     assert len(failed) == 1 and "the server is gone" in failed[0]["error"]
     assert total(records, trainer, "agents/lost_environments") == 3
@@ -338,7 +419,7 @@ def test_one_that_cannot_be_restored_has_no_reward(make_trainer: Callable[..., T
     run(make_trainer, Broken, set())
     last_call = next(at for at in Line.rewarded_at if at > 5)
     trainer = run(make_trainer, Broken, {last_call}, max_reward_failure_share=1.0)
-    lines = [json.loads(line) for line in (trainer.run_folder / "samples.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in told(trainer).splitlines()]
     (failed,) = (line for line in lines if line["reward"] is None)
     assert "restore() of the environment Broken failed: ValueError: no such place" in json.dumps(failed)
 
@@ -377,7 +458,7 @@ def test_a_run_that_ended_before_its_rewards_goes_on_with_them(
     with trainer() as second:
         second.fit()
     assert (len(Line.moves), len(notes)) == (num_moves, num_notes) and num_moves > 2
-    lines = [json.loads(line) for line in (second.run_folder / "samples.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in told(second).splitlines()]
     if is_restorable:
         assert total(records, second, "agents/recorded_calls") >= num_moves + num_notes
         assert sorted(places[:6]) == sorted(places[6:]) == sorted(round(10 * line["reward"]) for line in lines)
@@ -386,11 +467,178 @@ def test_a_run_that_ended_before_its_rewards_goes_on_with_them(
         assert acted and all(line["reward"] is None and "no such place" in line["error"] for line in acted)
 
 
+def told(trainer: Trainer) -> str:
+    return (trainer.run_folder / "samples.jsonl").read_text()
+
+
+def test_only_environments_that_can_go_on_take_a_lost_connection_for_their_end(
+    make_trainer: Callable[..., Trainer], records: Any
+) -> None:
+    """Another one may have looked for a host that the policy has invented: the policy is told."""
+    trainer = run(make_trainer, Line, {3})
+    assert "{'error': 'the server is gone'}" in told(trainer) and total(records, trainer, "rewards/num_failed") == 0
+    assert total(records, trainer, "agents/lost_environments") == 0
+    trainer = run(make_trainer, WithState, {3})
+    assert "the server is gone" not in told(trainer) and total(records, trainer, "agents/lost_environments") == 1
+
+
+def test_a_trajectory_that_comes_no_further_ends(make_trainer: Callable[..., Trainer], records: Any) -> None:
+    """Each life has another prompt, and so other turns than those before it."""
+
+    class Elsewhere(WithState):
+        def reset(self, start: int, **row: Any) -> str:
+            self.place = start
+            return f" at {Line.num_calls}"
+
+        def state(self) -> dict[str, int]:
+            raise ConnectionResetError("gone again")
+
+    trainer = run(make_trainer, Elsewhere, set(), max_reward_failure_share=1.0, max_steps=1)
+    assert total(records, trainer, "agents/lost_environments") == 3 * 6
+    assert total(records, trainer, "agents/ended_error") == 1
+
+
+def test_a_reward_that_cannot_be_asked_for_is_told(make_trainer: Callable[..., Trainer]) -> None:
+    class NoReward(WithState):
+        def get_reward(self) -> float:
+            raise EnvironmentLostError("no answer")
+
+    trainer = run(make_trainer, NoReward, set(), max_reward_failure_share=1.0, max_steps=1)
+    lines = [json.loads(line) for line in told(trainer).splitlines()]
+    assert all(line["reward"] is None and "get_reward() of the environment NoReward" in line["error"] for line in lines)
+
+
+class Slow:
+    """An environment whose calls of one answer run together."""
+
+    def __init__(self) -> None:
+        self.count, self.restored, self.acted_on = 0, list[int](), list[int]()
+        self.is_first_over, self.is_restored = asyncio.Event(), asyncio.Event()
+
+    def reset(self) -> None: ...
+
+    async def add(self, number: int) -> int:
+        """Add.
+
+        Args:
+            number: how much
+        """
+        self.acted_on.append(self.count)
+        if number == 1 and not self.restored:
+            await self.is_first_over.wait()
+        self.count += number
+        self.is_first_over.set()
+        return self.count
+
+    async def late(self) -> int:
+        """Come too late."""
+        await asyncio.Event().wait()
+        return 0
+
+    async def gone(self) -> int:
+        """Lose the connection."""
+        raise ConnectionResetError("gone")
+
+    def state(self) -> int:
+        return self.count
+
+    async def restore(self, state: int) -> None:
+        await asyncio.sleep(0)
+        self.restored.append(state)
+        self.count = state
+
+
+async def slow_environment(caller: Caller, record: Any) -> tuple[Environment, ToolSet]:
+    kind = EnvironmentKind(None, Slow)
+    environment = Environment(kind, caller)
+    await environment.make()
+    kind.look_at(environment.instance)
+    await environment.begin(None, record)
+    return environment, ToolSet([*environment.tools(), *Functions([keyed_later], caller).tools.tools.values()])
+
+
+def calls(*names: str | int) -> list[Any]:
+    made = [("add", {"number": name}) if isinstance(name, int) else (name, {}) for name in names]
+    return [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in made]
+
+
+def test_calls_of_one_answer_are_restored_as_they_ended() -> None:
+    """The first of two ended last; two others, which had not ended, act on what is restored once."""
+    record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=30)
+
+    async def main() -> None:
+        first, tools = await slow_environment(caller, record)
+        await tools.answer(calls(1, 2), Counter(), record, "one")
+        assert first.instance.count == 3
+        second, tools = await slow_environment(caller, record)
+        counts = Counter[str]()
+        messages = await tools.answer(calls(1, 2), counts, record, "one")
+        assert [message["content"] for message in messages] == ["3", "2"] and counts["recorded_calls"] == 2
+        messages = await tools.answer(calls(10, 20), counts, record, "two")
+        assert (second.instance.restored, second.instance.count) == ([3], 33)
+        assert min(second.instance.acted_on) == 3
+
+    asyncio.run(main())
+    caller.close()
+
+
+def test_a_call_past_its_limit_is_told_though_the_environment_has_a_state() -> None:
+    record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=0.2)
+
+    async def main() -> None:
+        _, tools = await slow_environment(caller, record)
+        (message,) = await tools.answer(calls("late"), Counter(), record, "one")
+        assert "no answer within 0.2 s" in message["content"]
+
+    asyncio.run(main())
+    caller.close()
+
+
+def test_a_lost_environment_waits_for_the_other_calls_of_its_answer() -> None:
+    """Else the next life would make them a second time, beside those."""
+    record, caller, ended = TurnRecord().of("t", None), Caller(timeout_seconds=30), list[str]()
+
+    async def pay() -> str:
+        """Pay."""
+        await asyncio.sleep(0.05)
+        ended.append("paid")
+        return "paid"
+
+    async def main() -> None:
+        environment, _ = await slow_environment(caller, record)
+        tools = ToolSet([*environment.tools(), *Functions([pay], caller).tools.tools.values()])
+        with pytest.raises(EnvironmentLostError, match="gone"):
+            await tools.answer(calls("gone", "pay"), Counter(), record, "one")
+        assert ended == ["paid"]
+        with pytest.raises(EnvironmentLostError, match="gone"):
+            await tools.answer(calls("gone", "pay"), Counter(), record, "one")
+        assert ended == ["paid"]
+
+    asyncio.run(main())
+    caller.close()
+
+
+def test_answers_of_generate_have_calls_of_their_own(make_trainer: Callable[..., Trainer]) -> None:
+    keys: list[str] = []
+
+    def book(call_key: str) -> str:
+        """Book."""
+        keys.append(call_key)
+        return "booked"
+
+    model, tokenizer = build_policy([("book", {})])
+    trainer = make_trainer(model, None, ROWS, tokenizer=tokenizer, environment_factory=Line, tools=[book], **KEYS)
+    for _ in range(2):
+        trainer.generate([{"prompt": ROWS[0]["prompt"], "start": 1}], num_generations=2)
+    assert len(keys) == len({*keys}) > 2
+
+
 def test_one_that_may_not_act_again_is_dropped(make_trainer: Callable[..., Trainer], records: Any) -> None:
     whole = run(make_trainer, Line, set())
-    trainer = run(make_trainer, Line, {3}, max_reward_failure_share=1.0, unrestorable="drop")
+    lost = EnvironmentLostError("gone")
+    trainer = run(make_trainer, Line, {3}, lost, max_reward_failure_share=1.0, unrestorable="drop")
     assert [total(records, trainer, f"agents/{name}") for name in ("dropped", "lost_environments")] == [1, 1]
-    lines = [json.loads(line) for line in (trainer.run_folder / "samples.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in told(trainer).splitlines()]
     (dropped,) = (line for line in lines if line["reward"] is None)
     assert "unrestorable=drop" in dropped["error"]
     for kind in (WithState, Repeatable):
