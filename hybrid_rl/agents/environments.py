@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from hybrid_rl.agents.tools import NOT_IN_A_THREAD, Tool, needs_main_thread
 from hybrid_rl.agents.turn_record import RecordedCall, TrajectoryRecord
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import Messages, is_text_block, shorten
-from hybrid_rl.errors import ConfigError, HybridRLError
+from hybrid_rl.errors import AgentError, ConfigError, HybridRLError
 from hybrid_rl.process.threads import CallThread
 
 logger = logging.getLogger("hybrid_rl")
@@ -52,10 +53,13 @@ class EnvironmentLostError(Exception):
 # though nobody answers any more: the package, and the name of a class.
 _CONNECTION_ERRORS = frozenset(
     {
+        ("http", "IncompleteRead"),
         ("requests", "ConnectionError"),
+        ("requests", "ChunkedEncodingError"),
         ("httpx", "NetworkError"),
         ("httpx", "RemoteProtocolError"),
         ("aiohttp", "ClientConnectionError"),
+        ("aiohttp", "ClientPayloadError"),
         ("websockets", "ConnectionClosed"),
     }
 )
@@ -98,6 +102,11 @@ class EnvironmentKind:
         """The kind in messages. Before anything was made, what makes it gives the name."""
         made = self.class_name or getattr(self.factory, "__name__", "") or repr(self.factory)
         return made if self.name is None else f"{made} ({ENVIRONMENT_COLUMN}={self.name!r})"
+
+    def says_lost(self, error: BaseException | None) -> bool:
+        """Whether an error of a method says that what is behind an environment is gone."""
+        can_go_on = self.has_state or self.is_repeatable
+        return isinstance(error, EnvironmentLostError) or (can_go_on and is_connection_error(error))
 
     def look_at(self, instance: Any) -> None:
         """Note what an instance can do. Raises ConfigError if it has no reset, or a tool without a description."""
@@ -249,7 +258,16 @@ class Environment:
                 self._due = None
 
     async def _state(self) -> Any:
-        return self._require(await self.call(STATE, {}), STATE).value
+        """Ask for the state. Raises AgentError for one that JSON cannot hold."""
+        state = self._require(await self.call(STATE, {}), STATE).value
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise AgentError(
+                f"state() of the environment {self.kind.label} returned {state!r:.200}, which JSON cannot hold "
+                f"({error}); return text, numbers, booleans, None, and lists and dicts of them"
+            ) from error
+        return state
 
     def _require(self, outcome: Outcome, name: str) -> Outcome:
         if self._checked(outcome, name).error is not None:
@@ -258,14 +276,9 @@ class Environment:
             ) from outcome.error
         return outcome
 
-    def says_lost(self, error: BaseException | None) -> bool:
-        """Whether an error of a method says that what is behind this environment is gone."""
-        can_go_on = self.kind.has_state or self.kind.is_repeatable
-        return isinstance(error, EnvironmentLostError) or (can_go_on and is_connection_error(error))
-
     def _checked(self, outcome: Outcome, name: str) -> Outcome:
         """Return an outcome, unless it says that the environment is lost. Raises EnvironmentLostError for that."""
-        if self.says_lost(outcome.error):
+        if self.kind.says_lost(outcome.error):
             self.is_lost = True
             raise EnvironmentLostError(
                 f"{name}() of the environment {self.kind.label} raised {type(outcome.error).__name__}: {outcome.error}"
@@ -332,10 +345,10 @@ class EnvironmentPool:
             if outcome.error is None:
                 return environment, outcome.value
             self._drop(environment)
-        error = outcome.error
-        raise EnvironmentFailedError(
-            f"reset() of the environment {self._kinds[name].label} failed {RESETS} times, each on an instance of its "
-            f"own: {type(error).__name__}: {error}"
+        error, kind = outcome.error, self._kinds[name]
+        raise (EnvironmentLostError if kind.says_lost(error) else EnvironmentFailedError)(
+            f"reset() of the environment {kind.label} failed {RESETS} times, each on an instance of its own: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
     async def _one_of(self, kind: EnvironmentKind, *, is_new: bool) -> Environment:
@@ -356,7 +369,7 @@ class EnvironmentPool:
                 self._num_making -= 1
         if outcome.error is not None:
             environment.end()
-            raise EnvironmentFailedError(
+            raise (EnvironmentLostError if kind.says_lost(outcome.error) else EnvironmentFailedError)(
                 f"the environment {kind.label} cannot be made: {type(outcome.error).__name__}: {outcome.error}"
             ) from outcome.error
         with self._lock:

@@ -141,7 +141,7 @@ async def _end(environment: Environment, trajectory: Trajectory) -> None:
     if not environment.kind.has_reward:
         return
     outcome = await environment.call(GET_REWARD, {})
-    if environment.says_lost(outcome.error):
+    if environment.kind.says_lost(outcome.error):
         environment.is_lost, trajectory.is_lost = True, True
         trajectory.error = f"{GET_REWARD}() of the environment {environment.kind.label} raised {outcome.error!r:.500}"
     trajectory.given[environment.kind.class_name] = outcome.value if outcome.error is None else _failure(outcome.error)

@@ -29,7 +29,6 @@ from hybrid_rl.agents.calls import CallTimeoutError, Outcome
 from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.tool_calling import message_of
 from hybrid_rl.config import TrainerConfig, to_dict
-from hybrid_rl.errors import AgentError
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -138,7 +137,7 @@ class TrajectoryRecord:
 
     def note_call(self, key: str, outcome: Outcome, state: Any = _NO_STATE, *, is_acted: bool = False) -> None:
         """Record a call that has ended. state: of the environment, afterwards. is_acted: whether it was one of an
-        environment. Raises AgentError for a state that JSON cannot hold."""
+        environment."""
         error = outcome.error
         entry: dict[str, Any] = {"order": self._num_calls, "is_acted": is_acted}
         self._num_calls += 1
@@ -160,18 +159,10 @@ class TrajectoryRecord:
         return None if entry is None else (entry["observation"], entry["state"])
 
     def note_beginning(self, observation: Any, state: Any) -> None:
-        """Record how an environment that has a state began. Raises AgentError as `note_call`."""
+        """Record how an environment that has a state began."""
         self._note("reset", {"observation": observation, "state": state})
 
     def _note(self, name: str, entry: Mapping[str, Any]) -> None:
-        if "state" in entry:
-            try:
-                json.dumps(entry["state"])
-            except (TypeError, ValueError) as error:
-                raise AgentError(
-                    f"state() of an environment returned {entry['state']!r:.200}, which JSON cannot hold ({error}); "
-                    "return text, numbers, booleans, None, and lists and dicts of them"
-                ) from error
         self._entries[name] = entry
         self.num_ended += 1
         if self._write is not None:

@@ -32,7 +32,11 @@ from hybrid_rl.rollout.turns import EngineTurns, TrajectoryTokens
 
 logger = logging.getLogger("hybrid_rl")
 
-LIVES = 3  # of a trajectory whose environment is lost, in a row, in which it came no further
+_has_told_of_loss = False
+
+# Of a trajectory whose environment is lost, in a row, in which it came no further; and the seconds before the second of
+# them, twice as long before each next one: a server takes some time to come again.
+LIVES, FIRST_WAIT_SECONDS = 6, 0.5
 OPEN_PER_PLACE = 2  # trajectories under way for each that the engine runs at once: so many may wait for tools
 
 
@@ -203,16 +207,29 @@ class Episodes:
         num_vain, most_ended = 1, attempt.record.num_ended
         while attempt.trajectory.is_lost and num_vain < LIVES:
             self.turns.leave(tokens)
+            self._tell_of_loss(attempt)
+            await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (num_vain - 1))
             attempt.begin_again(self.room.kept(attempt.trajectory))
             tokens = await self._live(attempt, deadline)
             num_vain = 1 if attempt.record.num_ended > most_ended else num_vain + 1
             most_ended = max(most_ended, attempt.record.num_ended)
         if attempt.trajectory.is_lost:
             attempt.trajectory.counts["lost_environments"] += 1
-            attempt.failure = attempt.failure or AGENT
+            attempt.failure, attempt.trajectory.end_reason = attempt.failure or AGENT, "error"
         self.advance()
         self._ended(attempt)
         self.turns.leave(tokens)
+
+    def _tell_of_loss(self, attempt: Attempt) -> None:
+        """Warn of lost environments, once in a process."""
+        global _has_told_of_loss
+        if not _has_told_of_loss:
+            _has_told_of_loss = True
+            logger.warning(
+                "an environment was lost: its trajectory goes on with another one, from what it has finished "
+                "(agents/lost_environments counts them): %s",
+                attempt.trajectory.error.strip().rpartition("\n")[2],
+            )
 
     async def _live(self, attempt: Attempt, deadline: float | None) -> TrajectoryTokens:
         """Run the agent of a trajectory from its beginning to its end. deadline: on the clock of trajectories."""

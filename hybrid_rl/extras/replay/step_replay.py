@@ -19,6 +19,8 @@ from hybrid_rl.batch import AnyBatch, Batch
 from hybrid_rl.batch.rollout_files import load_rollout, rollout_steps, save_rollout
 from hybrid_rl.batch.samples import TOKEN_COLUMNS, Sample, Token
 from hybrid_rl.checkpoint.finding import checkpoints_of, is_checkpoint
+from hybrid_rl.config import load_config
+from hybrid_rl.config.config_text import key_values
 from hybrid_rl.errors import CheckpointError, ConfigError, DataError
 from hybrid_rl.metrics.metric_sums import number
 from hybrid_rl.run.step_results import Metrics
@@ -36,10 +38,14 @@ OWN_KEYS |= {"rewards.reward_processes", "rewards.reward_timeout_seconds", "rewa
 OWN_KEYS |= {"rewards.overlong_buffer", "rewards.score_by"}
 # Of the section rollout: how samples were made, and how old they may be, from which the correction follows.
 OF_SAMPLES = {"max_completion_length", "temperature", "stop_token_ids", "stop_strings", "partial", "async_level"}
+IDLE_SECTIONS = (*OWN_SECTIONS, "rollout", "buffer")
+IDLE_KEYS = OWN_KEYS | {"seed"}
 COMPARED = ("loss", "grad_norm", "entropy", "kl", "critic/value_loss", "clip_ratio/region_mean")
 NUM_SHOWN = 8  # tokens that differ
 ROUNDING = 1e-3
 NEAR = 1e-9  # numbers that are as near are shown as equal
+
+Rescore = Callable[[Sample], float | None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,6 +116,8 @@ class Replay:
             for place, (left, right) in enumerate(zip(self.batch.samples(), other.batch.samples(), strict=False))
             for index, (token, twin) in enumerate(zip(left.tokens, right.tokens, strict=False))
         ]
+        if shares:
+            yield "share of the gradient"
         for place, index, text, share, its in sorted(shares, key=lambda row: -abs(row[3] - row[4]))[:NUM_SHOWN]:
             if abs(share - its) > NEAR:
                 yield f"{f'sample {place}, token {index} {text!r}':24.24} {number(share):>12} {number(its):>12}"
@@ -137,7 +145,7 @@ def replay(
     reward_funcs: Any = None,
     train_dataset: Any = None,
     *,
-    rescore: Callable[[Sample], float] | None = None,
+    rescore: Rescore | None = None,
     tokenizer: Any = None,
     **changes: Any,
 ) -> Replay:
@@ -151,13 +159,17 @@ def replay(
     model, train_dataset, tokenizer: as they were passed to the Trainer, if they were; a module is copied, and must hold
     the weights that the run began with, unless there is a checkpoint and no reference. reward_funcs: not called, and
     seldom needed: the scores are those of the run. rescore: gives each sample of the step another reward. changes:
-    keys that shall be other than in the run, such as beta=0.1, in this step only.
+    keys that shall be other than in the run, such as beta=0.1, in this step only. Rows without a prompt, of a run whose
+    environment made it, need no environment here.
 
-    Warns if loss or gradient norm are not those that the run logged. Raises DataError, CheckpointError, or what the
+    Warns if loss or gradient norm are not those that the run logged. Raises ConfigError for keys that say how samples
+    are made, or how a run is carried out: they would change nothing. Raises DataError, CheckpointError, or what the
     Trainer raises.
     """
     run = Path(run_folder).resolve()
     given, names = _keys_of(run), _about(run)["reward_functions"]
+    _check_changes(given, changes)
+    train_dataset = _with_prompts(train_dataset)
     (begun, start), max_steps = _start_of(run, step), _num_steps(run)
     if reward_funcs is None:
         reward_funcs = [_named(name) for name in names]
@@ -194,6 +206,28 @@ def replay(
             *(step, run, ", ".join(f"{n} {replayed.metrics[n]:.6g}, not {replayed.recorded[n]:.6g}" for n in far)),
         )
     return replayed
+
+
+def _check_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys that change nothing of a recorded step. given: keys of the run."""
+    known = {key.path.rpartition(".")[2]: key.path for key in key_values(load_config(given)[0])}
+    paths = (known.get(name, name) for name in changes)
+    idle = [path for path in paths if path in IDLE_KEYS or path.partition(".")[0] in IDLE_SECTIONS]
+    if idle:
+        raise ConfigError(
+            f"replay({idle[0].rpartition('.')[2]}=...) would change nothing: the samples of a step are those of the "
+            "run, and it is trained once more in one process. Change keys of loss, advantage, KL or optimizer, or give "
+            "other rewards by rescore="
+        )
+
+
+def _with_prompts(train_dataset: Any) -> Any:
+    """Return rows of which each has a prompt: those that an environment completed may have none, and samples have
+    theirs."""
+    is_rows = isinstance(train_dataset, list) and all(isinstance(row, Mapping) for row in train_dataset)
+    if not is_rows or any("prompt" in row for row in train_dataset):
+        return train_dataset
+    return [{"prompt": [{"role": "user", "content": "."}], **row} for row in train_dataset]  # it is read nowhere
 
 
 def _keys_of(run: Path) -> dict[str, Any]:
@@ -267,7 +301,7 @@ def _named(name: str) -> Callable[..., Any]:
     return scored_then
 
 
-def _linked(source: Path, target: Path, step: int, max_steps: int, rescore: Callable[[Sample], float] | None) -> Path:
+def _linked(source: Path, target: Path, step: int, max_steps: int, rescore: Rescore | None) -> Path:
     """Make a folder of the samples up to a step, with other rewards for its own if they are given. Later steps have a
     name there and no samples: the learning rate follows from the number of all steps, and a run that ended early has
     fewer."""
@@ -284,16 +318,17 @@ def _linked(source: Path, target: Path, step: int, max_steps: int, rescore: Call
     return target
 
 
-def _rescored(batch: Batch, rescore: Callable[[Sample], float]) -> Batch:
+def _rescored(batch: Batch, rescore: Rescore) -> Batch:
     """Return samples with other rewards. A trajectory of several turns gets that of its last one."""
     if "baseline_rewards" in batch:
         raise DataError(
             "rescore= gives samples other rewards, but the algorithm compares them with those of greedy ones"
         )
     trajectories = batch["trajectory"].tolist()
-    by_trajectory = {
-        trajectory: float(rescore(sample)) for trajectory, sample in zip(trajectories, batch.samples(), strict=True)
-    }
+    by_trajectory = dict[int, float]()
+    for trajectory, sample in zip(trajectories, batch.samples(), strict=True):
+        score = rescore(sample)
+        by_trajectory[trajectory] = math.nan if score is None else float(score)  # None: it has no reward
     rewards = [by_trajectory[trajectory] for trajectory in trajectories]
     functions = [[reward] * len(scores) for reward, scores in zip(rewards, batch["function_rewards"], strict=True)]
     changed = batch.without(*({"rewards", "function_rewards", "token_rewards"} & set(batch)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
 import os
@@ -15,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.error import URLError
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from hybrid_rl.agents.turn_record import RecordedError, TurnFiles, TurnRecord
 from hybrid_rl.config import load_config
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import AgentError
+from hybrid_rl.rollout import episodes
 from hybrid_rl.run.turns_folder import RunTurns
 from tests.support.agents.callers import build_policy
 from tests.support.agents.keyed_tools import die_once, keyed, keyed_later
@@ -213,8 +214,14 @@ def test_turns_of_steps_after_other_rewards_are_deleted(tmp_path: Path, caplog: 
 
 
 def test_a_state_that_json_cannot_hold_ends_the_run() -> None:
-    with pytest.raises(AgentError, match=r"state\(\) of an environment returned \{'place': \{1\}\}"):
-        TurnRecord().of("x", None).note_beginning("text", {"place": {1}})
+    class Wrong(Slow):
+        def state(self) -> Any:
+            return {"place": {1}}
+
+    caller = Caller(timeout_seconds=30)
+    with pytest.raises(AgentError, match=r"state\(\) of the environment Wrong returned \{'place': \{1\}\}"):
+        asyncio.run(environment_of(caller, TurnRecord().of("x", None), Wrong))
+    caller.close()
 
 
 # ------------------------------------------------------------------------------------------------------- keys of calls
@@ -324,6 +331,11 @@ def note(text: str) -> str:
 
 
 @pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "FIRST_WAIT_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _fresh() -> None:
     Line.lost_at, Line.num_calls, Line.num_used_again = frozenset(), 0, 0
     Line.moves, Line.restored, Line.rewarded_at = [], [], []
@@ -398,16 +410,17 @@ def test_clients_whose_server_is_gone_say_that_it_is_lost() -> None:
         with pytest.raises(Exception) as raised:
             call()
         assert is_connection_error(raised.value)
-    for other in (ValueError("no"), TimeoutError(), URLError("unknown url type"), OSError(28, "disk full"), None):
+    assert is_connection_error(http.client.IncompleteRead(b""))
+    for other in (ValueError("no"), TimeoutError(), http.client.HTTPException(), OSError(28, "disk full"), None):
         assert not is_connection_error(other)
 
 
 def test_one_that_is_lost_again_and_again_has_no_reward(make_trainer: Callable[..., Trainer], records: Any) -> None:
-    trainer = run(make_trainer, WithState, {1, 2, 3}, max_reward_failure_share=1.0)
+    trainer = run(make_trainer, WithState, {*range(1, episodes.LIVES + 1)}, max_reward_failure_share=1.0)
     lines = [json.loads(line) for line in told(trainer).splitlines()]
     failed = [line for line in lines if line["reward"] is None]
     assert len(failed) == 1 and "the server is gone" in failed[0]["error"]
-    assert total(records, trainer, "agents/lost_environments") == 3
+    assert total(records, trainer, "agents/lost_environments") == episodes.LIVES
     assert failed[0]["advantage"] in (0.0, None)
 
 
@@ -494,8 +507,39 @@ def test_a_trajectory_that_comes_no_further_ends(make_trainer: Callable[..., Tra
             raise ConnectionResetError("gone again")
 
     trainer = run(make_trainer, Elsewhere, set(), max_reward_failure_share=1.0, max_steps=1)
-    assert total(records, trainer, "agents/lost_environments") == 3 * 6
+    assert total(records, trainer, "agents/lost_environments") == episodes.LIVES * 6
     assert total(records, trainer, "agents/ended_error") == 1
+
+
+def test_a_server_that_takes_time_to_come_again_is_waited_for(
+    make_trainer: Callable[..., Trainer], records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither can an object be made meanwhile, nor one be reset."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(episodes, "FIRST_WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(episodes.asyncio, "sleep", sleep)
+
+    class Away(WithState):
+        num_refused = 0
+
+        def __init__(self) -> None:
+            if Line.num_calls >= 4 and Away.num_refused < 3:
+                Away.num_refused += 1
+                raise ConnectionRefusedError("nobody is there")
+
+        def reset(self, start: int, **row: Any) -> str:
+            if Line.num_calls >= 4 and Away.num_refused < 6:
+                Away.num_refused += 1
+                raise ConnectionRefusedError("nobody is there yet")
+            return super().reset(start, **row)
+
+    trainer = run(make_trainer, Away, {4}, max_steps=1)
+    assert total(records, trainer, "rewards/num_failed") == 0 and Away.num_refused == 6
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0] and total(records, trainer, "agents/lost_environments") == 5
 
 
 def test_a_reward_that_cannot_be_asked_for_is_told(make_trainer: Callable[..., Trainer]) -> None:
@@ -505,7 +549,8 @@ def test_a_reward_that_cannot_be_asked_for_is_told(make_trainer: Callable[..., T
 
     trainer = run(make_trainer, NoReward, set(), max_reward_failure_share=1.0, max_steps=1)
     lines = [json.loads(line) for line in told(trainer).splitlines()]
-    assert all(line["reward"] is None and "get_reward() of the environment NoReward" in line["error"] for line in lines)
+    assert all(line["reward"] is None and line["finish_reason"] == "error" for line in lines)
+    assert all("get_reward() of the environment NoReward" in line["error"] for line in lines)
 
 
 class Slow:
@@ -548,8 +593,8 @@ class Slow:
         self.count = state
 
 
-async def slow_environment(caller: Caller, record: Any) -> tuple[Environment, ToolSet]:
-    kind = EnvironmentKind(None, Slow)
+async def environment_of(caller: Caller, record: Any, factory: Any = Slow) -> tuple[Environment, ToolSet]:
+    kind = EnvironmentKind(None, factory)
     environment = Environment(kind, caller)
     await environment.make()
     kind.look_at(environment.instance)
@@ -567,10 +612,10 @@ def test_calls_of_one_answer_are_restored_as_they_ended() -> None:
     record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=30)
 
     async def main() -> None:
-        first, tools = await slow_environment(caller, record)
+        first, tools = await environment_of(caller, record)
         await tools.answer(calls(1, 2), Counter(), record, "one")
         assert first.instance.count == 3
-        second, tools = await slow_environment(caller, record)
+        second, tools = await environment_of(caller, record)
         counts = Counter[str]()
         messages = await tools.answer(calls(1, 2), counts, record, "one")
         assert [message["content"] for message in messages] == ["3", "2"] and counts["recorded_calls"] == 2
@@ -586,7 +631,7 @@ def test_a_call_past_its_limit_is_told_though_the_environment_has_a_state() -> N
     record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=0.2)
 
     async def main() -> None:
-        _, tools = await slow_environment(caller, record)
+        _, tools = await environment_of(caller, record)
         (message,) = await tools.answer(calls("late"), Counter(), record, "one")
         assert "no answer within 0.2 s" in message["content"]
 
@@ -605,7 +650,7 @@ def test_a_lost_environment_waits_for_the_other_calls_of_its_answer() -> None:
         return "paid"
 
     async def main() -> None:
-        environment, _ = await slow_environment(caller, record)
+        environment, _ = await environment_of(caller, record)
         tools = ToolSet([*environment.tools(), *Functions([pay], caller).tools.tools.values()])
         with pytest.raises(EnvironmentLostError, match="gone"):
             await tools.answer(calls("gone", "pay"), Counter(), record, "one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 import hybrid_rl
 from hybrid_rl.cli.app import main
-from hybrid_rl.errors import CheckpointError, DataError
+from hybrid_rl.errors import CheckpointError, ConfigError, DataError
+from tests.support.agents.callers import build_policy
 from tests.support.tiny import build_model, build_tokenizer, ids_of, spread, sums
 
 METRICS = ("loss", "grad_norm", "entropy", "kl", "critic/value_loss")
@@ -172,8 +174,42 @@ def test_other_keys_and_other_rewards(make_trainer) -> None:
         torch.equal(rescored.batch["rewards"], lengths.double())
         and rescored.metrics["reward"] == lengths.double().mean()
     )
+    nobody = again(folder, 2, rescore=lambda sample: float(len(sample.tokens)) if len(sample.tokens) > 2 else None)
+    assert torch.equal(nobody.batch["rewards"].isnan(), lengths <= 2)
     text = plain.compare(rescored)
     assert "grad_norm" in text and "sample " in text and repr(plain).count("in the run") >= 2
+
+
+@pytest.mark.parametrize(
+    "key", ["temperature", "rollout.max_completion_length", "num_ranks", "max_steps", "seed", "save_steps"]
+)
+def test_keys_that_would_change_nothing_are_refused(key, make_trainer) -> None:
+    folder, _ = run_of(make_trainer)
+    with pytest.raises(ConfigError, match=rf"replay\({key.rpartition('.')[2]}=...\) would change nothing"):
+        again(folder, 1, **{key: 2})
+
+
+def test_rows_whose_prompts_an_environment_made_need_no_environment(tmp_path) -> None:
+    """Its reward is one of the recorded ones."""
+
+    class Game:
+        def reset(self, start: int) -> str:
+            self.start = start
+            return f"from {start}"
+
+        def get_reward(self) -> float:
+            return self.start / 4
+
+    model, tokenizer = build_policy([], favour={"k": 3.0})
+    rows = [{"start": start} for start in range(8)]
+    keys = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 24, "learning_rate": 1e-2}
+    keys |= {"max_steps": 2, "output_dir": str(tmp_path), "save_rollouts": True}
+    first = copy.deepcopy(model)
+    arguments = {"tokenizer": tokenizer, "environment_factory": Game, "max_prompt_length": 40}
+    with hybrid_rl.Trainer(model, spread, rows, **arguments, **keys) as trainer:
+        results = list(trainer.steps())
+    for step, result in enumerate(results, 1):
+        same(hybrid_rl.replay(trainer.run_folder, step, first, train_dataset=rows, tokenizer=tokenizer), result)
 
 
 def test_the_command_replays_a_run_that_was_given_by_paths(make_trainer, tmp_path, capsys) -> None:
