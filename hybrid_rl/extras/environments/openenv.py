@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hybrid_rl.agents.environments import EnvironmentLostError, is_connection_error
 from hybrid_rl.extras.environments.actions import Step, StepEnvironment, with_actions
 
 
@@ -18,7 +19,8 @@ def openenv_environment(
 ) -> type[StepEnvironment]:
     """Return an `environment_factory` of an OpenEnv environment.
 
-    Every trajectory has a session of its own on the server. The reward is the sum of the steps' rewards; those are
+    Every trajectory has a session of its own on the server; if the server is gone, it goes on in another session, in
+    which its actions are taken again. The reward is the sum of the steps' rewards; those are
     sums already in some environments, whose `get_reward` you then write yourself, in a class that begins from this one.
 
     Args:
@@ -39,14 +41,23 @@ def openenv_environment(
 
         def reset(self, **row: Any) -> str:
             """Begin an episode and return what is seen first."""
-            result = self.client.reset(**{name: row[name] for name in reset_columns if name in row})
+            result = self._ask(self.client.reset, **{name: row[name] for name in reset_columns if name in row})
             self._begin()
             self.is_done, self.info = bool(result.done), result
             return self._text(result.observation)
 
         def _act(self, action: Any) -> Step:
-            self.info = result = self.client.step(action)
+            self.info = result = self._ask(self.client.step, action)
             return Step(self._text(result.observation), result.reward, bool(result.done))
+
+        def _ask(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+            """Ask the server. Raises EnvironmentLostError if it is gone, and the session with it."""
+            try:
+                return method(*arguments, **keywords)
+            except Exception as error:
+                if is_connection_error(error):
+                    raise EnvironmentLostError(f"the server of the session is gone: {error!r:.200}") from error
+                raise
 
         def _text(self, observation: Any) -> str:
             return (render or fields_as_json)(observation)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,6 +209,7 @@ def test_openenv_actions_are_tool_calls() -> None:
 
 SERVER = """
 import sys
+import threading
 
 import uvicorn
 from openenv.core.env_server.http_server import create_app
@@ -302,6 +304,53 @@ def test_trajectories_wait_for_a_session_of_the_real_openenv_server(real_openenv
     rewards = batch["rewards"].tolist()
     assert len(rewards) == 32 and all(reward % 0.25 == 0 for reward in rewards) and max(rewards) > 0
     assert metrics["rewards/num_failed"] == 0 and metrics["agents/ended_error"] == 0
+
+
+def test_trajectories_go_on_if_the_real_openenv_server_dies(tmp_path: Path) -> None:
+    """It is killed at the fifth action, with all sessions; whoever needs a session next starts it again."""
+    pytest.importorskip("openenv.core")
+    from openenv.core import GenericEnvClient
+
+    servers: list[tuple[Any, int]] = []
+    num_actions = 0
+    lock = threading.Lock()
+
+    def client() -> Any:
+        with lock:
+            if not servers or servers[-1][0].poll() is not None:
+                server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+                assert server.stdout is not None
+                servers.append((server, int(server.stdout.readline())))
+            return GenericEnvClient(base_url=f"http://127.0.0.1:{servers[-1][1]}")
+
+    def step(n: int) -> dict[str, int]:
+        """Step.
+
+        Args:
+            n: how far
+        """
+        nonlocal num_actions
+        num_actions += 1
+        if num_actions == 5:
+            servers[-1][0].kill()
+            servers[-1][0].wait()
+        return {"n": n}
+
+    model, tokenizer = build_policy([("step", {"n": 1}), ("step", {"n": 2})])
+    rows = [{"prompt": [{"role": "user", "content": f"go {place}"}]} for place in range(4)]
+    keys: dict[str, Any] = {"max_steps": 1, "prompts_per_step": 4, "num_generations": 2, "max_environments": 4}
+    keys |= {"max_completion_length": 160, "max_prompt_length": 300, "tokenizer": tokenizer}
+    keys |= {"environment_factory": openenv_environment(client, step), "output_dir": str(tmp_path)}
+    try:
+        with Trainer(model, train_dataset=rows, **keys) as trainer:
+            [(batch, metrics)] = list(trainer.steps())
+        assert len(servers) == 2 and metrics["agents/lost_environments"] >= 1
+        assert metrics["rewards/num_failed"] == 0 and metrics["agents/ended_error"] == 0
+        assert all(reward % 0.25 == 0 for reward in batch["rewards"].tolist())
+    finally:
+        for server, _ in servers:
+            server.kill()
+            server.communicate()
 
 
 # ------------------------------------------------------------------------------------------------ reasoning-gym
