@@ -220,23 +220,24 @@ class Environment:
         if record.beginning is None:
             record.note_beginning(observation, await self._state())
             return observation
-        observation, state = record.beginning
+        observation, state = copy.deepcopy(record.beginning)
+        record.note_past()
         self._due = (-1, state)
         return observation
 
     def is_past(self, known: RecordedCall) -> bool:
         """Whether this call, whose outcome is recorded, need not be made again: the state after it will be restored."""
-        if not (self.kind.has_state and known.has_state):
-            return False
-        if self._due is None or known.order > self._due[0]:  # calls of one answer end in any order
+        is_later = self._due is None or known.order > self._due[0]  # calls of one answer end in any order
+        if known.has_state and is_later:
             self._due = (known.order, known.state)
-        return True
+        return self.kind.has_state
 
     async def state_after(self, known: RecordedCall, outcome: Outcome) -> dict[str, Any]:
         """Return the state that is to be recorded with a call, if it has one, as an argument of `note_call`. known:
         what was recorded, if the call was made before."""
         if self.kind.has_state:  # while a call past its limit still runs, it has none
-            return {} if isinstance(outcome.error, CallTimeoutError) else {STATE: await self._state()}
+            is_overdue = isinstance(outcome.error, CallTimeoutError) or (self._is_overdue and not self.is_idle)
+            return {} if is_overdue else {STATE: await self._state()}
         before = known.outcome
         if before is not None and self.kind.is_repeatable and not self._has_differed:
             was, now = (out.value if out.error is None else message_of(out.error) for out in (before, outcome))
@@ -254,20 +255,19 @@ class Environment:
         and EnvironmentFailedError."""
         async with self._restoring:
             if self._due is not None:
-                self._require(await self.call(RESTORE, {STATE: self._due[1]}), RESTORE)
+                self._require(await self.call(RESTORE, {STATE: copy.deepcopy(self._due[1])}), RESTORE)
                 self._due = None
 
     async def _state(self) -> Any:
         """Ask for the state. Raises AgentError for one that JSON cannot hold."""
         state = self._require(await self.call(STATE, {}), STATE).value
         try:
-            json.dumps(state)
+            return json.loads(json.dumps(state))  # what acts on the environment may change what it returned
         except (TypeError, ValueError) as error:
             raise AgentError(
                 f"state() of the environment {self.kind.label} returned {state!r:.200}, which JSON cannot hold "
                 f"({error}); return text, numbers, booleans, None, and lists and dicts of them"
             ) from error
-        return state
 
     def _require(self, outcome: Outcome, name: str) -> Outcome:
         if self._checked(outcome, name).error is not None:

@@ -135,8 +135,11 @@ async def _end(environment: Environment, trajectory: Trajectory) -> None:
         return
     try:
         await environment.catch_up()
-    except (EnvironmentLostError, EnvironmentFailedError) as error:
+    except EnvironmentLostError as error:
         trajectory.is_lost, trajectory.error = True, str(error)
+        return
+    except EnvironmentFailedError as error:
+        trajectory.end_reason, trajectory.error = "error", str(error)
         return
     if not environment.kind.has_reward:
         return

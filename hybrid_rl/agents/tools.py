@@ -19,7 +19,7 @@ from hybrid_rl.agents.tool_failures import FailureWatch
 from hybrid_rl.agents.tool_processes import ToolProcesses
 from hybrid_rl.agents.turn_record import RecordedCall, TrajectoryRecord
 from hybrid_rl.data.prompts import Messages
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import AgentError, ConfigError
 
 logger = logging.getLogger("hybrid_rl")
 
@@ -164,41 +164,44 @@ class ToolSet:
         """
         record = TrajectoryRecord() if record is None else record
         outcome_at: dict[int, Outcome] = {}
-        together: dict[int, tuple[Tool, dict[str, Any]]] = {}
-        for place, call in enumerate(calls):
+        open_calls: dict[int, tuple[Tool, dict[str, Any], RecordedCall]] = {}
+        for place, call in enumerate(calls):  # what has ended before is known before anything is made
             try:
                 tool, arguments = self._read(call)
             except ToolCallError as error:
                 outcome_at[place] = Outcome(None, error)
                 continue
-            if tool.is_async:
-                together[place] = tool, arguments
+            known = record.call(asked, place, tool.name, arguments)
+            if known.outcome is not None and (tool.acts_on is None or tool.acts_on.is_past(known)):
+                counts["recorded_calls"] += 1
+                record.note_past()
+                outcome_at[place] = known.outcome
             else:
-                outcome_at[place] = await self._run(tool, arguments, record, (asked, place), counts)
-        running = (
-            self._run(tool, arguments, record, (asked, place), counts) for place, (tool, arguments) in together.items()
-        )
+                open_calls[place] = tool, arguments, known
+        together = {place: call for place, call in open_calls.items() if call[0].is_async}
+        for place, open_call in open_calls.items():
+            if place not in together:
+                outcome_at[place] = await self._run(*open_call, record, counts)
+        running = (self._run(*open_call, record, counts) for open_call in together.values())
         outcomes = await asyncio.gather(*running, return_exceptions=True)  # none is left behind, to be made twice
-        for place, outcome in zip(together, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            outcome_at[place] = outcome
+        raised = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if raised:
+            raise min(raised, key=lambda error: not isinstance(error, AgentError))  # that ends the run
+        outcome_at |= {
+            place: outcome for place, outcome in zip(together, outcomes, strict=True) if isinstance(outcome, Outcome)
+        }
         return [_message(call, outcome_at[place], counts) for place, call in enumerate(calls)]
 
     async def _run(
         self,
         tool: Tool,
         arguments: dict[str, Any],
+        known: RecordedCall,
         record: TrajectoryRecord,
-        where: tuple[str, int],
         counts: Counter[str],
     ) -> Outcome:
-        """Return what a call came to: when it was made before, if it has ended then."""
-        known, environment = record.call(*where, tool.name, arguments), tool.acts_on
-        if known.outcome is not None and (environment is None or environment.is_past(known)):
-            counts["recorded_calls"] += 1
-            record.note_past()
-            return known.outcome
+        """Make a call, and record what it came to. known: what is recorded of it so far."""
+        environment = tool.acts_on
         outcome = await tool.run({**arguments, CALL_KEY: known.key} if tool.takes_key else arguments)
         self._watch.look(tool.name, outcome.error)
         state = {} if environment is None else await environment.state_after(known, outcome)

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import threading
+import time
 import uuid
 from array import array
 from base64 import b64decode, b64encode
@@ -181,6 +182,8 @@ class TurnRecord:
         self._run = uuid.uuid4().hex[:12] if files is None else files.run
         self._rank, self._digest = rank, "" if config is None else config_digest(config)
         self._steps: dict[int, dict[str, dict[str, Mapping[str, Any]]]] = {}
+        self._read_before: dict[int, dict[str, set[str]]] = {}  # of these, what earlier processes have written
+        self._num_voids = 0
         self._open: dict[int, int] = {}  # descriptors of files, by step
         self._lock = threading.Lock()
         self._has_failed = False
@@ -192,6 +195,20 @@ class TurnRecord:
             self.forget(())
             self._digest = digest
 
+    def void(self, number: int) -> None:
+        """Forget what earlier processes of the run have written, if that has become void once more (`RunTurns`).
+        number: of times so far."""
+        with self._lock:
+            if number <= self._num_voids:
+                return
+            self._num_voids = number
+            for step, written in self._read_before.items():
+                self._close(step)
+                for name, kinds in written.items():
+                    for kind in kinds:
+                        self._steps[step][name].pop(kind, None)
+                written.clear()
+
     def of(self, name: str, step: int | None) -> TrajectoryRecord:
         """Return the record of a trajectory, beginning a life of it. step: of training, that began it; None = it is
         kept by nobody else."""
@@ -200,10 +217,11 @@ class TurnRecord:
             return TrajectoryRecord(key)
         if step not in self._steps:
             self._steps[step] = self._read(step)
+            self._read_before[step] = {made: set(kinds) for made, kinds in self._steps[step].items()}
         entries = self._steps[step].setdefault(name, {})
 
         def write(kind: str, entry: Mapping[str, Any]) -> None:
-            self._write(step, [name, kind, entry])
+            self._write(step, [time.time_ns(), name, kind, entry])
 
         return TrajectoryRecord(key, entries, None if self._folder is None else write)
 
@@ -211,21 +229,28 @@ class TurnRecord:
         """Forget, here and not in files, what training steps began that are none of these."""
         with self._lock:
             for step in self._steps.keys() - set(needed):
-                del self._steps[step]
+                del self._steps[step], self._read_before[step]
                 self._close(step)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
         self.forget(())
 
+    @property
+    def _prefix(self) -> str:
+        """Begins the names of files whose turns this run may use."""
+        return f"{self._run}-{self._digest}-"
+
     def _read(self, step: int) -> dict[str, dict[str, Mapping[str, Any]]]:
         entries: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
-        paths = [] if self._folder is None else [*self._folder.glob(f"{STEP_FOLDER}{step}/{self._digest}-*.jsonl")]
-        for path in sorted(paths, key=lambda path: path.stat().st_mtime):  # the last that was written counts
+        lines = list[tuple[int, str, str, Mapping[str, Any]]]()
+        for path in () if self._folder is None else self._folder.glob(f"{STEP_FOLDER}{step}/{self._prefix}*.jsonl"):
             for line in path.read_bytes().splitlines():
                 with contextlib.suppress(ValueError):  # the last line of a process that was killed
-                    name, kind, entry = json.loads(line)
-                    entries[name][kind] = entry
+                    moment, name, kind, entry = json.loads(line)
+                    lines.append((moment, name, kind, entry))
+        for _, name, kind, entry in sorted(lines, key=lambda line: line[0]):  # the last that was written counts
+            entries[name][kind] = entry
         return entries
 
     def _write(self, step: int, line: list[Any]) -> None:
@@ -235,8 +260,8 @@ class TurnRecord:
                 return  # of an agent that goes on although its step is over
             try:
                 if step not in self._open:
-                    path = self._folder / f"{STEP_FOLDER}{step}" / f"{self._digest}-{self._rank}.jsonl"
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path = self._folder / f"{STEP_FOLDER}{step}" / f"{self._prefix}{self._rank}.jsonl"
+                    path.parent.mkdir(exist_ok=True)  # not the run folder, whose disk may be gone
                     self._open[step] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
                     size = os.fstat(self._open[step]).st_size
                     if size and os.pread(self._open[step], 1, size - 1) != b"\n":

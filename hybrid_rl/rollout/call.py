@@ -31,6 +31,7 @@ class RolloutCall:
     noise of a sample depends on this, the seed and the sample's place only: the rank that makes it and the samples
     next to it do not matter. is_scored: whether rewards are computed. hold: of a partial rollout, which groups it
     delivers; None = all. is_refill: whether the step has been given groups before: it goes on with what those left.
+    num_voids: how often so far the recorded turns of earlier processes became void.
     """
 
     num_generations: int
@@ -42,6 +43,7 @@ class RolloutCall:
     is_scored: bool = True
     hold: HoldRule | None = None
     is_refill: bool = False
+    num_voids: int = 0
 
     @property
     def is_training(self) -> bool:

@@ -120,6 +120,7 @@ class Collector:
         self._weights = tuple(reward_weights) if reward_weights is not None else (1.0,) * len(self._names)
         self._max_failure_share, self._shaping = max_failure_share, shaping
         self._next_id = 0
+        self.num_voids = 0  # how often recorded turns became void
         self._told: set[object] = set()
         self._open, self._lengths, self._won = PendingPrompts(), LengthRecord(), SecondsWon()
 
@@ -129,7 +130,7 @@ class Collector:
 
         Raises ConfigError if groups are held that do not fit the plan of this one.
         """
-        self._next_id, self._told = other._next_id, other._told
+        self._next_id, self._told, self.num_voids = other._next_id, other._told, other.num_voids
         self._open, self._lengths, self._won = other._open, other._lengths, other._won
         if self._plan is not None and other._plan is not None:
             self._open.check(step, other._plan.kept, self._plan.kept)
@@ -155,6 +156,7 @@ class Collector:
             self._next_id = self._open.begin(state.global_step, self._next_id)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"{TRAINING}{state.global_step}"
         call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
+        call = replace(call, num_voids=self.num_voids)
         tally = Tally(self._max_failure_share, self._next_id, self._won)
         if plan.demonstrates:
             tasks, call = self._tasks(plan.sampler.take(plan.num_prompts), call, self._lengths)

@@ -307,8 +307,9 @@ class CompletionStream(GroupStream[CompletionGroup]):
             is_first = False
 
     def judge_early(self, groups: Sequence[CompletionGroup], call: RolloutCall, rule: HoldRule) -> None:
-        assert self._judges is not None
-        self._early = None
+        self._early, judges = None, self._judges
+        if judges is None or not call.is_scored:
+            return
         held = [group for group in groups if group.born < call.state.global_step]
         keys = [rule.key(group, call.version) for group in held if group.is_whole]
         everywhere = self._agreed(lambda: (keys, rule.standing(held, call.version)))
@@ -320,9 +321,13 @@ class CompletionStream(GroupStream[CompletionGroup]):
         chosen = rule.chosen(all_keys, standings, call.version)
         mine = [group for group in held if group.group in chosen]
         names = dict.fromkeys(name for group in mine for name in group.row.columns)
-        self._early = {
-            group.group: self._judges.begin(Batch(self._columns([group], call)), call, names) for group in mine
-        }
+
+        def ask() -> None:
+            self._early = {
+                group.group: judges.begin(Batch(self._columns([group], call)), call, names) for group in mine
+            }
+
+        self._agreed(ask)  # a question that cannot be written fails on all ranks
 
     def _taken(
         self, groups: Sequence[CompletionGroup], timings: Timings, call: RolloutCall

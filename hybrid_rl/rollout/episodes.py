@@ -209,6 +209,8 @@ class Episodes:
             self.turns.leave(tokens)
             self._tell_of_loss(attempt)
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (num_vain - 1))
+            if deadline is not None and self.turns.seconds() >= deadline:
+                break
             attempt.begin_again(self.room.kept(attempt.trajectory))
             tokens = await self._live(attempt, deadline)
             num_vain = 1 if attempt.record.num_ended > most_ended else num_vain + 1

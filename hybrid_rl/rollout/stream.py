@@ -155,8 +155,7 @@ class GroupStream(ABC, Generic[AnyGroup]):
         step, timings = call.state.global_step, Timings()
         groups, metrics = self._groups(step if call.is_refill else step - 1, tasks, call)
         with self._client.session():
-            if self._judges is not None and call.is_scored:
-                self.judge_early(groups, call, rule)
+            self.judge_early(groups, call, rule)
             with timings.measure("rollout"):
                 self._generate(groups, call, Ending(rule, call.version))
             use = self._use()

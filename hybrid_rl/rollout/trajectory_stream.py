@@ -177,6 +177,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
             return self._run_held(tasks, call, call.hold)
         if call.is_training:
             self._settings.record.forget({call.state.global_step})
+            self._settings.record.void(call.num_voids)
         rewards, limit = self._rewards if call.is_scored else None, self._num_free_environments
         needs_group = rewards is not None and rewards.reads_environments and rewards.score_by == "group"
         if limit is not None and limit < (call.num_generations if needs_group else 1):
@@ -223,6 +224,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     # ------------------------------------------------------------------------------------------ groups of a rule
 
     def _run_step(self, tasks: Sequence[RolloutTask], call: RolloutCall, rule: HoldRule) -> tuple[Batch, RolloutReport]:
+        self._settings.record.void(call.num_voids)
         self._before, self._room.most_open = self._client.stats(), self._room.num_open
         batch, report = super()._run_step(tasks, call, rule)
         report.metrics.total("buffer/restarted_trajectories", self._num_again)

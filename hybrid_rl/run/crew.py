@@ -135,7 +135,7 @@ class Crew:
     def keep(self, batch: AnyBatch, step: int) -> None:
         """Start writing to the run folder, and save the rollout if that was asked for."""
         self.log.take_up()
-        self.turns.settle(step, batch["rewards"])
+        self.collector.num_voids += self.turns.settle(step, batch)
         must = self.config.mode == "rollout"
         if self.config.save_rollouts or must:
             self.policy.save_rollout(batch, step, self.folder / "rollouts", must=must)

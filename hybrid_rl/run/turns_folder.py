@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from hybrid_rl.agents.turn_record import STEP_FOLDER, TurnFiles
-from hybrid_rl.checkpoint.finding import checkpoints_of
+from hybrid_rl.batch import AnyBatch
+from hybrid_rl.checkpoint.finding import checkpoints_of, is_checkpoint
 from hybrid_rl.checkpoint.reading import Checkpoint
 from hybrid_rl.process.files import write_text
 
 logger = logging.getLogger("hybrid_rl")
 
-HEAD_FILE, REWARDS_FILE = "record.json", "rewards"
+HEAD_FILE, BATCH_FILE = "record.json", "batch"
 
 
 class RunTurns:
@@ -33,15 +36,17 @@ class RunTurns:
         self._run_folder, self._folder = run_folder, run_folder / "turns"
         self._files: TurnFiles | None = None
         self._goes_on, self._has_begun = False, False
-        self._since: int | None = None
+        self._since: str | None = None  # the folder of the checkpoint that the run goes on from
+        self._has_failed = False
 
     def start(self, checkpoint: Checkpoint | None) -> TurnFiles:
         """Return where ranks write, of a run that goes on from a checkpoint; None = from the beginning."""
         head = self._head()
-        newest = max(checkpoints_of(self._run_folder), default=None)
-        is_here = checkpoint is None or checkpoint.folder.resolve().parent == self._run_folder.resolve()
-        self._since = None if checkpoint is None else checkpoint.step
-        self._goes_on = bool(head) and is_here and self._since in (newest, head.get("since", newest))
+        self._since = None if checkpoint is None else str(checkpoint.folder.resolve())
+        there = {step: path for step, path in checkpoints_of(self._run_folder).items() if is_checkpoint(path)}
+        newest = str(there[max(there)].resolve()) if there else None
+        is_newest = self._since is not None and self._since == newest
+        self._goes_on = bool(head) and (is_newest or ("since" in head and self._since == head["since"]))
         self._has_begun = False
         self._files = TurnFiles(self._folder, head["run"] if self._goes_on else uuid.uuid4().hex[:12])
         return self._files
@@ -51,42 +56,61 @@ class RunTurns:
         if self._files is None or self._has_begun:
             return
         self._has_begun = True
-        if self._goes_on:
-            return
-        if any(self._folder.glob(f"{STEP_FOLDER}*")):
-            logger.warning(
-                "finished turns in %s are deleted: they belong to training after another checkpoint", self._folder
-            )
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._write_head({"run": self._files.run, "since": self._since})
-
-    def settle(self, step: int, rewards: Tensor) -> None:
-        """Look at the rewards of a step's batch. If an earlier life of the run had others for it, later steps will have
-        other weights: what they have recorded is deleted, which is logged."""
-        if self._files is None:
-            return
-        path = self._folder / f"{STEP_FOLDER}{step}" / REWARDS_FILE
-        digest = hashlib.blake2b(rewards.double().cpu().numpy().tobytes(), digest_size=12).hexdigest()
-        if path.is_file() and path.read_text(encoding="utf-8") != digest:
-            later = [made for made in self._steps() if made > step]
-            if later:
+        with self._told_of_disk():
+            if self._goes_on:
+                return
+            if self._steps():
                 logger.warning(
-                    "step %d has other rewards than before the run was interrupted: turns that were finished in later "
-                    "steps are deleted, because they were made by other weights",
+                    "finished turns in %s are deleted: they belong to training after another checkpoint", self._folder
+                )
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(exist_ok=True)
+            self._write_head({"run": self._files.run, "since": self._since})
+
+    def settle(self, step: int, batch: AnyBatch) -> bool:
+        """Look at a step's batch: whether an earlier life of the run had another one, or other rewards for it. Then the
+        weights become others, and all that is recorded is void: it is deleted, which is logged."""
+        if self._files is None:
+            return False
+        columns = [batch[name].double().cpu() for name in ("group", "completion_length", "rewards")]
+        digest = hashlib.blake2b(torch.stack(columns).numpy().tobytes(), digest_size=12).hexdigest()
+        is_void = False
+        with self._told_of_disk():
+            path = self._folder / f"{STEP_FOLDER}{step}" / BATCH_FILE
+            if path.is_file() and path.read_text(encoding="utf-8") != digest:
+                is_void = True
+                logger.warning(
+                    "step %d has another batch, or other rewards, than before the run was interrupted, so its weights "
+                    "become others: the turns that were recorded then are deleted",
                     step,
                 )
-            self._delete(later)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, digest)
+                self._delete(self._steps())
+            path.parent.mkdir(exist_ok=True)
+            write_text(path, digest)
+        return is_void
 
     def saved(self, first_needed: int) -> None:
         """Delete what a new checkpoint makes unnecessary. first_needed: the first step whose turns it may need."""
         if self._files is None or not self._has_begun:
             return
-        self._delete([step for step in self._steps() if step < first_needed])
-        if self._head().get("since") is not None:
-            self._write_head({"run": self._files.run})
+        with self._told_of_disk():
+            self._delete([step for step in self._steps() if step < first_needed])
+            if "since" in self._head():
+                self._write_head({"run": self._files.run})
+
+    @contextlib.contextmanager
+    def _told_of_disk(self) -> Iterator[None]:
+        """Warn, once, if the folder cannot be used in the block: training goes on without it."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning(
+                    "%s cannot be used (%s): training goes on, but after a kill conversations begin again from their "
+                    "prompts",
+                    *(self._folder, error),
+                )
 
     def _head(self) -> dict[str, Any]:
         try:

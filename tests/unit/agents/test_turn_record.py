@@ -28,6 +28,7 @@ from hybrid_rl.agents.environments import Environment, EnvironmentKind, is_conne
 from hybrid_rl.agents.schemas import tool_schema
 from hybrid_rl.agents.tools import Functions, ToolSet
 from hybrid_rl.agents.turn_record import RecordedError, TurnFiles, TurnRecord
+from hybrid_rl.checkpoint.reading import STATE_FILE
 from hybrid_rl.config import load_config
 from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import AgentError
@@ -69,9 +70,9 @@ def test_what_has_ended_is_there_after_a_kill(files: TurnFiles) -> None:
     record.note_call(late.key, Outcome(None, CallTimeoutError("no answer")))
     wrong = record.call("asked", 2, "note", {})
     record.note_call(wrong.key, Outcome(None, ValueError("no text")))
-    (path,) = files.folder.glob("step-4/*-1.jsonl")
+    (path,) = files.folder.glob("step-4/run-*-1.jsonl")
     with path.open("a") as file:
-        file.write('["train/4/0/1","answer')
+        file.write('[1,"train/4/0/1","answer')
     again = TurnRecord(files, rank=0).of("train/4/0/1", 4)
     assert again.key == record.key and again.has_acted and again.oldest_version == 2
     assert again.answer(QUESTION, version=3) == COMPLETION
@@ -159,8 +160,10 @@ def test_an_agent_that_goes_on_after_its_step_writes_nothing(files: TurnFiles) -
 
 
 def checkpoint(run: Path, step: int) -> Any:
-    (run / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
-    return SimpleNamespace(folder=run / f"checkpoint-{step}", step=step)
+    folder = run / f"checkpoint-{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / STATE_FILE).write_text("{}")
+    return SimpleNamespace(folder=folder, step=step)
 
 
 def turn(run: Path, step: int) -> Path:
@@ -189,6 +192,7 @@ def test_a_run_goes_on_with_the_record_only_from_its_newest_checkpoint(
     assert kept.exists() and not gone.exists()
     assert begun(tmp_path, at_4)[1] == first and kept.exists()
     at_8 = checkpoint(tmp_path, 8)
+    (tmp_path / "checkpoint-9").mkdir()  # an incomplete copy
     RunTurns(tmp_path).start(at_4)  # a Trainer that trains nothing changes nothing
     assert kept.exists() and begun(tmp_path, at_8)[1] == first
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
@@ -196,21 +200,57 @@ def test_a_run_goes_on_with_the_record_only_from_its_newest_checkpoint(
     assert branch != first and not kept.exists() and "belong to training after another checkpoint" in caplog.text
     assert begun(tmp_path, at_4)[1] == branch  # killed before checkpoints of the other branch were set aside
     elsewhere = checkpoint(tmp_path / "other", 8)
-    assert begun(tmp_path, elsewhere)[1] != branch
+    _, third = begun(tmp_path, elsewhere)
+    assert third != branch and begun(tmp_path, elsewhere)[1] == third  # a restart before the first checkpoint here
 
 
-def test_turns_of_steps_after_other_rewards_are_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They were made by other weights."""
+def test_a_run_from_the_beginning_uses_nothing_of_one_that_had_checkpoints(tmp_path: Path) -> None:
+    turns, first = begun(tmp_path, None)
+    turns.saved(5)
+    assert begun(tmp_path, None)[1] != first
+
+
+def batch(*rewards: float) -> Any:
+    columns = {"group": [1, 1], "completion_length": [3, 4], "rewards": [*rewards]}
+    return {name: torch.tensor(values) for name, values in columns.items()}
+
+
+def test_the_record_is_void_if_a_step_has_another_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Later ones were made by other weights; so was what trajectories that were begun before have made since."""
+    turns, name = begun(tmp_path, None)
+    files = TurnFiles(tmp_path / "turns", name)
+    for step in (1, 2, 3):
+        TurnRecord(files).of("x", step).note_answer(QUESTION, COMPLETION)
+    assert not turns.settle(1, batch(1.0, torch.nan))
     turns, _ = begun(tmp_path, None)
-    files = [turn(tmp_path, step) for step in (1, 2, 3)]
-    rewards = torch.tensor([1.0, torch.nan])
-    turns.settle(1, rewards)
-    turns, _ = begun(tmp_path, None)
-    turns.settle(1, rewards.clone())
-    assert all(path.exists() for path in files)
+    rank = TurnRecord(files)
+    held = rank.of("x", 1)
+    held.note_answer(SamplingParams(1), COMPLETION)
+    assert not turns.settle(1, batch(1.0, torch.nan)) and held.answer(QUESTION, 9) == COMPLETION
+    for other in (batch(1.0, 0.5), batch(1.0, 0.5) | {"completion_length": torch.tensor([3, 5])}):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "hybrid_rl"):
+            assert turns.settle(1, other)
+        assert "step 1 has another batch, or other rewards" in caplog.text
+    rank.void(1)
+    assert held.answer(QUESTION, 9) is None and held.answer(SamplingParams(1), 9) == COMPLETION
+    assert rank.of("x", 2).answer(QUESTION, 9) is None
+    held.note_answer(SamplingParams(2), COMPLETION)
+    rank.void(1)
+    assert TurnRecord(files).of("x", 1).answer(SamplingParams(2), 9) == COMPLETION
+
+
+def test_a_run_whose_disk_is_gone_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    turns = RunTurns(tmp_path / "gone" / "run")
+    files = turns.start(None)
     with caplog.at_level(logging.WARNING, "hybrid_rl"):
-        turns.settle(1, torch.tensor([1.0, 0.5]))
-    assert [path.exists() for path in files] == [True, False, False] and "other rewards" in caplog.text
+        turns.begin()
+        assert not turns.settle(1, batch(1.0, 2.0))
+        turns.saved(1)
+        record = TurnRecord(files).of("x", 1)
+        record.note_answer(QUESTION, COMPLETION)
+    assert record.answer(QUESTION, 9) == COMPLETION and not (tmp_path / "gone").exists()
+    assert caplog.text.count("training goes on") == 2
 
 
 def test_a_state_that_json_cannot_hold_ends_the_run() -> None:
@@ -542,6 +582,24 @@ def test_a_server_that_takes_time_to_come_again_is_waited_for(
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0] and total(records, trainer, "agents/lost_environments") == 5
 
 
+def test_no_life_begins_after_the_time_of_a_trajectory(
+    make_trainer: Callable[..., Trainer], records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be an empty one in the place of what was made, and be compared with others."""
+    now = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += 1000.0
+
+    monkeypatch.setattr(episodes.EngineTurns, "seconds", lambda turns: now[0])
+    monkeypatch.setattr(episodes.asyncio, "sleep", sleep)
+    keys = {"max_steps": 1, "max_reward_failure_share": 1.0, "trajectory_timeout_seconds": 999.0}
+    monkeypatch.setattr(episodes.Episodes, "_pass", lambda self, deadline: asyncio.Event().wait())
+    trainer = run(make_trainer, WithState, {3}, **keys)
+    (lost,) = (line for line in map(json.loads, told(trainer).splitlines()) if line["reward"] is None)
+    assert lost["finish_reason"] == "error" and len(lost["tokens"]) > 0
+
+
 def test_a_reward_that_cannot_be_asked_for_is_told(make_trainer: Callable[..., Trainer]) -> None:
     class NoReward(WithState):
         def get_reward(self) -> float:
@@ -622,6 +680,61 @@ def test_calls_of_one_answer_are_restored_as_they_ended() -> None:
         messages = await tools.answer(calls(10, 20), counts, record, "two")
         assert (second.instance.restored, second.instance.count) == ([3], 33)
         assert min(second.instance.acted_on) == 3
+
+    asyncio.run(main())
+    caller.close()
+
+
+def test_a_call_that_had_not_ended_acts_on_what_another_one_of_its_answer_has_left() -> None:
+    """The second of two had ended when the run was killed."""
+    record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=30)
+
+    async def main() -> None:
+        _, tools = await environment_of(caller, record)
+        asked = calls(1, 2)
+        known = record.call("one", 1, "add", {"number": 2})
+        record.note_call(known.key, Outcome("2"), 2, is_acted=True)
+        second, tools = await environment_of(caller, record)
+        second.instance.is_first_over.set()
+        messages = await tools.answer(asked, Counter(), record, "one")
+        assert [message["content"] for message in messages] == ["3", "2"]
+        assert second.instance.restored == [2] and second.instance.acted_on == [2]
+
+    asyncio.run(main())
+    caller.close()
+
+
+def test_a_recorded_state_is_nobodys_object() -> None:
+    record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=30)
+
+    class Board(Slow):
+        def __init__(self) -> None:
+            self.board = [0]
+
+        async def add(self, number: int) -> int:
+            """Add.
+
+            Args:
+                number: how much
+            """
+            self.board.append(number)
+            return len(self.board)
+
+        def state(self) -> Any:
+            return self.board
+
+        async def restore(self, state: Any) -> None:
+            self.board = state
+
+    async def main() -> None:
+        first, tools = await environment_of(caller, record, Board)
+        await tools.answer(calls(1), Counter(), record, "one")
+        first.instance.board.append(9)
+        for number in (5, 6):
+            second, tools = await environment_of(caller, record, Board)
+            await tools.answer(calls(1), Counter(), record, "one")
+            await tools.answer(calls(number), Counter(), record, f"two {number}")
+            assert second.instance.board == [0, 1, number]
 
     asyncio.run(main())
     caller.close()
