@@ -38,16 +38,17 @@ def openenv_environment(
             super().__init__()
             client = make_client()
             self.client = client.sync() if hasattr(client, "sync") else client
+            self.connection: Any = None  # of the episode
 
         def reset(self, **row: Any) -> str:
             """Begin an episode and return what is seen first."""
             result = self._ask(self.client.reset, **{name: row[name] for name in reset_columns if name in row})
             self._begin()
-            self.is_done, self.info = bool(result.done), result
+            self.is_done, self.info, self.connection = bool(result.done), result, connection_of(self.client)
             return self._text(result.observation)
 
         def _act(self, action: Any) -> Step:
-            self.info = result = self._ask(self.client.step, action)
+            self.info = result = self._step(action)
             return Step(self._text(result.observation), result.reward, bool(result.done))
 
         def _ask(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -59,6 +60,15 @@ def openenv_environment(
                     raise EnvironmentLostError(f"the server of the session is gone: {error!r:.200}") from error
                 raise
 
+        def _step(self, action: Any) -> Any:
+            result = self._ask(self.client.step, action)
+            if connection_of(self.client) is not self.connection:
+                raise EnvironmentLostError(
+                    "the client has lost its connection and opened another one: its session has never been reset, and "
+                    "the one of this episode is gone"
+                )
+            return result
+
         def _text(self, observation: Any) -> str:
             return (render or fields_as_json)(observation)
 
@@ -67,6 +77,13 @@ def openenv_environment(
             self.client.close()
 
     return with_actions(OpenEnvEnvironment, actions)
+
+
+def connection_of(client: Any) -> Any:
+    """Return the connection of a client, which is its session on the server; None if it tells of none. A client of
+    openenv 0.10.0 whose connection was lost connects again by itself, to a session in which nothing has begun, and goes
+    on without an error."""
+    return getattr(getattr(client, "async_client", client), "_ws", None)
 
 
 def fields_as_json(observation: Any) -> str:

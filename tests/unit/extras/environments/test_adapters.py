@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hybrid_rl import Trainer
+from hybrid_rl.agents import EnvironmentLostError
 from hybrid_rl.agents.client import AgentClient, Limits
 from hybrid_rl.agents.environments import EnvironmentKind
 from hybrid_rl.agents.floor import RolloutClient, checked_trajectories
@@ -252,7 +253,8 @@ class Told(uvicorn.Server):
 
 
 app = create_app(Server, Word, Seen, env_name="words", max_concurrent_envs=4)
-Told(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")).run()
+port = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+Told(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")).run()
 """
 
 
@@ -304,6 +306,41 @@ def test_trajectories_wait_for_a_session_of_the_real_openenv_server(real_openenv
     rewards = batch["rewards"].tolist()
     assert len(rewards) == 32 and all(reward % 0.25 == 0 for reward in rewards) and max(rewards) > 0
     assert metrics["rewards/num_failed"] == 0 and metrics["agents/ended_error"] == 0
+
+
+def test_a_session_of_the_real_openenv_that_begins_anew_is_lost() -> None:
+    """The server comes again at once, where it was: the client connects again, and says nothing."""
+    pytest.importorskip("openenv.core")
+    from openenv.core import GenericEnvClient
+
+    def step(n: int) -> dict[str, int]:
+        """Step.
+
+        Args:
+            n: how far
+        """
+        return {"n": n}
+
+    def start(*port: int) -> tuple[Any, int]:
+        command = [sys.executable, "-c", SERVER, *map(str, port)]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        return server, int(server.stdout.readline())
+
+    server, port = start()
+    made: Any = openenv_environment(lambda: GenericEnvClient(base_url=f"http://127.0.0.1:{port}"), step)()
+    try:
+        assert made.reset(seed=40) == '{"count": 40}' and made.step(1) == '{"count": 41}'
+        server.kill()
+        server.communicate()
+        server, _ = start(port)
+        with pytest.raises(EnvironmentLostError, match="opened another one"):
+            made.step(1)
+        assert made.reset(seed=40) == '{"count": 40}' and made.step(1) == '{"count": 41}'
+    finally:
+        made.close()
+        server.kill()
+        server.communicate()
 
 
 def test_trajectories_go_on_if_the_real_openenv_server_dies(tmp_path: Path) -> None:
