@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
@@ -16,7 +18,8 @@ VerifiersAgent = Callable[[Mapping[str, Any], str, str], Coroutine[Any, Any, dic
 def verifiers_agent(environment: Any, **sampling: Any) -> VerifiersAgent:
     """Return an `agent` for the Trainer that runs episodes of a verifiers environment.
 
-    Its reward becomes that of the trajectory; its metrics go to samples.jsonl.
+    Its reward becomes that of the trajectory; its metrics go to samples.jsonl. A reward function that raises has
+    failed, and the trajectory has no reward; verifiers itself logs that, and counts it as 0.
 
     Args:
         environment: what `verifiers.load_environment` returns, with the rows of `environment.get_dataset()` (0.1.10 to
@@ -25,6 +28,8 @@ def verifiers_agent(environment: Any, **sampling: Any) -> VerifiersAgent:
     """
     if hasattr(environment, "run_episode"):
         return _Episodes(environment, sampling)
+    if (rubric := getattr(environment, "rubric", None)) is not None:
+        _let_errors_pass(rubric)
 
     async def agent(row: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
         from openai import AsyncOpenAI
@@ -32,12 +37,45 @@ def verifiers_agent(environment: Any, **sampling: Any) -> VerifiersAgent:
 
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as openai:
             client = OpenAIChatCompletionsClient(openai)
-            output = await environment.run_rollout(dict(row), client, MODEL, dict(sampling))
+            try:
+                output = await environment.run_rollout(dict(row), client, MODEL, dict(sampling))
+            except RewardFailed as failed:
+                raise RuntimeError(f"a reward function of the verifiers environment failed: {failed}") from failed
         if output.get("error"):
             raise RuntimeError(f"the verifiers environment failed: {output['error']}")
         return {**(output.get("metrics") or {}), "reward": output["reward"]}
 
     return agent
+
+
+class RewardFailed(BaseException):  # noqa: N818
+    """What a reward function raised, in a form that a rubric lets pass: it catches every Exception, and gives 0 instead
+    (verifiers 0.1.14)."""
+
+
+def _let_errors_pass(rubric: Any) -> None:
+    """Have what reward functions of a rubric raise end the episode. Those of weight 0, which are metrics, are left."""
+    for inner in getattr(rubric, "rubrics", ()):
+        _let_errors_pass(inner)
+    weights = getattr(rubric, "weights", ())
+    rubric.funcs = [
+        _passing(function) if weight and not hasattr(function, "_lets_errors_pass") else function
+        for function, weight in zip(rubric.funcs, weights, strict=True)
+    ]
+
+
+def _passing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def passing(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            value = function(*arguments, **keywords)
+            value = await value if inspect.isawaitable(value) else value
+            return value if isinstance(value, list) else float(value)
+        except Exception as error:
+            raise RewardFailed(f"{function.__name__} raised {type(error).__name__}: {error}") from error
+
+    passing._lets_errors_pass = True  # type: ignore[attr-defined]
+    return passing
 
 
 def verifiers_tasks(environment: Any, num_tasks: int | None = None) -> list[dict[str, Any]]:

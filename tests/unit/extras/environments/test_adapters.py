@@ -621,6 +621,38 @@ def test_the_real_verifiers_before_its_second_form() -> None:
     assert (cut.end_reason, cut.reward, cut.counts["turns"]) == ("length", 0.0, 1)
 
 
+def test_a_reward_that_raises_in_the_real_verifiers_is_no_reward_of_zero() -> None:
+    """Its rubric catches every Exception. A metric, of weight 0, that raises is left to it."""
+    vf = pytest.importorskip("verifiers")
+    if not hasattr(vf, "SingleTurnEnv"):
+        pytest.skip("this verifiers has only the environments of verifiers.v1")
+    from datasets import Dataset
+
+    def half(completion: Any, **_: Any) -> float:
+        return 0.5
+
+    def breaks(completion: Any, **_: Any) -> float:
+        raise ConnectionError("the grader is gone")
+
+    async def breaks_later(completion: Any, answer: str) -> Any:
+        return None
+
+    rows = Dataset.from_list([{"question": "A number.", "answer": "7"}])
+
+    def reward(function: Any, weight: float) -> Any:
+        rubric = vf.Rubric(funcs=[half, function], weights=[1.0, weight])
+        environment = vf.SingleTurnEnv(dataset=rows, rubric=rubric)
+        agent = verifiers_agent(environment)
+        verifiers_agent(environment)  # twice is once
+        return run_http(agent, environment.get_dataset()[0], lambda _: "7").reward
+
+    assert reward(half, 1.0) == 1.0 and reward(breaks, 0.0) == 0.5
+    with pytest.raises(RuntimeError, match="breaks raised ConnectionError: the grader is gone"):
+        reward(breaks, 1.0)
+    with pytest.raises(RuntimeError, match="breaks_later raised TypeError"):
+        reward(breaks_later, 1.0)
+
+
 class Served:
     """An Env of verifiers.v1 by its methods, which asks the endpoint."""
 
