@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid_rl.agents.environments import EnvironmentLostError, is_connection_error
+from hybrid_rl.compat.openenv_client import connection_of
 from hybrid_rl.extras.environments.actions import Step, StepEnvironment, with_actions
 
 
@@ -77,13 +78,6 @@ def openenv_environment(
             self.client.close()
 
     return with_actions(OpenEnvEnvironment, actions)
-
-
-def connection_of(client: Any) -> Any:
-    """Return the connection of a client, which is its session on the server; None if it tells of none. A client of
-    openenv 0.10.0 whose connection was lost connects again by itself, to a session in which nothing has begun, and goes
-    on without an error."""
-    return getattr(getattr(client, "async_client", client), "_ws", None)
 
 
 def fields_as_json(observation: Any) -> str:

@@ -59,7 +59,7 @@ def _let_errors_pass(rubric: Any) -> None:
         _let_errors_pass(inner)
     weights = getattr(rubric, "weights", ())
     rubric.funcs = [
-        _passing(function) if weight and not hasattr(function, "_lets_errors_pass") else function
+        _passing(function) if weight and not hasattr(function, "lets_errors_pass") else function
         for function, weight in zip(rubric.funcs, weights, strict=True)
     ]
 
@@ -74,7 +74,7 @@ def _passing(function: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             raise RewardFailed(f"{function.__name__} raised {type(error).__name__}: {error}") from error
 
-    passing._lets_errors_pass = True  # type: ignore[attr-defined]
+    passing.lets_errors_pass = True  # type: ignore[attr-defined]
     return passing
 
 
