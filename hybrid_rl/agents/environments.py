@@ -19,7 +19,7 @@ from hybrid_rl.agents.calls import Caller, CallTimeoutError, Outcome, offered
 from hybrid_rl.agents.schemas import takes_call_key, tool_schema
 from hybrid_rl.agents.tool_calling import content_of, message_of
 from hybrid_rl.agents.tools import NOT_IN_A_THREAD, Tool, needs_main_thread
-from hybrid_rl.agents.turn_record import RecordedCall, TrajectoryRecord
+from hybrid_rl.agents.turn_record import NO_STATE, RecordedCall, TrajectoryRecord
 from hybrid_rl.controller import enter_device
 from hybrid_rl.data.prompts import Messages, is_text_block, shorten
 from hybrid_rl.errors import AgentError, ConfigError, HybridRLError
@@ -232,12 +232,12 @@ class Environment:
             self._due = (known.order, known.state)
         return self.kind.has_state
 
-    async def state_after(self, known: RecordedCall, outcome: Outcome) -> dict[str, Any]:
-        """Return the state that is to be recorded with a call, if it has one, as an argument of `note_call`. known:
-        what was recorded, if the call was made before."""
+    async def state_after(self, known: RecordedCall, outcome: Outcome) -> Any:
+        """Return the state that is to be recorded with a call, or NO_STATE. known: what was recorded, if the call was
+        made before."""
         if self.kind.has_state:  # while a call past its limit still runs, it has none
             is_overdue = isinstance(outcome.error, CallTimeoutError) or (self._is_overdue and not self.is_idle)
-            return {} if is_overdue else {STATE: await self._state()}
+            return NO_STATE if is_overdue else await self._state()
         before = known.outcome
         if before is not None and self.kind.is_repeatable and not self._has_differed:
             was, now = (out.value if out.error is None else message_of(out.error) for out in (before, outcome))
@@ -248,7 +248,7 @@ class Environment:
                     "marked repeatable: the trajectory goes on from what it returned now",
                     *(self.kind.label, now, was),
                 )
-        return {}
+        return NO_STATE
 
     async def catch_up(self) -> None:
         """Restore the state after the last call that was not made again, if there was such. Raises EnvironmentLostError

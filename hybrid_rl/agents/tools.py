@@ -17,7 +17,7 @@ from hybrid_rl.agents.schemas import CALL_KEY, takes_call_key, tool_schema
 from hybrid_rl.agents.tool_calling import content_of, message_of
 from hybrid_rl.agents.tool_failures import FailureWatch
 from hybrid_rl.agents.tool_processes import ToolProcesses
-from hybrid_rl.agents.turn_record import RecordedCall, TrajectoryRecord
+from hybrid_rl.agents.turn_record import NO_STATE, RecordedCall, TrajectoryRecord
 from hybrid_rl.data.prompts import Messages
 from hybrid_rl.errors import AgentError, ConfigError
 
@@ -42,9 +42,9 @@ class ActedOn(Protocol):
         """Whether this call, whose outcome is recorded, need not be made again: the state after it will be restored."""
         ...
 
-    async def state_after(self, known: RecordedCall, outcome: Outcome) -> dict[str, Any]:
-        """Return the state that is to be recorded with a call, if it has one, as an argument of `note_call`. known:
-        what was recorded, if the call was made before."""
+    async def state_after(self, known: RecordedCall, outcome: Outcome) -> Any:
+        """Return the state that is to be recorded with a call, or NO_STATE. known: what was recorded, if the call was
+        made before."""
         ...
 
 
@@ -204,10 +204,10 @@ class ToolSet:
         environment = tool.acts_on
         outcome = await tool.run({**arguments, CALL_KEY: known.key} if tool.takes_key else arguments)
         self._watch.look(tool.name, outcome.error)
-        state = {} if environment is None else await environment.state_after(known, outcome)
+        state = NO_STATE if environment is None else await environment.state_after(known, outcome)
         if known.outcome is not None:
             counts["repeated_calls"] += 1
-        record.note_call(known.key, outcome, **state, is_acted=environment is not None)
+        record.note_call(known.key, outcome, state, is_acted=environment is not None)
         return outcome
 
     def _read(self, call: Any) -> tuple[Tool, dict[str, Any]]:

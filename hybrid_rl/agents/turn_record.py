@@ -29,20 +29,21 @@ from typing import Any, NamedTuple
 from hybrid_rl.agents.calls import CallTimeoutError, Outcome
 from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.tool_calling import message_of
-from hybrid_rl.config import TrainerConfig, to_dict
+from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.config_text import key_values
 
 logger = logging.getLogger("hybrid_rl")
 
 STEP_FOLDER = "step-"
 # Keys that may differ between the run that wrote a record and the one that goes on with it: they change prompts,
-# answers and weights by no more than rounding. A prefix stands for all that is below it.
+# answers and weights by no more than rounding.
 FREE_KEYS = re.compile(
     r"(resume|run_name|output_dir|report_to|log_\w+|save_\w+|max_restarts|num_ranks|enable_jit_checkpoint"
     r"|(controller|memory|checkpoints|fsdp|eval)\..*|optimizer\.tokens_per_micro_batch"
     r"|model\.(gradient_checkpointing|device)|rollout\.(handoff.*|kv_cache_memory_bytes|max_num_seqs)"
     r"|agents\.(max_open_trajectories|max_environments|tool_timeout_seconds|tool_processes|unrestorable))"
 )
-_NO_STATE = object()
+NO_STATE = object()  # of a call that is recorded without the state after it
 
 Write = Callable[[str, Mapping[str, Any]], None]
 
@@ -136,7 +137,7 @@ class TrajectoryRecord:
         """Note that a call was taken from the record."""
         self.num_ended += 1
 
-    def note_call(self, key: str, outcome: Outcome, state: Any = _NO_STATE, *, is_acted: bool = False) -> None:
+    def note_call(self, key: str, outcome: Outcome, state: Any = NO_STATE, *, is_acted: bool = False) -> None:
         """Record a call that has ended. state: of the environment, afterwards. is_acted: whether it was one of an
         environment."""
         error = outcome.error
@@ -146,7 +147,7 @@ class TrajectoryRecord:
             entry["value"] = outcome.value
         else:
             entry |= {"error": message_of(error), "is_late": isinstance(error, CallTimeoutError)}
-        self._note(f"call {key}", entry | ({} if state is _NO_STATE else {"state": state}))
+        self._note(f"call {key}", entry | ({} if state is NO_STATE else {"state": state}))
 
     @property
     def has_acted(self) -> bool:
@@ -275,7 +276,7 @@ class TurnRecord:
                     self._has_failed = True
                     logger.warning(
                         "finished turns cannot be written to %s (%s): training goes on, but after a kill the "
-                        "conversations of this step begin again from their prompts",
+                        "conversations of this step begin again from their prompts; make room on that disk",
                         *(self._folder, error),
                     )
 
@@ -287,17 +288,8 @@ class TurnRecord:
 
 def config_digest(config: TrainerConfig) -> str:
     """Name what of a configuration decides turns and weights."""
-    return _digest(json.dumps([*_decisive(to_dict(config))], default=repr).encode())[:8]
-
-
-def _decisive(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping) and not prefix:
-            pairs += _decisive(value, f"{name}.")
-        elif not FREE_KEYS.fullmatch(f"{prefix}{name}"):
-            pairs.append((f"{prefix}{name}", value))
-    return pairs
+    decisive = [(key.path, key.value) for key in key_values(config) if not FREE_KEYS.fullmatch(key.path)]
+    return _digest(json.dumps(decisive, default=repr).encode())[:8]
 
 
 def conversation_digest(*parts: Sequence[int]) -> str:

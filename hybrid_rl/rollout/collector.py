@@ -155,8 +155,8 @@ class Collector:
         if plan.hold is not None:
             self._next_id = self._open.begin(state.global_step, self._next_id)
         num_generations, purpose = 1 if plan.demonstrates else plan.num_generations, f"{TRAINING}{state.global_step}"
-        call = RolloutCall(num_generations, plan.params, version, state, purpose, self._next_id)
-        call = replace(call, num_voids=self.num_voids)
+        what = (num_generations, plan.params, version, state, purpose, self._next_id)
+        call = RolloutCall(*what, num_voids=self.num_voids)
         tally = Tally(self._max_failure_share, self._next_id, self._won)
         if plan.demonstrates:
             tasks, call = self._tasks(plan.sampler.take(plan.num_prompts), call, self._lengths)

@@ -184,8 +184,9 @@ class Episodes:
         place, generation = (-1, number) if attempt is None else (attempt.task.place, attempt.generation)
         priority = call.first_id if attempt is None else attempt.identity  # the oldest first
         trajectory.past = None if attempt is None else attempt.record
-        noise: Any = {"seed": settings.seed, "group": group, "priority": priority}
-        tokens = TrajectoryTokens(self.turns, call, **noise, record=trajectory.past)
+        tokens = TrajectoryTokens(
+            self.turns, call, seed=settings.seed, group=group, priority=priority, record=trajectory.past
+        )
         self.asked.append(tokens)
         self.turns.enter(tokens)
         client = AgentClient(

@@ -55,22 +55,22 @@ class RunTurns:
         """Make the folder, before the first training step: what this run may not use is deleted, which is logged."""
         if self._files is None or self._has_begun:
             return
-        self._has_begun = True
-        with self._told_of_disk():
-            if self._goes_on:
-                return
-            if self._steps():
-                logger.warning(
-                    "finished turns in %s are deleted: they belong to training after another checkpoint", self._folder
-                )
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(exist_ok=True)
-            self._write_head({"run": self._files.run, "since": self._since})
+        with self._told_of_disk():  # and tried again before the next step
+            if not self._goes_on:
+                if self._steps():
+                    logger.warning(
+                        "finished turns in %s are deleted: they belong to training after another checkpoint",
+                        self._folder,
+                    )
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder.mkdir(exist_ok=True)
+                self._write_head({"run": self._files.run, "since": self._since})
+            self._has_begun = True
 
     def settle(self, step: int, batch: AnyBatch) -> bool:
         """Look at a step's batch: whether an earlier life of the run had another one, or other rewards for it. Then the
         weights become others, and all that is recorded is void: it is deleted, which is logged."""
-        if self._files is None:
+        if self._files is None or not self._has_begun:
             return False
         columns = [batch[name].double().cpu() for name in ("group", "completion_length", "rewards")]
         digest = hashlib.blake2b(torch.stack(columns).numpy().tobytes(), digest_size=12).hexdigest()
@@ -108,7 +108,7 @@ class RunTurns:
                 self._has_failed = True
                 logger.warning(
                     "%s cannot be used (%s): training goes on, but after a kill conversations begin again from their "
-                    "prompts",
+                    "prompts; make room on its disk, or mount that again",
                     *(self._folder, error),
                 )
 

@@ -741,10 +741,11 @@ def test_a_recorded_state_is_nobodys_object() -> None:
 
 
 def test_a_call_past_its_limit_is_told_though_the_environment_has_a_state() -> None:
-    record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=0.2)
+    record, caller = TurnRecord().of("t", None), Caller(timeout_seconds=30)
 
     async def main() -> None:
         _, tools = await environment_of(caller, record)
+        caller.timeout_seconds = 0.2  # of the call that never ends, alone
         (message,) = await tools.answer(calls("late"), Counter(), record, "one")
         assert "no answer within 0.2 s" in message["content"]
 
