@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.turn_record import TrajectoryRecord
 from hybrid_rl.data.prompts import Messages, Prompt
@@ -63,6 +66,8 @@ class Sample:
     turn_rewards: of each turn, None = nothing was given for it. is_awaited: an answer is under way that belongs here.
     messages: those of the prompt, if it was made of messages. line: the conversation that it tells, the same number for
     all that tell one. claimed, asked: the number of the last request for it, and of the last that was answered.
+    routed_experts: int16 [tokens, L, K], the experts of its first tokens, prompt included, as the last answer tells
+    them; None = not recorded.
     """
 
     prompt_ids: tuple[int, ...]
@@ -77,6 +82,7 @@ class Sample:
     line: int = 0
     claimed: int = 0
     asked: int = 0
+    routed_experts: npt.NDArray[np.int16] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +113,7 @@ class Sample:
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.versions += completion.versions
+        self.routed_experts = completion.routed_experts
         self.turns.append((start, len(self.token_ids)))
         self.turn_rewards.append(None)
 

@@ -26,6 +26,9 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hybrid_rl.agents.calls import CallTimeoutError, Outcome
 from hybrid_rl.agents.completion import Completion
 from hybrid_rl.agents.tool_calling import message_of
@@ -89,6 +92,7 @@ class TrajectoryRecord:
         self._write = write
         made = [version for entry in self._entries.values() for version, _ in entry.get("versions", ())]
         self.oldest_version = min(made, default=None)
+        self._experts: tuple[str, npt.NDArray[np.int16]] | None = None  # of the last answer, with its name
         self._num_calls = 1 + max((entry.get("order", -1) for entry in self._entries.values()), default=-1)
         self.begin_life()
 
@@ -105,19 +109,50 @@ class TrajectoryRecord:
         entry = self._entries.get(name)
         if entry is None or max((made for made, _ in entry["versions"]), default=0) > version:
             return None
+        try:
+            experts = self._experts_of(name)
+        except KeyError:  # an answer that this one goes on with has become void
+            return None
         self.num_answered += name in self._of_earlier_lives
         self.num_ended += 1
         versions = [*chain.from_iterable([made] * count for made, count in entry["versions"])]
-        return Completion(_unpacked(entry["ids"]), _unpacked(entry["logprobs"]), versions, entry["finish_reason"])
+        made = _unpacked(entry["ids"]), _unpacked(entry["logprobs"]), versions
+        return Completion(*made, entry["finish_reason"], experts)
 
     def note_answer(self, question: Any, completion: Completion) -> None:
         """Record an answer that has ended."""
         versions = [[made, len([*same])] for made, same in groupby(completion.versions)]
         packed = {"ids": _packed("iq", completion.token_ids), "logprobs": _packed("fd", completion.logprobs)}
         entry = {**packed, "versions": versions, "finish_reason": completion.finish_reason}
-        self._note(f"answer {_digest(repr(question).encode())}", entry)
+        name = f"answer {_digest(repr(question).encode())}"
+        if completion.routed_experts is not None:
+            entry["experts"] = self._experts_after(name, completion.routed_experts)
+        self._note(name, entry)
         known = [] if self.oldest_version is None else [self.oldest_version]
         self.oldest_version = min([*known, *completion.versions], default=None)
+
+    def _experts_after(self, name: str, experts: npt.NDArray[np.int16]) -> list[Any]:
+        """Return what is recorded of the experts of an answer and its prompt: the answer before it, how many tokens
+        have those of that one, and the experts of all others. A conversation is so written once, not at every turn."""
+        before, start = "", 0
+        if self._experts is not None:
+            before, known = self._experts
+            same = min(len(known), len(experts))
+            differs = (known[:same] != experts[:same]).reshape(same, -1).any(1)
+            start = int(differs.argmax()) if differs.any() else same
+        self._experts = name, experts
+        return [before, start, experts.shape[1:], b64encode(experts[start:].astype("<i2").tobytes()).decode()]
+
+    def _experts_of(self, name: str) -> npt.NDArray[np.int16] | None:
+        """Return the recorded experts of an answer, None without any. Raises KeyError if a part of them is gone."""
+        if "experts" not in self._entries[name]:
+            return None
+        if self._experts is None or self._experts[0] != name:
+            before, start, shape, text = self._entries[name]["experts"]
+            rows = np.frombuffer(b64decode(text), "<i2").reshape(-1, *shape)
+            earlier = self._experts_of(before) if start else None
+            self._experts = name, rows if earlier is None else np.concatenate([earlier[:start], rows])
+        return self._experts[1]
 
     def call(self, asked: str, place: int, name: str, arguments: Mapping[str, Any]) -> RecordedCall:
         """Return what is recorded of a call of a tool. asked: names the conversation up to the answer that asks for it

@@ -146,8 +146,15 @@ def _check_alignment(columns: Mapping[str, Column]) -> None:
     reference = columns.get("completion_ids")
     if not isinstance(reference, Jagged):
         return
+    prompts = columns.get("prompt_ids")
     for name, column in columns.items():
-        if FIELDS[name].align == "completion" and isinstance(column, Jagged):
+        if not isinstance(column, Jagged):
+            continue
+        if FIELDS[name].align == "sequence" and isinstance(prompts, Jagged):
+            if torch.equal(column.lengths, prompts.lengths + reference.lengths):
+                continue
+            raise DataError(f"column {name!r} is not as long as prompt_ids and completion_ids together in every row")
+        if FIELDS[name].align == "completion":
             if column.offsets is reference.offsets or torch.equal(column.offsets, reference.offsets):
                 continue
             raise DataError(f"column {name!r} is not aligned with completion_ids: its rows have other lengths")

@@ -74,6 +74,12 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         ),
         "function_rewards": Field("object", None, "collector", None, "of its trajectory, one (or NaN) per function"),
         "extra": Field("object", None, "collector", None, "values passed to log_extra by reward functions"),
+        "routed_experts": Field(
+            "sequence", torch.int16, "collector", -1, "experts that each token went to, [T, layers, K]; -1 = not known"
+        ),
+        "replayed_experts": Field(
+            "sequence", torch.int16, "actor", -1, "those of the policy's passes: its own choice if none is known"
+        ),
         "token_rewards": Field("completion", torch.float32, "collector", 0.0, "dense rewards, one per token"),
         "old_logprobs": Field("completion", torch.float32, "actor", 0.0, "ln p at the start of the training step"),
         "ref_logprobs": Field("completion", torch.float32, "reference", 0.0, "ln p of the reference model"),

@@ -65,7 +65,8 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
         )
     if old == "auto":
         wants = config.policy_loss.uses_old_logprobs and updates > 1
-        old = "recompute" if wants or needs_logprobs(config) else "detach"
+        wants = wants or needs_logprobs(config) or algorithm.routing_replay == "scoring"
+        old = "recompute" if wants else "detach"
     if old == "rollout" and config.policy_loss.uses_proximal and not learns_from_demonstrations(config):
         raise ConfigError(
             f"policy_loss={config.policy_loss.objective} compares the engine's policy with that at the "
@@ -82,8 +83,36 @@ def resolve_algorithm(config: TrainerConfig, *, updates: int) -> AlgorithmConfig
             f"policy_loss={config.policy_loss.objective} reads the routers of the model as it runs, "
             f"which compiled blocks hide; set torch_compile=false"
         )
+    _check_replay(config, old)
     _check_engine(config, old)
     return dataclasses.replace(algorithm, old_logprobs=old)
+
+
+def _check_replay(config: TrainerConfig, old: str) -> None:
+    """Check that what routing_replay names is recorded. old: old_logprobs without `auto`."""
+    replay, engine = config.algorithm.routing_replay, config.rollout.engine
+    if replay == "off":
+        return
+    if config.model.torch_compile:
+        raise ConfigError(
+            f"routing_replay={replay} replaces what the routers of the model choose, and compiled blocks hide them; "
+            "set torch_compile=false"
+        )
+    if replay == "scoring" and old != "recompute":
+        raise ConfigError(
+            f"routing_replay=scoring repeats the experts of the pass that computes old_logprobs, and "
+            f"old_logprobs={old} has no such pass; set old_logprobs=recompute, or routing_replay=rollout"
+        )
+    if replay == "rollout" and learns_from_demonstrations(config):
+        raise ConfigError(
+            "routing_replay=rollout repeats the experts of the engine, and demonstrations come from the dataset; leave "
+            "it out, or set routing_replay=scoring"
+        )
+    if replay == "rollout" and engine == "hf":
+        raise ConfigError(
+            "routing_replay=rollout repeats the experts of the engine, which rollout.engine=hf does not record; set "
+            "routing_replay=scoring, or rollout.engine=inplace or vllm"
+        )
 
 
 def learns_from_demonstrations(config: TrainerConfig) -> bool:

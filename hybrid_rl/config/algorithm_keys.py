@@ -52,6 +52,12 @@ class AlgorithmConfig:
     positive_nll_coef: float = key(
         0.0, "weight of the mean negative log-likelihood of samples with a positive reward (VAPO: 0.1)", minimum=0
     )
+    routing_replay: Literal["off", "rollout", "scoring"] = key(
+        "off",
+        "mixtures of experts: which experts the policy's tokens go to in scoring and update: those that the routers "
+        "choose then (off), those that the engine chose as it sampled (rollout), or those of the pass that computes "
+        "old_logprobs (scoring)",
+    )
     router_aux_loss_coef: float | None = key(
         None,
         "mixtures of experts: weight of the load-balancing loss of a mini-batch; None = that of the model's config. "

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from hybrid_rl.engines.step_cost import StepCost
 from hybrid_rl.errors import ConfigError
 
@@ -103,7 +106,9 @@ class FinishedSample:
     """The event of a finished request.
 
     completion_ids, logprobs and versions have one entry per generated token: its id, ln p under the distribution that
-    it was sampled from, and the version of the weights that made it.
+    it was sampled from, and the version of the weights that made it. routed_experts: int16 [tokens, L, K], to which K
+    experts each token of prompt and completion went in the L layers that are mixtures, when it was computed last; -1 =
+    not known, as for the last token, which is not computed. None unless the engine records them.
     """
 
     id: int
@@ -111,6 +116,7 @@ class FinishedSample:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 
@@ -178,9 +180,12 @@ class Generator(ABC):
         """Return the event of a finished request."""
         self._ids.discard(generation.request.id)
         self.counters.num_finished += 1
-        return FinishedSample(
-            generation.request.id, generation.tokens, generation.logprobs, generation.versions, reason
-        )
+        made = generation.tokens, generation.logprobs, generation.versions
+        return FinishedSample(generation.request.id, *made, reason, self._routed_experts(generation))
+
+    def _routed_experts(self, generation: Generation) -> npt.NDArray[np.int16] | None:
+        """Return `FinishedSample.routed_experts`."""
+        return None
 
     @abstractmethod
     def step(self) -> list[FinishedSample]:

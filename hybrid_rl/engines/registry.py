@@ -30,7 +30,8 @@ class EngineSetup:
     names of its weights. config: the section `rollout`. max_length: longest prompt and completion together. device: of
     this rank. decode: token ids to text, special tokens kept. memory_share: of the free memory that is this engine's
     to use; others in other processes have the rest. seed: equal on the ranks that share an engine. adapter_ranks: of
-    the adapter of each tensor that the engine adds itself, by the tensor's name.
+    the adapter of each tensor that the engine adds itself, by the tensor's name. records_experts: whether samples
+    say which experts their tokens went to (`FinishedSample.routed_experts`).
     """
 
     model: CausalLM
@@ -42,6 +43,7 @@ class EngineSetup:
     seed: int = 0
     trust_remote_code: bool = False
     adapter_ranks: Mapping[str, int] = field(default_factory=dict)
+    records_experts: bool = False
 
 
 def make_engine(setup: EngineSetup) -> RolloutEngine:

@@ -30,6 +30,7 @@ SMALLEST_FILLED_ROW = 1024
 LEAST_SAVED = 1 / 32
 # The head computes what is wanted several times once if that saves this part of it.
 LEAST_REPEATED = 1 / 32
+TOKEN_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: parts hashes of experts from ids of tokens
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ class PackedRow:
     token_ids, positions: int64 [T]; labels: int64 [M], the completion tokens in the order of completion_ids; sources:
     int64 [M], the place whose hidden state predicts each of them. distinct: of equal labels with one
     source the first, int64 [D], and which of those each label is, int64 [M]; None if next to all differ. `row_logprobs`
-    uses it.
+    uses it. ends: the segment in which each sample ends, -1 if it takes no place. experts: int16 [T, L, K], those that
+    the routers of a mixture are made to choose, -1 = their own choice; None = always.
     """
 
     token_ids: Tensor
@@ -142,24 +144,58 @@ class PackedRow:
     sources: Tensor
     layout: Layout
     distinct: tuple[Tensor, Tensor] | None = None
+    ends: tuple[int, ...] = ()
+    experts: Tensor | None = None
 
     def at(self, labels: Tensor) -> PackedRow:
         """Return the row with these of its labels alone. labels: int64 indices."""
         return replace(self, labels=self.labels[labels], sources=self.sources[labels], distinct=None)
 
+    def places(self) -> list[Tensor | None]:
+        """Return the places of the tokens of each sample, prompt and completion, int64 each on the host; None for one
+        that takes no place."""
+        seen = self.layout.seen()
+        return [seen[end] if end >= 0 else None for end in self.ends]
+
+    def of_samples(self, values: Tensor, lengths: Sequence[int], missing: int) -> Tensor:
+        """Take numbers of the tokens of the row, [T, ...], to those of the samples, whose numbers of tokens are
+        `lengths`: [sum(lengths), ...], `missing` for samples that take no place."""
+        parts = [
+            values.new_full((length, *values.shape[1:]), missing)
+            if places is None
+            else values[places.to(values.device)]
+            for places, length in zip(self.places(), lengths, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def _spread(self, experts: Jagged, device: torch.device) -> Tensor:
+        spread = experts.values.new_full((self.layout.num_tokens, *experts.values.shape[1:]), -1)
+        for places, of_sample in zip(self.places(), experts, strict=True):
+            if places is not None:
+                spread[places] = of_sample
+        (on_device,) = upload((spread,), device)
+        return on_device
+
     @classmethod
     def of(
-        cls, prompts: Jagged, completions: Jagged, device: torch.device, least_saved: float | None = None
+        cls,
+        prompts: Jagged,
+        completions: Jagged,
+        device: torch.device,
+        least_saved: float | None = None,
+        experts: Jagged | None = None,
     ) -> PackedRow:
         """Lay out N samples. A sample without completion tokens takes no place (but one does if all are such).
-        least_saved: the part of the row's tokens that a prefix must save; None = `LEAST_SAVED`.
+        least_saved: the part of the row's tokens that a prefix must save; None = `LEAST_SAVED`. experts: int16
+        [.., L, K] of the tokens of each sample, prompt and completion: tokens are shared only if theirs are the same.
 
         Logprobs have the order of the completions whatever the order of the row; the first token of every completion
         comes from the last token of its prompt, shared or not.
         """
-        groups = _groups(prompts, completions)
+        keys = (prompts, completions) if experts is None else _keys(prompts, completions, experts)
+        groups = _groups(*keys)
         prompt_rows, completion_rows = list(prompts), list(completions)
-        prefix = _prefix(prompt_rows, groups, LEAST_SAVED if least_saved is None else least_saved)
+        prefix = _prefix(list(keys[0]), groups, LEAST_SAVED if least_saved is None else least_saved)
         sizes = [len(prompt_rows[group.first]) - prefix for group in groups]
         roots = [size + group.stem for size, group in zip(sizes, groups, strict=True)]
         children = [group.children for group in groups]
@@ -181,7 +217,9 @@ class PackedRow:
         sources = _sources(layout, groups, sizes, completions)
         columns = (torch.cat(parts), layout.positions(), completions.values, sources)
         token_ids, positions, labels, places = upload(columns, device)
-        row = cls(token_ids, positions, labels, places, layout)
+        row = cls(token_ids, positions, labels, places, layout, ends=_ends(layout, groups, len(completions)))
+        if experts is not None:
+            row = replace(row, experts=row._spread(experts, device))
         # Of long completions that have no more in common than a few first tokens too little repeats.
         is_long = completions.values.numel() * LEAST_REPEATED > len(completions)
         if is_long and not any(group.repeats for group in groups):
@@ -193,27 +231,39 @@ class PackedRow:
         return replace(row, distinct=(first_of, which))
 
 
-def place_weights(prompts: Jagged, completions: Jagged, weights: Sequence[tuple[float, float]], prefix: int) -> Tensor:
-    """Return how many tokens each place of `PackedRow.of` these samples counts as, float32 [T]. A place counts for all
-    samples that share it, the filler for none.
+def place_weights(row: PackedRow, prompts: Jagged, weights: Sequence[tuple[float, float]]) -> Tensor:
+    """Return how many tokens each place of a row counts as, float32 [T]. A place counts for all samples that share it,
+    the filler for none.
 
-    weights: of a token of the prompt and one of the completion, for each sample; prefix: of that row.
+    prompts: of the samples; weights: of a token of the prompt and one of the completion, for each sample.
     """
-    groups = _groups(prompts, completions)
-    lengths = prompts.lengths.tolist()
-    roots, children = list[tuple[float, int]](), list[tuple[float, int]]()
-    of_prefix = 0.0
-    for group in groups:
-        samples = [index for alike in group.alike for index in alike]
-        of_prompt, of_stem = (sum(weights[index][side] for index in samples) for side in (0, 1))
-        of_prefix += of_prompt
-        roots += [(of_prompt, lengths[group.first] - prefix), (of_stem, group.stem)]
-        if group.children:
-            of_children = [sum(weights[index][1] for index in alike) for alike in group.alike]
-            children += zip(of_children, group.children, strict=True)
-    filler = _filler(prefix + sum(length for _, length in (*roots, *children)))
-    values, counts = zip((of_prefix, prefix), *roots, (0.0, filler), *children, strict=True)
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
+    counted = torch.zeros(row.layout.num_tokens)
+    for places, prompt, (of_prompt, of_completion) in zip(row.places(), prompts.lengths.tolist(), weights, strict=True):
+        if places is not None:
+            counted[places[:prompt]] += of_prompt
+            counted[places[prompt:]] += of_completion
+    return counted
+
+
+def _keys(prompts: Jagged, completions: Jagged, experts: Jagged) -> tuple[Jagged, Jagged]:
+    """Return numbers for tokens of prompts and completions, the same if token and experts are: hashes."""
+    num_tokens = prompts.lengths + completions.lengths
+    if not torch.equal(experts.lengths, num_tokens):
+        raise ModelError(
+            f"experts are recorded for {experts.lengths.tolist()[:8]} tokens of the samples, which have "
+            f"{num_tokens.tolist()[:8]}"
+        )
+    chosen = experts.values.flatten(1).to(torch.int64)
+    odd = torch.randint(-(2**62), 2**62, (chosen.shape[1],), generator=torch.Generator().manual_seed(0)) * 2 + 1
+    hashes = experts.with_values((chosen * odd).sum(1))
+    parts = [
+        row.split([prompt, len(row) - prompt]) for row, prompt in zip(hashes, prompts.lengths.tolist(), strict=True)
+    ]
+    of_prompts, of_completions = (torch.cat(side) for side in zip(*parts, strict=True))
+    return (
+        prompts.with_values(of_prompts * TOKEN_FACTOR + prompts.values),
+        completions.with_values(of_completions * TOKEN_FACTOR + completions.values),
+    )
 
 
 @dataclass(frozen=True)
@@ -315,6 +365,17 @@ def _distinct(sources: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
     first = torch.full_like(values, len(which)).scatter_reduce_(0, which, torch.arange(len(which)), "amin")
     order = first.argsort()  # they came in order of their numbers
     return first[order], order.argsort()[which]
+
+
+def _ends(layout: Layout, groups: Sequence[_Group], num_samples: int) -> tuple[int, ...]:
+    """Return the segment in which each sample ends: its child, or its root if that has none; -1 without any."""
+    ends, child = [-1] * num_samples, layout.first_child
+    for root, group in enumerate(groups, layout.first_root):
+        for alike in group.alike:
+            for index in alike:
+                ends[index] = child if group.children else root
+            child += bool(group.children)
+    return tuple(ends)
 
 
 def _same(sequences: Sequence[bytes]) -> dict[bytes, list[int]]:

@@ -203,7 +203,10 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
             for (attempt, _, sample), (prompt, _) in zip(turns, conversations, strict=True)
         ],
         [attempt.group for attempt, _, _ in turns],
-        [FinishedSample(a.identity, s.token_ids, s.logprobs, s.versions, "stop") for a, _, s in turns],
+        [
+            FinishedSample(a.identity, s.token_ids, s.logprobs, s.versions, "stop", s.routed_experts)
+            for a, _, s in turns
+        ],
         call.params.temperature,
     )
     masks = torch.tensor([is_policys for _, _, sample in turns for is_policys in sample.mask], dtype=torch.bool)

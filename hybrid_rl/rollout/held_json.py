@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import numpy as np
 
 from hybrid_rl.algos.options import field_types
 from hybrid_rl.data.prompts import shorten
@@ -35,6 +38,8 @@ def read(kind: Any, found: Any, key: str) -> Any:
         return found if is_one(found) else _refuse(key, found, name)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return read_fields(kind, found, key)
+    if origin is np.ndarray:
+        return _read_array(found, key)
     if origin is Literal:
         return found if found in arguments else _refuse(key, found, f"one of {', '.join(map(str, arguments))}")
     if origin in (Union, UnionType):
@@ -56,6 +61,8 @@ def plain(value: Any) -> Any:
     """Return a value with the arguments of each dataclass in it as a dict: what `read` makes one of."""
     if dataclasses.is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    if isinstance(value, np.ndarray):
+        return {"shape": value.shape, "int16": b64encode(value.astype("<i2").tobytes()).decode()}
     return {name: plain(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
@@ -83,6 +90,13 @@ def check(holds: bool, key: str, found: Any, expected: str) -> None:
     """Raise CheckpointError for a value unless something holds for it, which `expected` describes."""
     if not holds:
         _refuse(key, found, expected)
+
+
+def _read_array(found: Any, key: str) -> Any:
+    try:
+        return np.frombuffer(b64decode(found["int16"], validate=True), "<i2").reshape(found["shape"]).astype(np.int16)
+    except (KeyError, TypeError, ValueError):
+        return _refuse(key, found, "an array of 16-bit numbers")
 
 
 def _read_union(kinds: tuple[Any, ...], found: Any, key: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybrid_rl.batch import Jagged, SampleKey
+from hybrid_rl.batch import Batch, Jagged, SampleKey, lengths_to_offsets
 from hybrid_rl.data.prompts import PromptRow
 from hybrid_rl.engines.base import FinishedSample
 from hybrid_rl.metrics.metric_sums import MetricSums
@@ -43,7 +43,7 @@ def columns_of(
             torch.tensor([value for s in samples for value in getattr(s, name)], dtype=dtype)
         )
 
-    return {
+    return _expert_column(samples, prompts.lengths + completions.lengths) | {
         "prompt_ids": prompts,
         "completion_ids": completions,
         "completion_mask": completions.with_values(torch.ones_like(completions.values, dtype=torch.bool)),
@@ -60,6 +60,32 @@ def columns_of(
         "prompt": [row.prompt for row in rows],
         "row": [dict(row.columns) for row in rows],
     }
+
+
+def _expert_column(samples: Sequence[FinishedSample], num_tokens: torch.Tensor) -> dict[str, Jagged]:
+    """Make the column of the experts that were recorded, nothing if none were."""
+    known = [sample.routed_experts for sample in samples]
+    shape = next((experts.shape[1:] for experts in known if experts is not None), None)
+    if shape is None:
+        return {}
+    offsets = lengths_to_offsets(num_tokens)
+    values = torch.full((int(offsets[-1]), *shape), -1, dtype=torch.int16)
+    for experts, start in zip(known, offsets.tolist(), strict=False):
+        if experts is not None:
+            values[start : start + len(experts)] = torch.from_numpy(experts)
+    return {"routed_experts": Jagged(values, offsets)}
+
+
+def unrecorded_share(batch: Batch) -> MetricSums:
+    """Return which share of the tokens of a batch has no record of its experts, without the last token of each sample,
+    which is not computed; nothing of a batch without records."""
+    sums = MetricSums()
+    if "routed_experts" in batch and batch.num_samples:
+        experts = batch["routed_experts"]
+        is_missing = (experts.values < 0).flatten(1).any(1)
+        is_missing[experts.offsets[1:] - 1] = False
+        sums.mean("routing/unrecorded_share", int(is_missing.sum()), len(is_missing) - len(experts))
+    return sums
 
 
 def reward_columns(result: RewardResult, *, is_dense: bool) -> dict[str, Any]:

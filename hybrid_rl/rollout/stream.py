@@ -40,7 +40,7 @@ from hybrid_rl.rollout.deferred_scores import LateScores, merge_late
 from hybrid_rl.rollout.held_files import load_held
 from hybrid_rl.rollout.hold_rule import AnyGroup, Ending, HoldRule, Standing
 from hybrid_rl.rollout.judged import Encode, JudgeRound
-from hybrid_rl.rollout.sample_columns import first_in_full, logged_means, reward_columns
+from hybrid_rl.rollout.sample_columns import first_in_full, logged_means, reward_columns, unrecorded_share
 
 Gather = Callable[[Any], list[Any]]
 POLL_SECONDS = 0.1  # how soon an interrupt is seen while rewards are awaited
@@ -277,6 +277,8 @@ class GroupStream(ABC, Generic[AnyGroup]):
             made["extra"] = [own | extra for own, extra in zip(columns["extra"], made["extra"], strict=True)]
         batch = Batch({**columns, **made})
         report = RolloutReport(timings.seconds, first_in_full(result.failures), logged_means(result), result.retried)
+        if call.is_training:
+            report.metrics.merge(unrecorded_share(batch))
         if self._judges is not None:
             if late is None:
                 with timings.measure("judge"):

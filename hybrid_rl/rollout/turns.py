@@ -329,7 +329,9 @@ class EngineTurns:
                 if made.finish_reason != "abort" and not ask.answer.done() and not open_asks[id(asker)]:
                     self._thinking.add(asker)
         for ask, made in answers:
-            completion = Completion(made.completion_ids, made.logprobs, made.versions, made.finish_reason)
+            completion = Completion(
+                made.completion_ids, made.logprobs, made.versions, made.finish_reason, made.routed_experts
+            )
             if made.finish_reason == "abort" and not ask.answer.done():
                 begun = Beginning(tuple(made.completion_ids), tuple(made.logprobs), tuple(made.versions))
                 ask.request, ask.handle = replace(ask.request, begun=begun), None

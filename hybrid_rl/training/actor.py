@@ -31,8 +31,9 @@ from hybrid_rl.training.mismatch import MismatchGuard, rollout_gap
 from hybrid_rl.training.no_optimizer import NoOptimizer
 from hybrid_rl.training.optimizer import Optimizer
 from hybrid_rl.training.router_scores import router_columns
+from hybrid_rl.training.routing_replay import RoutingReplay
 from hybrid_rl.training.said import FirstWords
-from hybrid_rl.training.scoring import MicroBatches, batch_logprobs, distribution_columns
+from hybrid_rl.training.scoring import MicroBatches, distribution_columns, old_logprobs
 from hybrid_rl.training.sharding.fsdp import accumulating
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch, SideModels
 from hybrid_rl.training.token_record import TokenRecord
@@ -64,6 +65,8 @@ class Actor(TrainedModel):
         self._reads_squares = Needs.SUM_PI_SQUARED in config.advantage.needs
         self._seed = config.seed
         routers = Routers(model) if spec.reads_routers else None
+        replay = algorithm.routing_replay
+        self._replay = None if replay == "off" or not is_trained else RoutingReplay(model, replay)
         self._beside = SideModels(reference, routers, LoadBalance.of(model, algorithm.router_aux_loss_coef))
         self.kl_weight = KLWeight(spec.kl)
         self.entropy_weight = EntropyWeight(
@@ -95,12 +98,14 @@ class Actor(TrainedModel):
         micro_batches = [micro for mini in plan for micro in mini]
         num_top, routers = self._spec.num_top, self._beside.routers
         columns: dict[str, Jagged] = {}
+        if self._replay is not None:
+            batch = self._replay.begun(batch)
         if num_top or self._reads_squares:
             columns = distribution_columns(
                 self.model, batch, micro_batches, self.halvings, num_top=num_top, wants_squares=self._reads_squares
             )
         elif routers is None and self._old_logprobs == "recompute":
-            columns["old_logprobs"] = batch_logprobs(self.model, batch, micro_batches, self.halvings)
+            columns = old_logprobs(self.model, batch, micro_batches, self.halvings)
         if routers is not None:
             columns |= router_columns(self.model, routers, batch, micro_batches, self.halvings)
         if self._old_logprobs == "rollout":
@@ -112,6 +117,8 @@ class Actor(TrainedModel):
         """Take all optimizer steps of a training step; returns this rank's part of the metrics over all of them.
         version: of the weights before the first of them. Collective."""
         spec, sums = self._spec, MetricSums()
+        if self._replay is not None:
+            batch = self._replay.begun(batch)
         self.trained_columns = {}
         progress.count(self._num_iterations * len(plan), "optimizer steps", is_common=True)
         changed = start_download(self.optimizer.take_over())
@@ -164,6 +171,8 @@ class Actor(TrainedModel):
                 updated, common = self._take_step(batch, micro_batches, losses, prefix="", loss="loss")
                 self._numbers.step(self._context, is_valid=updated and its_counts.num_tokens > 0)
                 sums.merge(self._step_metrics(step, common))
+        if self._replay is not None:
+            sums.merge(self._replay.take_metrics())
         self._read(sums)
         self._tell_changed(changed)
         if record is not None:

@@ -209,7 +209,8 @@ def _masked(name: str, column: Column, idle_token: int) -> Column:
         return [None]
     value = idle_token if name in ("prompt_ids", "completion_ids") else FIELDS[name].masked or 0
     if isinstance(column, Jagged):
-        return Jagged(column.values.new_full((1, *column.values.shape[1:]), value), torch.tensor([0, 1]))
+        length = 2 if FIELDS[name].align == "sequence" else 1
+        return Jagged(column.values.new_full((length, *column.values.shape[1:]), value), torch.tensor([0, length]))
     return column.new_full((1,), value)
 
 

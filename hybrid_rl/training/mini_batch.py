@@ -19,6 +19,7 @@ from hybrid_rl.models.packed.load_balance import ExpertLoad, LoadBalance
 from hybrid_rl.training.batch_plan import Plan, sample_rows
 from hybrid_rl.training.loss import model_outputs
 from hybrid_rl.training.router_scores import reading_balance
+from hybrid_rl.training.routing_replay import row_of
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.training.spec import Counts, LossSpec, MiniBatch
 
@@ -111,12 +112,12 @@ def look_ahead(
         return mini
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row, values = model.row_of(micro["prompt_ids"], micro["completion_ids"]), dict[str, Tensor]()
+        row, values = row_of(model, micro), dict[str, Tensor]()
         with reading_balance(balance, micro, row, spec) as reading:
             if spec.has_entropy_threshold:
                 values["entropy"] = model_outputs(model, row, spec, sampling_temperature(micro))[1].float()
             else:  # routers need no head
-                model.hidden_states(row.token_ids, row.positions, model.attention.context(row.layout, model.device))
+                model.run_row(row)
         if reading is not None:
             loads.append(reading.load())
         return values

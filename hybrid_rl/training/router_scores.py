@@ -14,6 +14,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.packed.load_balance import BalanceReading, LoadBalance
 from hybrid_rl.models.packed.router import RouterReading, Routers
 from hybrid_rl.models.row import place_weights
+from hybrid_rl.training.routing_replay import experts_of, row_of
 from hybrid_rl.training.scoring import MicroBatches, token_columns
 from hybrid_rl.training.spec import LossSpec
 
@@ -25,14 +26,14 @@ def router_columns(
     likely they were, old_router_logprobs: [T, L*K] each."""
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
+        row = row_of(model, micro)
         with routers.reading(row) as reading:
             logprobs = model.row_logprobs(row, sampling_temperature(micro))[0].float()
         return {
             "old_logprobs": logprobs,
             "old_router_ids": reading.expert_ids.flatten(1),
             "old_router_logprobs": reading.logprobs.flatten(1),
-        }
+        } | experts_of(model, micro, row)
 
     return token_columns(batch, micro_batches, compute, halvings)
 
@@ -59,4 +60,4 @@ def reading_balance(
     masked = TRUNCATIONS if spec.algorithm.mask_truncated_completions else ()
     kept = [reason not in masked for reason in batch["finish_reason"]]
     weights = [(float(is_scored), float(is_scored and keep)) for is_scored, keep in zip(scored, kept, strict=True)]
-    return balance.reading(row, place_weights(batch["prompt_ids"], batch["completion_ids"], weights, row.layout.prefix))
+    return balance.reading(row, place_weights(row, batch["prompt_ids"], weights))

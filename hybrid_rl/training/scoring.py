@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybrid_rl.batch import Batch, Jagged
+from hybrid_rl.batch import FIELDS, Batch, Jagged, lengths_to_offsets
 from hybrid_rl.batch.temperature import sampling_temperature
 from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.memory.transfer import finish_downloads, start_download
@@ -17,6 +17,7 @@ from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.training.batch_plan import micro_batch, row_size
+from hybrid_rl.training.routing_replay import experts_of, row_of
 
 MicroBatches = Sequence[Sequence[int]]
 
@@ -29,11 +30,12 @@ def token_columns(
     halvings: Halvings | None = None,
 ) -> dict[str, Jagged]:
     """Compute columns aligned with completion_ids. compute: gives the numbers of the M completion tokens of a
-    micro-batch, [M, ...] each, by name of the column. halvings: of the model, so that passes take fewer samples if
+    micro-batch, [M, ...] each, by name of the column; of all tokens of its samples if the column is one of sequences.
+    halvings: of the model, so that passes take fewer samples if
     memory runs out; None: that is an error. Collective if the model is sharded: every rank has as many
     micro-batches."""
     completions, halvings = batch["completion_ids"], halvings or Halvings(is_alone=False)
-    place = completions.with_values(torch.arange(completions.values.shape[0]))
+    prompts = batch["prompt_ids"]
     devices: set[torch.device] = set()
 
     def compute_part(rows: Sequence[int]) -> tuple[Sequence[int], dict[str, Tensor]]:
@@ -47,14 +49,18 @@ def token_columns(
     parts = [part for rows in micro_batches for part in halvings.each(compute_part, rows, size)]
     for device in devices:
         finish_downloads(device)
-    columns: dict[str, Tensor] = {}
+    columns: dict[str, Jagged] = {}
+    places: dict[str, Jagged] = {}
     for rows, computed in parts:
         for name, values in computed.items():
             if name not in columns:
-                columns[name] = values.new_zeros((completions.values.shape[0], *values.shape[1:]))
+                is_whole = name in FIELDS and FIELDS[name].align == "sequence"
+                offsets = lengths_to_offsets(prompts.lengths + completions.lengths) if is_whole else completions.offsets
+                columns[name] = Jagged(values.new_zeros((int(offsets[-1]), *values.shape[1:])), offsets)
+                places[name] = columns[name].with_values(torch.arange(int(offsets[-1])))
             if rows:
-                columns[name][place.select(torch.as_tensor(rows)).values] = values
-    return {name: completions.with_values(values) for name, values in columns.items()}
+                columns[name].values[places[name].select(torch.as_tensor(rows)).values] = values
+    return columns
 
 
 def token_column(
@@ -73,13 +79,28 @@ def batch_logprobs(
     model: CausalLM, batch: Batch, micro_batches: MicroBatches, halvings: Halvings | None = None
 ) -> Jagged:
     """Compute ln p of all completion tokens of a batch, at the temperature that they were sampled at: float32, aligned
-    with completion_ids."""
+    with completion_ids. The model chooses its experts itself, whatever is recorded of the policy's."""
 
     def compute(micro: Batch) -> Tensor:
         row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
         return model.row_logprobs(row, sampling_temperature(micro))[0]
 
     return token_column(batch, micro_batches, compute, halvings)
+
+
+def old_logprobs(
+    model: CausalLM, batch: Batch, micro_batches: MicroBatches, halvings: Halvings | None = None
+) -> dict[str, Jagged]:
+    """Compute old_logprobs of the policy, with the experts that are recorded; and replayed_experts, with those of
+    tokens that have no record, if there is that column."""
+
+    def compute(micro: Batch) -> dict[str, Tensor]:
+        row = row_of(model, micro)
+        logprobs = model.row_logprobs(row, sampling_temperature(micro))[0]
+        return {"old_logprobs": logprobs.float()} | experts_of(model, micro, row)
+
+    none = batch["completion_ids"].with_values(torch.zeros(len(batch["completion_ids"].values)))
+    return {"old_logprobs": none} | token_columns(batch, micro_batches, compute, halvings)
 
 
 def distribution_columns(
@@ -95,7 +116,7 @@ def distribution_columns(
     [T, num_top] if num_top > 0, sum_pi_squared."""
 
     def compute(micro: Batch) -> dict[str, Tensor]:
-        row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
+        row = row_of(model, micro)
         log_probs = model.row_distribution(row, sampling_temperature(micro))
         columns = {"old_logprobs": log_probs.gather(1, row.labels[:, None])[:, 0].float()}
         if num_top:
@@ -103,6 +124,6 @@ def distribution_columns(
             columns["old_top_logprobs"] = top.float()
         if wants_squares:
             columns["sum_pi_squared"] = sum_of_squares(log_probs).float()
-        return columns
+        return columns | experts_of(model, micro, row)
 
     return token_columns(batch, micro_batches, compute, halvings)

@@ -105,6 +105,7 @@ def engine_setup(setup: WorkerSetup, model: CausalLM, context: RankContext) -> E
         memory_share=1 / num_ranks_of_host(context),
         seed=derive_seed(setup.config.seed, config.engine, context.rank // config.ranks_per_engine),
         trust_remote_code=setup.config.model.trust_remote_code,
+        records_experts=setup.config.algorithm.routing_replay == "rollout",
     )
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hybrid_rl.config.schema import InPlaceRolloutConfig
-from hybrid_rl.engines.base import EngineState, FinishedSample, RolloutRequest
+from hybrid_rl.engines.base import EngineState, FinishedSample, Generation, RolloutRequest
 from hybrid_rl.engines.embedded import EmbeddedEngine
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.inplace.blocks import BlockPool
+from hybrid_rl.engines.inplace.expert_cache import ExpertCache
 from hybrid_rl.engines.inplace.kv_cache import PagedCache, ShapeRecorder, cache_region
 from hybrid_rl.engines.inplace.runner import Pass, Runner
 from hybrid_rl.engines.inplace.scheduler import Scheduler, Sequence
@@ -32,7 +35,7 @@ class InPlaceEngine(EmbeddedEngine):
 
     max_length: longest sequence (prompt and completion) to expect. decode: token ids to text, special tokens kept; only
     requests with stop strings need it. memory_share: of the free memory that is this engine's to use; others in other
-    processes have the rest.
+    processes have the rest. records_experts: samples say which experts their tokens went to; CUDA graphs are off then.
 
     Raises MemoryStateError on a GPU whose driver cannot map memory at addresses of our choice.
     """
@@ -45,6 +48,7 @@ class InPlaceEngine(EmbeddedEngine):
         max_length: int,
         decode: Callable[[Rows[int]], str] | None = None,
         memory_share: float = 1.0,
+        records_experts: bool = False,
     ) -> None:
         with torch.inference_mode():
             recorder = ShapeRecorder()
@@ -66,7 +70,9 @@ class InPlaceEngine(EmbeddedEngine):
             shares_decoding=model.device.type == "cpu",  # elsewhere a pass of few rows takes as long as one of many
             counters=self.counters,
         )
-        self._runner = Runner(model, self._cache, slots, cuda_graphs=args.cuda_graphs)
+        self._experts = ExpertCache(model, slots, num_blocks, args.block_size) if records_experts else None
+        cuda_graphs = args.cuda_graphs and not records_experts
+        self._runner = Runner(model, self._cache, slots, cuda_graphs=cuda_graphs, experts=self._experts)
         self._speculation = _speculation(self._scheduler, config, model.device)
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -114,7 +120,7 @@ class InPlaceEngine(EmbeddedEngine):
                     self._speculation.add(chunks)
                 with self._runner.fewer_threads(chunks):
                     batch = self._runner.prepare(chunks)
-                    hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
+                    hidden = self._runner.layers(batch)
                     sampled = self._runner.sample(batch, hidden)
             except BaseException as error:
                 self._undo_pass(leaving)
@@ -143,6 +149,10 @@ class InPlaceEngine(EmbeddedEngine):
                 self._scheduler.remove(sequence)
             finished += events
         return finished
+
+    def _routed_experts(self, generation: Generation) -> npt.NDArray[np.int16] | None:
+        assert isinstance(generation, Sequence)
+        return None if self._experts is None else self._experts.of(generation)
 
     def _undo_pass(self, leaving: list[Sequence]) -> None:
         """Let everybody wait again: blocks count as written that were not, and what was written may be NaN, which a
@@ -183,6 +193,7 @@ def make_engine(setup: EngineSetup) -> InPlaceEngine:
         max_length=setup.max_length,
         decode=setup.decode,
         memory_share=setup.memory_share,
+        records_experts=setup.records_experts,
     )
 
 

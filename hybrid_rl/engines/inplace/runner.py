@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rl.engines.inplace.cuda_graphs import DecodeGraphs, DecodePass
+from hybrid_rl.engines.inplace.expert_cache import ExpertCache
 from hybrid_rl.engines.inplace.host_to_device import Tables, reads_host_memory
 from hybrid_rl.engines.inplace.kv_cache import PagedCache
 from hybrid_rl.engines.inplace.paged_attention import PagedBatch, decodes_in_triton, paged_attention
@@ -61,10 +62,21 @@ class Runner:
     cuda_graphs: replay decode passes if the device can. What decodes is then replayed in a mixed pass too, before the
     chunks of prompts run eagerly. No key is read before it is written: what ran before reads only what earlier passes
     wrote, and its own; what is new, or has more than a token to go, may read all that this pass writes.
+
+    experts: where the experts that tokens go to are kept; needs cuda_graphs=False. None = they are not.
     """
 
-    def __init__(self, model: CausalLM, cache: PagedCache, slots: SlotTable, *, cuda_graphs: bool) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: PagedCache,
+        slots: SlotTable,
+        *,
+        cuda_graphs: bool,
+        experts: ExpertCache | None = None,
+    ) -> None:
         self._model = model
+        self._experts = experts
         self._cache = cache
         self._slots = slots
         captures = cuda_graphs and decodes_in_triton(cache)
@@ -106,6 +118,15 @@ class Runner:
             tables.send()
             step.inputs = tables["token_ids"], tables["positions"], attention
         return step
+
+    def layers(self, step: Pass) -> Tensor | None:
+        """Return what the layers make of `step.inputs`, [T, H]."""
+        if step.inputs is None or self._experts is None:
+            return None if step.inputs is None else self._model.hidden_states(*step.inputs)
+        with self._model.choices.choosing(None) as noted:
+            hidden = self._model.hidden_states(*step.inputs)
+        self._experts.write(step.chunks, noted.experts)
+        return hidden
 
     def sample(self, step: Pass, hidden: Tensor | None) -> Sampled:
         """Sample for every sequence whose last chunk is in the pass, and for its followers. hidden: [T, H], what the
@@ -243,6 +264,8 @@ class Runner:
             tables.add("destination", destination)
             tables.send()
             self._cache.copy_blocks(tables["source"], tables["destination"])
+            if self._experts is not None:
+                self._experts.copy_blocks(copies)
 
 
 def _slots_of(sequences: list[Sequence]) -> npt.NDArray[np.int64]:

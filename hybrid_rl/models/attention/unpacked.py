@@ -20,7 +20,8 @@ NAME = "unpacked"  # as an attention of CausalLM; not a value of model.attention
 class UnpackedRow:
     """How a row of T tokens becomes B sequences of L tokens, and back. The filler of a row becomes no sequence.
 
-    places: int64 [T], the place of each token of the row among the B * L places of the sequences.
+    places: int64 [T], the place of each token of the row among the B * L places of the sequences. is_padding: bool
+    [B * L].
     """
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
@@ -33,12 +34,15 @@ class UnpackedRow:
             collect[sequence] = row * spread.shape[1] + torch.arange(len(sequence))
         self.shape = spread.shape
         self._layout = layout
-        self._spread, self.places = upload((spread.flatten(), collect), torch.device(device))
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        is_padding = torch.arange(spread.shape[1]) >= lengths[:, None]
+        columns = (spread.flatten(), collect, is_padding.flatten())
+        self._spread, self.places, self.is_padding = upload(columns, torch.device(device))
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """Lay [T] out as [B, L]. Raises ModelError for a row of another length."""
+        """Lay [T, ...] out as [B, L, ...]. Raises ModelError for a row of another length."""
         self._layout.check_num_tokens(tokens)
-        return tokens.index_select(0, self._spread).view(self.shape)
+        return tokens.index_select(0, self._spread).view(*self.shape, *tokens.shape[1:])
 
     def collect(self, hidden: Tensor) -> Tensor:
         """Take [B, L, H] back to [T, H]."""

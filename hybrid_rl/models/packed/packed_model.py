@@ -26,6 +26,7 @@ from hybrid_rl.models.attention.attention_function import (
 )
 from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.attention.unpacked import UnpackedRow
+from hybrid_rl.models.experts.expert_choices import NO_EXPERT, ExpertChoices
 from hybrid_rl.models.fused import FusedLayers
 from hybrid_rl.models.heads.distribution import token_distribution
 from hybrid_rl.models.heads.logit_options import HeadOptions
@@ -85,6 +86,8 @@ class PackedModel:
         self._linears = Linears(module if is_float32 else nn.Module())
         self._fused = FusedLayers(module if is_float32 and self.device.type == "cpu" else nn.Module())
         self._compiled = CompiledBlocks(transformer_blocks(module) if compile else [])
+        self._choices: ExpertChoices | None = None
+        self._chosen: Tensor | None = None
         self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
         if not self.attention.is_packed:
             _keep_soft_capping(module, self._configs)
@@ -153,7 +156,25 @@ class PackedModel:
     def _checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         linears = self._linears.fast(self._linears.num_rows)
         compiled = self._compiled.active() if self._compiled.is_active else nullcontext()
-        return nullcontext(), _nested(same_attention(), linears, compiled, self._fused.active(self._fused.is_active))
+        fused = self._fused.active(self._fused.is_active)
+        choices = nullcontext() if self._choices is None else self._choices.again()
+        return nullcontext(), _nested(same_attention(), linears, compiled, fused, choices)
+
+    @property
+    def choices(self) -> ExpertChoices:
+        """The experts that the routers choose. When they are asked for first, the model runs once, on all ranks if it
+        is sharded. Raises ModelError for a model whose choices cannot be replaced."""
+        if self._choices is None:
+            tokens = torch.full((2,), self.idle_token, dtype=torch.int64, device=self.device)
+            last = torch.ones(1, dtype=torch.int64, device=self.device)
+            self._choices = ExpertChoices(self.module, lambda: self.packed_logprobs(tokens, [2], last, 1.0))
+        return self._choices
+
+    @property
+    def chosen_experts(self) -> Tensor:
+        """The experts of the tokens of the row that ran last, of those that name experts: int64 [T, L, K]."""
+        assert self._chosen is not None, "no row has named experts"
+        return self._chosen
 
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
         """Run the module's own backbone on sequences of one length, int64 [B, L], without padding or mask."""
@@ -184,12 +205,27 @@ class PackedModel:
         differentiable."""
         return token_logprobs(hidden, self.head.weight, self.head.bias, labels, temperature, self._options)
 
-    def row_of(self, prompts: Jagged, completions: Jagged) -> PackedRow:
+    def row_of(self, prompts: Jagged, completions: Jagged, experts: Jagged | None = None) -> PackedRow:
         """Lay samples out as one row for this model (`PackedRow.of`). Raises ModelError for a completion without a
         prompt: nothing predicts its first token."""
         if bool(((prompts.lengths == 0) & (completions.lengths > 0)).any()):
             raise ModelError("a sample has a completion, but a prompt of 0 tokens; give every prompt at least one")
-        return PackedRow.of(prompts, completions, self.device, self.attention.least_saved(self.device))
+        return PackedRow.of(prompts, completions, self.device, self.attention.least_saved(self.device), experts)
+
+    def run_row(self, row: PackedRow) -> Tensor:
+        """Return last hidden states [T, H] of a row. Its tokens go to the experts that it names."""
+        context = self.attention.context(row.layout, self.device)
+        if row.experts is None:
+            return self.hidden_states(row.token_ids, row.positions, context)
+        beside = context if isinstance(context, UnpackedRow) else None
+        experts = row.experts
+        if beside is not None:
+            experts = beside.spread(experts).flatten(0, 1)
+            experts[beside.is_padding] = NO_EXPERT
+        with self.choices.choosing(experts) as noted:
+            hidden = self.hidden_states(row.token_ids, row.positions, context)
+        self._chosen = noted.experts if beside is None else noted.experts[beside.places]
+        return hidden
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """Return ln p and entropy of the labels of a row, given all tokens before them in their sequence.
@@ -226,8 +262,7 @@ class PackedModel:
             return values if self.head.bias is None else values + self.head.bias.to(precise)
 
     def _row_hidden(self, row: PackedRow) -> Tensor:
-        attention = self.attention.context(row.layout, self.device)
-        return take(self.hidden_states(row.token_ids, row.positions, attention), row.sources)
+        return take(self.run_row(row), row.sources)
 
     def _training(self) -> AbstractContextManager[None]:
         return _nested(activations_on_host() if self._activation_offload else nullcontext(), self._compiled.active())
@@ -254,7 +289,7 @@ class PackedModel:
 
 
 @contextmanager
-def _nested(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+def _nested(*contexts: AbstractContextManager[object]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

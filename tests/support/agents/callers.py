@@ -65,6 +65,13 @@ def build_policy(
     tokenizer = build_tokenizer(calls)
     size = len(tokenizer)
     model = build_model(seed, vocab_size=size, tie_word_embeddings=False, max_position_embeddings=1024, **shape)
+    steer(model, tokenizer, calls, favour)
+    return model, tokenizer
+
+
+def steer(model: Any, tokenizer: Any, calls: Sequence[Any], favour: Mapping[str, float] | None = None) -> None:
+    """Let a model with a head of its own answer as `build_policy` says."""
+    size = len(tokenizer)
     weights = torch.full((size,), 1e-6)
     weights[EOS_ID] = 1.0
     weights[len(SPECIALS) : len(SPECIALS) + len(calls)] = 1.0
@@ -76,7 +83,6 @@ def build_policy(
         model.get_input_embeddings().weight[:, 0] = 10.0
         hidden = model.config.hidden_size
         model.lm_head.weight[:, 0] = weights.log() / math.sqrt(hidden)
-    return model, tokenizer
 
 
 # ------------------------------------------------------------------------------------------------------------ sums

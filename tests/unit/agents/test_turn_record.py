@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,35 @@ COMPLETION = Completion([3, 4], [-0.1, -1 / 3], [2, 3], "stop")
 @pytest.fixture
 def files(tmp_path: Path) -> TurnFiles:
     return TurnFiles(tmp_path, "run")
+
+
+def test_experts_of_a_conversation_are_written_once(files: TurnFiles) -> None:
+    """Each turn has those of all tokens so far; what changed since the last turn is written from there on."""
+    record = TurnRecord(files).of("train/4/0/1", 4)
+    numbers = np.random.default_rng(0)
+    whole = numbers.integers(0, 512, (6000, 2, 4)).astype(np.int16)
+    turns = [whole[:2000].copy(), whole[:4000].copy(), whole.copy(), whole[:50].copy()]
+    turns[0][-1] = turns[1][-1] = -1
+    turns[2][3000:] += 1
+    for number, experts in enumerate(turns):
+        record.note_answer(SamplingParams(9, seed=number), replace(COMPLETION, routed_experts=experts))
+    record.note_answer(SamplingParams(9, seed=9), COMPLETION)
+    (path,) = files.folder.glob("step-4/run-*-0.jsonl")
+    assert path.stat().st_size < 1.1 * (4000 + 3000) * 16 * 4 / 3 + 2000
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0)):
+        again = TurnRecord(files).of("train/4/0/1", 4)
+        for number in order:
+            answer = again.answer(SamplingParams(9, seed=number), 3)
+            assert answer is not None and answer.routed_experts is not None
+            assert answer.routed_experts.dtype == np.int16
+            assert np.array_equal(answer.routed_experts, turns[number])
+        plain = again.answer(SamplingParams(9, seed=9), 3)
+        assert plain == COMPLETION and plain.routed_experts is None
+    # Without an answer that later ones go on with, these are not known either.
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[1:]))
+    cut = TurnRecord(files).of("train/4/0/1", 4)
+    assert [cut.answer(SamplingParams(9, seed=number), 3) for number in (0, 1, 2)] == [None] * 3
 
 
 def test_what_has_ended_is_there_after_a_kill(files: TurnFiles) -> None:

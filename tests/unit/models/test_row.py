@@ -53,7 +53,7 @@ def test_hand_computed_row_of_prompts_that_begin_alike():
     assert (row.layout.num_root_tokens, row.layout.num_tokens, row.layout.longest) == (6, 9, 5)
     # The prefix counts for all three samples, the rest of the shared prompt for two.
     weights = [(1.0, 1.0), (4.0, 0.5), (2.0, 0.0)]
-    assert place_weights(prompts, completions, weights, prefix=2).tolist() == [7, 7, 3, 4, 4, 0.5, 1, 1, 0]
+    assert place_weights(row, prompts, weights).tolist() == [7, 7, 3, 4, 4, 0.5, 1, 1, 0]
 
 
 def test_hand_computed_row_of_completions_that_are_alike():
@@ -77,7 +77,7 @@ def test_hand_computed_row_of_completions_that_are_alike():
     assert once.distinct is None
     weights = [(1.0, 2.0), (0.0, 8.0), (1.0, 3.0), (2.0, 4.0), (0.5, 16.0)]
     expected = [4, 4, 9, 9, 0.5, 24, 24, 6, 3, 3]
-    assert place_weights(prompts, completions, weights, prefix=0).tolist() == expected
+    assert place_weights(row, prompts, weights).tolist() == expected
 
 
 def test_a_completion_without_a_prompt_is_refused():
@@ -111,12 +111,13 @@ def test_as_how_many_tokens_each_place_counts():
     prompts = jagged([[1, 2], [3], [1, 2], [4, 5], [1, 2]])
     completions = jagged([[10, 11], [12], [13], [14, 15], []])
     weights = [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.0, 2.0), (9.0, 9.0)]
-    found = place_weights(prompts, completions, weights, prefix=0)
+    found = place_weights(PackedRow.of(prompts, completions, CPU), prompts, weights)
     assert found.tolist() == [2, 2, 1, 0.5, 0, 0, 2, 2, 1, 1, 0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hybrid_rl.models.row.SMALLEST_FILLED_ROW", 4)
         patch.setattr("hybrid_rl.models.row.ROW_STEP", 13)
-        assert place_weights(prompts, completions, weights, prefix=0).tolist() == [
+        row = PackedRow.of(prompts, completions, CPU)
+        assert place_weights(row, prompts, weights).tolist() == [
             2,
             2,
             1,
@@ -131,8 +132,10 @@ def test_as_how_many_tokens_each_place_counts():
             1,
             0,
         ]
-        assert PackedRow.of(prompts, completions, CPU).layout.roots == (2, 2, 4, 2)
-    assert place_weights(jagged([[1, 2], [3]]), jagged([[], []]), [(1.0, 1.0), (1.0, 1.0)], prefix=0).tolist() == [1, 1]
+        assert row.layout.roots == (2, 2, 4, 2)
+    prompts = jagged([[1, 2], [3]])
+    row = PackedRow.of(prompts, jagged([[], []]), CPU)
+    assert place_weights(row, prompts, [(1.0, 1.0), (1.0, 1.0)]).tolist() == [1, 1]
 
 
 COMPLETIONS = st.lists(st.integers(50, 99), max_size=5) | st.lists(st.integers(50, 51), max_size=5)
@@ -172,7 +175,7 @@ def test_every_label_is_predicted_from_its_own_past(prompts, samples):
     assert row.layout.prefix == (prefix if saved and saved >= size / 32 else 0)
     assert len(row.token_ids) == row.layout.num_tokens == size - (saved if row.layout.prefix else 0)
     weights = [(number + 1.0, 0.25 * number) for number in range(len(chosen))]
-    counted = place_weights(jagged(chosen), jagged(completions), weights, prefix=row.layout.prefix)
+    counted = place_weights(row, jagged(chosen), weights)
     taken = [number for number, completion in enumerate(completions) if completion] or [0]
     total = sum(weights[n][0] * len(chosen[n]) + weights[n][1] * len(completions[n]) for n in taken)
     assert len(counted) == row.layout.num_tokens and float(counted.double().sum()) == total

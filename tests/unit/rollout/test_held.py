@@ -5,6 +5,7 @@ import json
 import random
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,12 +86,15 @@ def test_held_groups_come_back_from_a_checkpoint_as_they_were(tmp_path):
     seeds = {number: 2**62 + number for number in (7, 8)}
     params = SamplingParams(8, stop_token_ids=(1,))
     kept = CompletionGroup(ROW, 9, 2, (4, 5), params, seeds, whole_in=TrainerState(2, 5, 1 / 3))
-    kept.take(FinishedSample(8, [6, 1], [-0.1, -1e-40], [0, 1], "stop"))
+    experts = np.arange(-1, 15, dtype=np.int16).reshape(4, 2, 2)
+    kept.take(FinishedSample(8, [6, 1], [-0.1, -1e-40], [0, 1], "stop", experts))
     kept.take(FinishedSample(7, [6], [-0.3], [1], "abort"))
     save_held(tmp_path, 0, [group(11), kept])
     save_held(tmp_path, 1, [group(10)])
     found = load_held(tmp_path, 0, 2, CompletionGroup)[1]
     assert vars(found) == vars(kept)
+    again = found.finished[8].routed_experts
+    assert again.dtype == np.int16 and np.array_equal(again, experts)
     assert [request.begun for request in found.remaining()] == [Beginning((6,), (-0.3,), (1,))]
     # As many ranks read what they wrote, in its order; others deal all groups out.
     shares = [[load_held(tmp_path, rank, ranks, CompletionGroup) for rank in range(ranks)] for ranks in (2, 3, 1)]
