@@ -108,7 +108,7 @@ def test_columns_are_those_of_their_samples_in_the_order_of_the_requests(batches
     assert batch["rewards"].dtype == torch.float64
     assert batch["function_rewards"] == [[2.0, 0.5], [1.0, 0.5], [3.0, 0.5], [2.0, 0.5]]
     assert batch["extra"] == [{}] * 4
-    absent = {"token_rewards", "baseline_rewards", "policy_length", "conversation"}
+    absent = {"token_rewards", "baseline_rewards", "policy_length", "conversation", "routed_experts"}
     assert set(batch) == {name for name, field in FIELDS.items() if field.writer == "collector"} - absent
 
 

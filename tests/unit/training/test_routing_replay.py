@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import hybrid_rl
 from hybrid_rl import Trainer
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.batch.rollout_files import load_rollout
@@ -19,7 +20,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.training.actor import Actor
 from tests.support.agents import callers
-from tests.support.tiny import VOCABULARY, spread
+from tests.support.tiny import VOCABULARY, build_tokenizer, spread, sums
 from tests.unit.models.families import EXPERTS, HEADS, build, made
 from tests.unit.training.grpo_step import case_config, plan_of, rolled_batch
 
@@ -128,6 +129,9 @@ def test_saved_rollouts_replay_their_experts(make_trainer: Callable[..., Trainer
     again = make_trainer(policy(), spread, mode="train", rollouts_path=path, **keys)
     replayed = [again.step() for _ in range(2)]
     assert [result.metrics["loss"] for result in replayed] == [result.metrics["loss"] for result in results]
+    other = hybrid_rl.replay(trainer.run_folder, 1, policy(), spread, sums(12), tokenizer=build_tokenizer())
+    assert other.metrics["loss"] == results[0].metrics["loss"]
+    assert other.metrics["routing/changed_share"] == results[0].metrics["routing/changed_share"]
     plain = make_trainer(policy(), spread, save_rollouts=True, run_name="plain")
     plain.step()
     keys["run_name"] = "refused"
