@@ -1,8 +1,9 @@
 """The mismatch of engine and trainer in mixtures of experts, with and without replay of the engine's choices.
 
-A random model generates in place, groups of eight completions over a prompt, with chunks of prompts and too little cache
-for all, so that sequences make room and are computed again. The trainer then computes the same tokens as packed rows.
-Prints one line of JSON per model: KL (k3) of the engine against the trainer per token, and how many choices differ.
+A random model generates in place, groups of eight completions over a prompt, with chunks of prompts and too little
+cache for all, so that sequences make room and are computed again. The trainer then computes the same tokens as packed
+rows. Prints one line of JSON per model: KL (k3) of the engine against the trainer per token, and how many choices
+differ.
 """
 
 from __future__ import annotations
@@ -120,17 +121,18 @@ def measure(name: str, options: Namespace, threads: int) -> None:
 def compare(
     model: CausalLM, requests: list[RolloutRequest], samples: list[FinishedSample]
 ) -> tuple[int, int, dict[str, torch.Tensor]]:
-    """Return the choices that were recorded, those of them that the trainer made otherwise, and the KL of each token."""
+    """Return the choices that were recorded, those of them that the trainer made otherwise, and the KL of each
+    token."""
     prompts = Jagged.from_rows([list(request.prompt_ids) for request in requests], torch.int64)
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
     experts = Jagged.from_rows([torch.from_numpy(sample.routed_experts) for sample in samples])
-    told = torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float64)
+    engines = torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float64)
     gaps, wrong = {}, torch.zeros(())
     is_recorded = (experts.values >= 0).all(-1)
     for side, record in (("free", None), ("replayed", experts)):
         row = model.row_of(prompts, completions, record)
         with torch.no_grad():
-            ratio = model.row_logprobs(row, 1.0)[0].double() - told
+            ratio = model.row_logprobs(row, 1.0)[0].double() - engines
         gaps[side] = ratio.exp() - 1 - ratio
     used = row.of_samples(model.chosen_experts, experts.lengths.tolist(), -1)
     wrong = (used.sort().values != experts.values.long().sort().values).any(-1) & is_recorded

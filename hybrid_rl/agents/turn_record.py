@@ -63,6 +63,9 @@ class RecordedError(Exception):
     """What a call raised in an earlier life of its trajectory; only its text was recorded."""
 
 
+CONVERSATIONS = 16  # in how many a trajectory may take turns before the experts of their tokens are written again
+
+
 class RecordedCall(NamedTuple):
     """A call at its place in a conversation. key: names it, in every life of the run, so that a tool can refuse to do
     twice what it was asked once. outcome: None if it never ended; state: of the environment afterwards, if `has_state`;
@@ -92,13 +95,13 @@ class TrajectoryRecord:
         self._write = write
         made = [version for entry in self._entries.values() for version, _ in entry.get("versions", ())]
         self.oldest_version = min(made, default=None)
-        self._experts: tuple[str, npt.NDArray[np.int16]] | None = None  # of the last answer, with its name
         self._num_calls = 1 + max((entry.get("order", -1) for entry in self._entries.values()), default=-1)
         self.begin_life()
 
     def begin_life(self) -> None:
         """Note that the trajectory is made (again) from its beginning."""
         self._of_earlier_lives = frozenset(self._entries)
+        self._experts = dict[str, npt.NDArray[np.int16]]()  # of the last answers, by name
         self.num_answered = self.num_ended = 0
 
     def answer(self, question: Any, version: int) -> Completion | None:
@@ -109,15 +112,11 @@ class TrajectoryRecord:
         entry = self._entries.get(name)
         if entry is None or max((made for made, _ in entry["versions"]), default=0) > version:
             return None
-        try:
-            experts = self._experts_of(name)
-        except KeyError:  # an answer that this one goes on with has become void
-            return None
         self.num_answered += name in self._of_earlier_lives
         self.num_ended += 1
         versions = [*chain.from_iterable([made] * count for made, count in entry["versions"])]
         made = _unpacked(entry["ids"]), _unpacked(entry["logprobs"]), versions
-        return Completion(*made, entry["finish_reason"], experts)
+        return Completion(*made, entry["finish_reason"], self._experts_of(name))
 
     def note_answer(self, question: Any, completion: Completion) -> None:
         """Record an answer that has ended."""
@@ -132,27 +131,38 @@ class TrajectoryRecord:
         self.oldest_version = min([*known, *completion.versions], default=None)
 
     def _experts_after(self, name: str, experts: npt.NDArray[np.int16]) -> list[Any]:
-        """Return what is recorded of the experts of an answer and its prompt: the answer before it, how many tokens
-        have those of that one, and the experts of all others. A conversation is so written once, not at every turn."""
+        """Return what is recorded of the experts of an answer and its prompt: an earlier answer, how many tokens have
+        those of that one, and the experts of all others. So a conversation is written once, not at every turn."""
         before, start = "", 0
-        if self._experts is not None:
-            before, known = self._experts
+        for earlier, known in self._experts.items():
             same = min(len(known), len(experts))
             differs = (known[:same] != experts[:same]).reshape(same, -1).any(1)
-            start = int(differs.argmax()) if differs.any() else same
-        self._experts = name, experts
+            shared = int(differs.argmax()) if differs.any() else same
+            if shared > start and earlier != name and earlier in self._entries:
+                before, start = earlier, shared
+        self._remember(name, experts)
         return [before, start, experts.shape[1:], b64encode(experts[start:].astype("<i2").tobytes()).decode()]
 
     def _experts_of(self, name: str) -> npt.NDArray[np.int16] | None:
-        """Return the recorded experts of an answer, None without any. Raises KeyError if a part of them is gone."""
-        if "experts" not in self._entries[name]:
-            return None
-        if self._experts is None or self._experts[0] != name:
+        """Return the recorded experts of an answer; None without any, or if a part of them has become void."""
+        if name not in self._experts:
+            if "experts" not in self._entries.get(name, {}):
+                return None
             before, start, shape, text = self._entries[name]["experts"]
-            rows = np.frombuffer(b64decode(text), "<i2").reshape(-1, *shape)
-            earlier = self._experts_of(before) if start else None
-            self._experts = name, rows if earlier is None else np.concatenate([earlier[:start], rows])
-        return self._experts[1]
+            experts = np.frombuffer(b64decode(text), "<i2").reshape(-1, *shape).astype(np.int16)
+            if start:
+                earlier = self._experts_of(before)
+                if earlier is None:
+                    return None
+                experts = np.concatenate([earlier[:start], experts])
+            self._remember(name, experts)
+        return self._experts[name]
+
+    def _remember(self, name: str, experts: npt.NDArray[np.int16]) -> None:
+        self._experts.pop(name, None)
+        self._experts[name] = experts
+        if len(self._experts) > CONVERSATIONS:
+            del self._experts[next(iter(self._experts))]
 
     def call(self, asked: str, place: int, name: str, arguments: Mapping[str, Any]) -> RecordedCall:
         """Return what is recorded of a call of a tool. asked: names the conversation up to the answer that asks for it

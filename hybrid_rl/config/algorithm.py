@@ -108,7 +108,7 @@ def _check_replay(config: TrainerConfig, old: str) -> None:
             "routing_replay=rollout repeats the experts of the engine, and demonstrations come from the dataset; leave "
             "it out, or set routing_replay=scoring"
         )
-    if replay == "rollout" and engine == "hf":
+    if replay == "rollout" and engine == "hf" and config.mode != "train":
         raise ConfigError(
             "routing_replay=rollout repeats the experts of the engine, which rollout.engine=hf does not record; set "
             "routing_replay=scoring, or rollout.engine=inplace or vllm"

@@ -41,10 +41,12 @@ class Generator(ABC):
     requests that may wait. decode: token ids to text; only requests with stop strings need it.
 
     state, policy_version: what is in memory, and which version the weights are (-1: none). kv_cache_tokens: what the
-    cache holds; no sequence can be longer.
+    cache holds; no sequence can be longer. experts_shape: (L, K) of `FinishedSample.routed_experts`; None = the engine
+    does not record experts.
     """
 
     kv_cache_tokens: int
+    experts_shape: tuple[int, int] | None = None
 
     def __init__(
         self,

@@ -160,13 +160,12 @@ class PackedRow:
     def of_samples(self, values: Tensor, lengths: Sequence[int], missing: int) -> Tensor:
         """Take numbers of the tokens of the row, [T, ...], to those of the samples, whose numbers of tokens are
         `lengths`: [sum(lengths), ...], `missing` for samples that take no place."""
-        parts = [
-            values.new_full((length, *values.shape[1:]), missing)
-            if places is None
-            else values[places.to(values.device)]
-            for places, length in zip(self.places(), lengths, strict=True)
-        ]
-        return torch.cat(parts)
+        seen = zip(self.places(), lengths, strict=True)
+        where = torch.cat([torch.full((n,), -1) if places is None else places for places, n in seen])
+        (index,) = upload((where,), values.device)
+        taken = values[index]  # of -1 the last, which is replaced
+        taken[index < 0] = missing
+        return taken
 
     def _spread(self, experts: Jagged, device: torch.device) -> Tensor:
         spread = experts.values.new_full((self.layout.num_tokens, *experts.values.shape[1:]), -1)
@@ -192,7 +191,7 @@ class PackedRow:
         Logprobs have the order of the completions whatever the order of the row; the first token of every completion
         comes from the last token of its prompt, shared or not.
         """
-        keys = (prompts, completions) if experts is None else _keys(prompts, completions, experts)
+        keys = (prompts, completions) if experts is None else token_keys(prompts, completions, experts)
         groups = _groups(*keys)
         prompt_rows, completion_rows = list(prompts), list(completions)
         prefix = _prefix(list(keys[0]), groups, LEAST_SAVED if least_saved is None else least_saved)
@@ -245,8 +244,9 @@ def place_weights(row: PackedRow, prompts: Jagged, weights: Sequence[tuple[float
     return counted
 
 
-def _keys(prompts: Jagged, completions: Jagged, experts: Jagged) -> tuple[Jagged, Jagged]:
-    """Return numbers for tokens of prompts and completions, the same if token and experts are: hashes."""
+def token_keys(prompts: Jagged, completions: Jagged, experts: Jagged) -> tuple[Jagged, Jagged]:
+    """Return numbers for the tokens of prompts and completions, int64, the same if token and experts are. They are
+    hashes of 64 bits by factors that are always the same; that two of a batch are equal by chance is not expected."""
     num_tokens = prompts.lengths + completions.lengths
     if not torch.equal(experts.lengths, num_tokens):
         raise ModelError(

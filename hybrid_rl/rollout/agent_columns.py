@@ -193,8 +193,10 @@ def has_turn_reward(trajectory: Trajectory) -> bool:
     return any(reward is not None for sample in trajectory.samples for reward in sample.turn_rewards)
 
 
-def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: Decode) -> dict[str, Any]:
-    """Make the columns of trajectories, sample by sample, before anything is scored."""
+def trajectory_columns(
+    attempts: Sequence[Attempt], call: RolloutCall, decode: Decode, experts_shape: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Make the columns of trajectories, sample by sample, before anything is scored. experts_shape: as `columns_of`."""
     turns = [(attempt, number, sample) for attempt in attempts for number, sample in enumerate(attempt.samples)]
     conversations = [conversation_of(attempt, decode, number) for attempt, number, _ in turns]
     columns = columns_of(
@@ -208,6 +210,7 @@ def trajectory_columns(attempts: Sequence[Attempt], call: RolloutCall, decode: D
             for a, _, s in turns
         ],
         call.params.temperature,
+        experts_shape,
     )
     masks = torch.tensor([is_policys for _, _, sample in turns for is_policys in sample.mask], dtype=torch.bool)
     versions = [[version for version in sample.versions if version >= 0] for _, _, sample in turns]

@@ -65,6 +65,7 @@ class StepPlan:
     greedy_baseline: whether one greedy sample per prompt of the batch is scored too, whose reward becomes the column
         `baseline_rewards` (ReMax, arXiv:2310.10505).
     rollouts_path: folder of saved rollouts, which take the place of new ones; None = none.
+    replays_experts: whether saved rollouts need a record of the experts that the engine chose.
     demonstrates: whether the completions are the data set's own.
     hold: which groups a step takes, and which it holds or drops; num_extra: prompts that are under way beyond
         num_prompts; num_later: of those, the ones that are ahead of the batch and made by ranks that generate while it
@@ -78,6 +79,7 @@ class StepPlan:
     max_refills: int = 0
     greedy_baseline: bool = False
     rollouts_path: Path | None = None
+    replays_experts: bool = False
     demonstrates: bool = False
     hold: HoldRule | None = None
     num_extra: int = 0
@@ -369,6 +371,11 @@ def replay(plan: StepPlan, step: int, names: Sequence[str], version: int) -> Col
         raise DataError(
             f"{subject} was scored by {num_functions} reward functions, but {len(names)} are given "
             f"({', '.join(names)}); give those that scored it"
+        )
+    if plan.replays_experts and "routed_experts" not in saved:
+        raise DataError(
+            f"{subject} has no record of experts, which routing_replay=rollout repeats; make the rollouts with it, or "
+            "set routing_replay=scoring or off"
         )
     if plan.greedy_baseline and "baseline_rewards" not in saved:
         raise DataError(

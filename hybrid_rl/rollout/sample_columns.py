@@ -31,9 +31,14 @@ def reward_input(
 
 
 def columns_of(
-    rows: Sequence[PromptRow], groups: Sequence[int], samples: Sequence[FinishedSample], temperature: float
+    rows: Sequence[PromptRow],
+    groups: Sequence[int],
+    samples: Sequence[FinishedSample],
+    temperature: float,
+    experts_shape: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Make the columns of finished samples, each with its prompt and the id of its group."""
+    """Make the columns of finished samples, each with its prompt and the id of its group. experts_shape: that of the
+    engine, which decides whether there is a column of experts, on every rank alike."""
     completions = Jagged.from_rows([sample.completion_ids for sample in samples], torch.int64)
     prompts = Jagged.from_rows([list(row.prompt_ids) for row in rows], torch.int64)
     keys = torch.tensor([SampleKey(sample.id) for sample in samples], dtype=torch.int64).view(-1, 2)
@@ -43,7 +48,8 @@ def columns_of(
             torch.tensor([value for s in samples for value in getattr(s, name)], dtype=dtype)
         )
 
-    return _expert_column(samples, prompts.lengths + completions.lengths) | {
+    num_tokens = prompts.lengths + completions.lengths
+    return ({} if experts_shape is None else _expert_column(samples, num_tokens, experts_shape)) | {
         "prompt_ids": prompts,
         "completion_ids": completions,
         "completion_mask": completions.with_values(torch.ones_like(completions.values, dtype=torch.bool)),
@@ -62,17 +68,15 @@ def columns_of(
     }
 
 
-def _expert_column(samples: Sequence[FinishedSample], num_tokens: torch.Tensor) -> dict[str, Jagged]:
-    """Make the column of the experts that were recorded, nothing if none were."""
-    known = [sample.routed_experts for sample in samples]
-    shape = next((experts.shape[1:] for experts in known if experts is not None), None)
-    if shape is None:
-        return {}
+def _expert_column(
+    samples: Sequence[FinishedSample], num_tokens: torch.Tensor, shape: tuple[int, int]
+) -> dict[str, Jagged]:
+    """Make the column of the experts that were recorded."""
     offsets = lengths_to_offsets(num_tokens)
     values = torch.full((int(offsets[-1]), *shape), -1, dtype=torch.int16)
-    for experts, start in zip(known, offsets.tolist(), strict=False):
-        if experts is not None:
-            values[start : start + len(experts)] = torch.from_numpy(experts)
+    for sample, start in zip(samples, offsets.tolist(), strict=False):
+        if sample.routed_experts is not None:
+            values[start : start + len(sample.routed_experts)] = torch.from_numpy(sample.routed_experts)
     return {"routed_experts": Jagged(values, offsets)}
 
 

@@ -206,6 +206,7 @@ def make_collector(run: Run, generating: GeneratingGroup, sampler: PromptSampler
         run.train_params,
         max_refills=config.algorithm.max_refills,
         greedy_baseline=Needs.BASELINE_REWARDS in needs,
+        replays_experts=config.algorithm.routing_replay == "rollout",
         rollouts_path=None if config.rollouts_path is None else Path(config.rollouts_path),
         demonstrates=Needs.DEMONSTRATIONS in needs,
     )

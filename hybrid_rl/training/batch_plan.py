@@ -21,6 +21,7 @@ from hybrid_rl.data.packing import pack_by_tokens
 from hybrid_rl.errors import DataError
 from hybrid_rl.models import prompt_groups
 from hybrid_rl.models.attention.padded import length_buckets
+from hybrid_rl.models.row import token_keys
 from hybrid_rl.training.spec import LossSpec
 
 Plan = list[list[list[int]]]  # mini-batches of micro-batches of sample indices
@@ -130,7 +131,7 @@ def _packed(batch: Batch, rows: Sequence[int], max_tokens: int) -> list[list[int
     """Make micro-batches of samples that share their prompts, from long to short."""
     prompts, completions = batch["prompt_ids"].lengths.tolist(), batch["completion_ids"].lengths.tolist()
     pieces: list[tuple[int, list[int]]] = []  # tokens and samples of what is not cut further
-    for members in prompt_groups(batch["prompt_ids"], rows):
+    for members in prompt_groups(_shared_prompts(batch), rows):
         prompt = prompts[members[0]]
         for piece in _cut_group(prompt, [completions[row] for row in members], max_tokens):
             samples = [members[i] for i in piece]
@@ -165,8 +166,16 @@ def sample_lengths(batch: Batch) -> list[int]:
 def row_size(batch: Batch, rows: Sequence[int]) -> int:
     """Count the tokens of samples in one row: their completions, and each different prompt once."""
     prompts, completions = batch["prompt_ids"], batch["completion_ids"]
-    firsts = [members[0] for members in prompt_groups(prompts, rows)]
+    firsts = [members[0] for members in prompt_groups(_shared_prompts(batch), rows)]
     return int(prompts.lengths[firsts].sum() + completions.lengths[list(rows)].sum())
+
+
+def _shared_prompts(batch: Batch) -> Jagged:
+    """Return numbers for the tokens of prompts that are equal only if a row can share them."""
+    prompts = batch["prompt_ids"]
+    if "routed_experts" not in batch or not batch.num_samples:
+        return prompts
+    return token_keys(prompts, batch["completion_ids"], batch["routed_experts"])[0]
 
 
 def num_micro_batches(plan: Plan) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.heads.distribution import chosen_and_entropy
 from hybrid_rl.training.loss_inputs import Masks, correction_inputs, loss_inputs
 from hybrid_rl.training.router_scores import reading_balance, reading_old_experts
-from hybrid_rl.training.routing_replay import row_of
+from hybrid_rl.training.routing_replay import followed, row_of
 from hybrid_rl.training.spec import LossSpec, MiniBatch, SideModels
 
 
@@ -129,7 +127,7 @@ def _kl_per_token(
         if inputs.log_probs is None or reference is None:
             raise DataError("kl_estimator=exact compares whole distributions; give the reference in SideModels")
         with torch.no_grad():
-            theirs = reference.row_distribution(replace(row, experts=None), temperature)
+            theirs = reference.row_distribution(followed(reference, row), temperature)
         return exact_kl(inputs.log_probs, theirs, inputs.mask)
     if ref_logprobs is None:
         raise DataError("a KL penalty in the loss needs the column ref_logprobs; score the batch with the reference")

@@ -6,11 +6,13 @@ Tokens without a record choose in the first pass that computes them, and keep th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from hybrid_rl.batch import Batch, Jagged, lengths_to_offsets
-from hybrid_rl.errors import DataError
+from hybrid_rl.errors import DataError, ModelError
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.expert_choices import NO_EXPERT
@@ -41,7 +43,7 @@ class RoutingReplay:
                     f"token, and the model chooses {list(shape)}; the samples are those of another model"
                 )
             return batch.with_columns(replayed_experts=recorded)
-        if self._by == "rollout" and bool(batch["completion_mask"].values.any()):  # not if every trajectory has failed
+        if self._by == "rollout":
             raise DataError(
                 "routing_replay=rollout needs the column routed_experts, which the engine writes, and these samples "
                 "have none: roll out again with routing_replay=rollout, or set it to scoring or off"
@@ -57,9 +59,22 @@ class RoutingReplay:
         return sums
 
 
+def followed(model: CausalLM, row: PackedRow) -> PackedRow:
+    """Return a row of the policy as a reference computes it: with the policy's experts, if it chooses as many in as
+    many layers, so that the KL between equal weights is 0 and not the noise of two choices; else with its own."""
+    if row.experts is None:
+        return row
+    try:
+        own = model.choices.num_layers, model.choices.top_k
+    except ModelError:  # dense, or with routers of another kind
+        own = None
+    return row if own == tuple(row.experts.shape[1:]) else replace(row, experts=None)
+
+
 def row_of(model: CausalLM, micro: Batch) -> PackedRow:
-    """Lay a micro-batch of the policy out as a row, with the experts that are recorded for it, if any."""
-    return model.row_of(micro["prompt_ids"], micro["completion_ids"], micro.get(REPLAYED))
+    """Lay a micro-batch out as a row, with the experts of the policy's passes, or before these those of the engine, if
+    any are recorded."""
+    return model.row_of(micro["prompt_ids"], micro["completion_ids"], micro.get(REPLAYED, micro.get("routed_experts")))
 
 
 def experts_of(model: CausalLM, micro: Batch, row: PackedRow) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from hybrid_rl.models.heads.distribution import sum_of_squares, top_tokens
 from hybrid_rl.process import progress
 from hybrid_rl.process.heartbeat import mark_progress
 from hybrid_rl.training.batch_plan import micro_batch, row_size
-from hybrid_rl.training.routing_replay import experts_of, row_of
+from hybrid_rl.training.routing_replay import experts_of, followed, row_of
 
 MicroBatches = Sequence[Sequence[int]]
 
@@ -76,13 +76,20 @@ def token_column(
 
 
 def batch_logprobs(
-    model: CausalLM, batch: Batch, micro_batches: MicroBatches, halvings: Halvings | None = None
+    model: CausalLM,
+    batch: Batch,
+    micro_batches: MicroBatches,
+    halvings: Halvings | None = None,
+    *,
+    follows_policy: bool = False,
 ) -> Jagged:
     """Compute ln p of all completion tokens of a batch, at the temperature that they were sampled at: float32, aligned
-    with completion_ids. The model chooses its experts itself, whatever is recorded of the policy's."""
+    with completion_ids. follows_policy: with the experts that are recorded for the policy, if there are any that this
+    model can go by."""
 
     def compute(micro: Batch) -> Tensor:
-        row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
+        free = model.row_of(micro["prompt_ids"], micro["completion_ids"])
+        row = followed(model, row_of(model, micro)) if follows_policy else free
         return model.row_logprobs(row, sampling_temperature(micro))[0]
 
     return token_column(batch, micro_batches, compute, halvings)

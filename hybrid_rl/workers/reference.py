@@ -44,10 +44,12 @@ class Reference:
         self.model = model
         self._halvings = Halvings(is_alone=context.num_ranks == 1)
 
-    def logprobs(self, batch: Batch, plan: Plan) -> Jagged:
+    def logprobs(self, batch: Batch, plan: Plan, *, is_teacher: bool = False) -> Jagged:
         """Compute ln p of the completion tokens under this model, at the temperature that they were sampled at.
-        Collective if there are several ranks."""
-        return batch_logprobs(self.model, batch, [micro for mini in plan for micro in mini], self._halvings)
+        is_teacher: it chooses its experts itself, whatever is recorded of the policy's. Collective if there are several
+        ranks."""
+        micro_batches = [micro for mini in plan for micro in mini]
+        return batch_logprobs(self.model, batch, micro_batches, self._halvings, follows_policy=not is_teacher)
 
     @torch.no_grad()
     def take(self, policy: CausalLM, share: float = 1.0) -> None:

@@ -81,7 +81,10 @@ class Roles:
         if (reference := self._reference) is not None:
             yield cycle.score_reference, lambda batch, plan: {"ref_logprobs": reference.logprobs(batch, plan)}
         if (teacher := self._teacher) is not None:
-            yield cycle.score_teacher, lambda batch, plan: {"teacher_logprobs": teacher.logprobs(batch, plan)}
+            yield (
+                cycle.score_teacher,
+                lambda batch, plan: {"teacher_logprobs": teacher.logprobs(batch, plan, is_teacher=True)},
+            )
         if (critic := self._critic) is not None:
             yield cycle.score_critic, lambda batch, plan: {"values": critic.values(batch, plan)}
 

@@ -129,6 +129,7 @@ class EmbeddedSide(RolloutSide):
         self._model = model
         rollout, device = setup.config.rollout, model.device
         has_graphs = isinstance(rollout, InPlaceRolloutConfig) and rollout.engine_args.cuda_graphs
+        has_graphs &= setup.config.algorithm.routing_replay != "rollout"
         if isinstance(model, ShardedCausalLM) and has_graphs and device.type == "cuda":
             # Graphs hold the addresses of the weights.
             model.twin.keep_addresses(

@@ -1,5 +1,5 @@
-"""Routing replay on two ranks: the engine decodes from an unsharded copy, the update gathers its shards, and tokens go to
-the same experts in both."""
+"""Routing replay on two ranks: the engine decodes from an unsharded copy, the update gathers its shards, and tokens go
+to the same experts in both."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -71,6 +71,7 @@ class InPlaceEngine(EmbeddedEngine):
             counters=self.counters,
         )
         self._experts = ExpertCache(model, slots, num_blocks, args.block_size) if records_experts else None
+        self.experts_shape = None if self._experts is None else self._experts.shape
         cuda_graphs = args.cuda_graphs and not records_experts
         self._runner = Runner(model, self._cache, slots, cuda_graphs=cuda_graphs, experts=self._experts)
         self._speculation = _speculation(self._scheduler, config, model.device)
@@ -152,7 +153,8 @@ class InPlaceEngine(EmbeddedEngine):
 
     def _routed_experts(self, generation: Generation) -> npt.NDArray[np.int16] | None:
         assert isinstance(generation, Sequence)
-        return None if self._experts is None else self._experts.of(generation)
+        # A sequence that waits is computed again.
+        return self._experts.of(generation) if self._experts is not None and generation.blocks else None
 
     def _undo_pass(self, leaving: list[Sequence]) -> None:
         """Let everybody wait again: blocks count as written that were not, and what was written may be NaN, which a

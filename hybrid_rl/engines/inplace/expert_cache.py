@@ -19,11 +19,12 @@ class ExpertCache:
 
     What is at a place was chosen when its key was written. So prompts that are shared, prefixes that are found again
     and sequences that are computed again need nothing of their own. Pages are touched when they are first written.
+    shape: (L, K).
     """
 
     def __init__(self, model: CausalLM, slots: SlotTable, num_blocks: int, block_size: int) -> None:
-        shape = (num_blocks, block_size, model.choices.num_layers, model.choices.top_k)
-        self._experts = np.zeros(shape, dtype=np.int16)
+        self.shape = (model.choices.num_layers, model.choices.top_k)
+        self._experts = np.zeros((num_blocks, block_size, *self.shape), dtype=np.int16)
         self._slots = slots
 
     def write(self, chunks: Rows[Chunk], experts: torch.Tensor) -> None:
@@ -42,9 +43,8 @@ class ExpertCache:
 
     def of(self, sequence: Sequence) -> npt.NDArray[np.int16]:
         """Return the experts of the tokens of a sequence that has just got its last one, prompt and completion,
-        [tokens, L, K]: NO_EXPERT for that one, which no pass has read, and for all if the sequence waits."""
-        experts = np.full((sequence.num_tokens, *self._experts.shape[2:]), NO_EXPERT, dtype=np.int16)
-        if sequence.blocks:
-            known = self._experts[sequence.blocks].reshape(-1, *experts.shape[1:])
-            experts[:-1] = known[: len(experts) - 1]
+        [tokens, L, K]: NO_EXPERT for that one, which no pass has read."""
+        experts = np.full((sequence.num_tokens, *self.shape), NO_EXPERT, dtype=np.int16)
+        # The last token may be the first of a block that the sequence does not have yet.
+        experts[:-1] = self._experts[sequence.blocks].reshape(-1, *self.shape)[: len(experts) - 1]
         return experts

@@ -118,6 +118,8 @@ class NotedChoices:
                 f"{len(self._experts) - len(chosen)} of {len(self._experts)} routers did not run as modules (as in "
                 "compiled blocks); set routing_replay=off"
             )
+        if len(sizes := sorted({experts.shape[-1] for experts in chosen})) > 1:
+            raise ModelError(f"its routers choose different numbers of experts ({sizes}); set routing_replay=off")
         return torch.stack(chosen, dim=1)
 
 
@@ -156,11 +158,13 @@ class _Router:
 
         with torch.no_grad(), _TopK(keep):
             returned = [part for part in tensors_of(run()) if not part.is_floating_point()]
-        same = [
-            place
-            for place, own in enumerate(calls)
-            if [own.shape] == [part.shape for part in returned] and torch.equal(own, returned[0])
-        ]
+        same = [place for place, own in enumerate(calls) if len(returned) == 1 and own is returned[0]]
+        if not same:
+            same = [
+                place
+                for place, own in enumerate(calls)
+                if [own.shape] == [part.shape for part in returned] and torch.equal(own, returned[0])
+            ]
         if len(same) != 1:
             raise ModelError(
                 f"{type(self._module).__name__} does not return the indices of one torch.topk as its choice (it calls "

@@ -172,7 +172,8 @@ class PackedModel:
 
     @property
     def chosen_experts(self) -> Tensor:
-        """The experts of the tokens of the row that ran last, of those that name experts: int64 [T, L, K]."""
+        """The experts of the tokens of the row that ran last without gradients, of those that name experts, int64
+        [T, L, K]."""
         assert self._chosen is not None, "no row has named experts"
         return self._chosen
 
@@ -224,7 +225,8 @@ class PackedModel:
             experts[beside.is_padding] = NO_EXPERT
         with self.choices.choosing(experts) as noted:
             hidden = self.hidden_states(row.token_ids, row.positions, context)
-        self._chosen = noted.experts if beside is None else noted.experts[beside.places]
+        if not torch.is_grad_enabled():
+            self._chosen = noted.experts if beside is None else noted.experts[beside.places]
         return hidden
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:

@@ -83,11 +83,34 @@ def test_experts_of_a_conversation_are_written_once(files: TurnFiles) -> None:
             assert np.array_equal(answer.routed_experts, turns[number])
         plain = again.answer(SamplingParams(9, seed=9), 3)
         assert plain == COMPLETION and plain.routed_experts is None
-    # Without an answer that later ones go on with, these are not known either.
+    # Without an answer that later ones go on with, their experts are not known; their tokens are.
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[1:]))
     cut = TurnRecord(files).of("train/4/0/1", 4)
-    assert [cut.answer(SamplingParams(9, seed=number), 3) for number in (0, 1, 2)] == [None] * 3
+    assert cut.answer(SamplingParams(9, seed=0), 3) is None
+    assert cut.answer(SamplingParams(9, seed=1), 3) == COMPLETION
+    assert all(cut.answer(SamplingParams(9, seed=number), 3).routed_experts is None for number in (1, 2))
+
+
+def test_experts_of_conversations_in_turn_are_written_once_each(files: TurnFiles) -> None:
+    record, numbers = TurnRecord(files).of("train/4/0/1", 4), np.random.default_rng(0)
+    whole = [numbers.integers(0, 512, (2000, 2, 4)).astype(np.int16) for _ in range(2)]
+    for turn in range(1, 21):
+        for number, experts in enumerate(whole):
+            made = replace(COMPLETION, routed_experts=experts[: 100 * turn])
+            record.note_answer(SamplingParams(9, seed=100 * number + turn), made)
+    (path,) = files.folder.glob("step-4/run-*-0.jsonl")
+    assert path.stat().st_size < 1.5 * 2 * 2000 * 16 * 4 / 3
+
+
+def test_an_answer_that_is_made_again_does_not_refer_to_itself(files: TurnFiles) -> None:
+    turns = TurnRecord(files)
+    record = turns.of("train/4/0/1", 4)
+    experts = np.arange(80, dtype=np.int16).reshape(10, 2, 4)
+    for _ in range(2):
+        record.note_answer(QUESTION, replace(COMPLETION, routed_experts=experts))
+    again = TurnRecord(files).of("train/4/0/1", 4).answer(QUESTION, 3)
+    assert again is not None and np.array_equal(again.routed_experts, experts)
 
 
 def test_what_has_ended_is_there_after_a_kill(files: TurnFiles) -> None:

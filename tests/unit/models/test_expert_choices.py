@@ -115,6 +115,8 @@ def test_forced_experts_give_the_values_and_gradients_of_their_gates(name, num_e
             row = model.row_of(prompts, completions, experts)
             assert row.layout.num_tokens < int((prompts.lengths + completions.lengths).sum())
             logprobs = model.row_logprobs(row, 1.0)[0]
+            with torch.no_grad():
+                model.row_logprobs(row, 1.0)
             noted = row.of_samples(model.chosen_experts, experts.lengths.tolist(), -1)
             is_forced = experts.values >= 0
             assert torch.equal(noted[is_forced], experts.values[is_forced].long())

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -15,11 +16,18 @@ from hybrid_rl import Trainer
 from hybrid_rl.batch import Batch, Jagged
 from hybrid_rl.batch.rollout_files import load_rollout
 from hybrid_rl.controller import RankContext
+from hybrid_rl.data.prompts import PromptRow
+from hybrid_rl.engines.base import FinishedSample
 from hybrid_rl.errors import ConfigError, DataError, ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.experts.routing import find_routers
+from hybrid_rl.models.row import PackedRow
+from hybrid_rl.rollout.sample_columns import columns_of
 from hybrid_rl.training.actor import Actor
+from hybrid_rl.training.batch_plan import row_size
+from hybrid_rl.workers.reference import Reference
 from tests.support.agents import callers
+from tests.support.plans import make_plan
 from tests.support.tiny import VOCABULARY, build_tokenizer, spread, sums
 from tests.unit.models.families import EXPERTS, HEADS, build, made
 from tests.unit.training.grpo_step import case_config, plan_of, rolled_batch
@@ -64,12 +72,12 @@ def chosen_by(module: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
 def check(batch: Batch, module: PreTrainedModel) -> None:
     """Every token before the last of the policy has the experts that a plain forward of its sequence chooses."""
     columns = (batch[name] for name in ("prompt_ids", "completion_ids", "completion_mask", "routed_experts"))
-    for prompt, completion, mask, told in zip(*columns, strict=True):
+    for prompt, completion, mask, recorded in zip(*columns, strict=True):
         token_ids = torch.cat([prompt, completion])
         last = len(prompt) + int(mask.nonzero().max()) if bool(mask.any()) else 0
         own = chosen_by(module, token_ids)
-        assert torch.equal(told[:last].sort().values.long(), own[:last].sort().values)
-        assert bool((told[last:] == -1).all())
+        assert torch.equal(recorded[:last].sort().values.long(), own[:last].sort().values)
+        assert bool((recorded[last:] == -1).all())
 
 
 @pytest.mark.slow
@@ -138,7 +146,7 @@ def test_saved_rollouts_replay_their_experts(make_trainer: Callable[..., Trainer
     refused = make_trainer(
         policy(), spread, mode="train", rollouts_path=str(plain.run_folder / "rollouts"), max_steps=1, **keys
     )
-    with pytest.raises(DataError, match="needs the column routed_experts, which the engine writes"):
+    with pytest.raises(DataError, match="has no record of experts, which routing_replay=rollout repeats"):
         refused.step()
 
 
@@ -198,6 +206,68 @@ def test_scoring_records_what_the_update_repeats() -> None:
     assert metrics["routing/changed_share"] > 0.5
     free = actor_of("off")
     assert "replayed_experts" not in free.columns(rolled_batch(), plan)
+
+
+def test_the_reference_follows_the_policy_and_a_teacher_does_not() -> None:
+    """With equal weights the KL is 0 to the bit, whatever was recorded."""
+    actor, batch = actor_of("rollout"), rolled_batch()
+    batch = batch.with_columns(routed_experts=other_experts(batch))
+    plan = plan_of(batch, 40)
+    reference = Reference(actor.model.module, case_config(), RankContext())
+    first = reference.logprobs(batch, plan)
+    batch = batch.with_columns(**actor.columns(batch, plan))
+    assert torch.equal(first.values, batch["old_logprobs"].values)
+    assert torch.equal(reference.logprobs(batch, plan).values, batch["old_logprobs"].values)
+    assert not torch.equal(reference.logprobs(batch, plan, is_teacher=True).values, batch["old_logprobs"].values)
+    settings = {**EXPERTS, **HEADS, "num_experts_per_tok": 1, "vocab_size": 32, "num_hidden_layers": 2}
+    settings |= {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    for other in (made("Qwen3MoeConfig", settings, attention="eager"), build("qwen2", vocab_size=32)):
+        own = Reference(other, case_config(), RankContext())
+        free = own.logprobs(batch, plan, is_teacher=True)
+        assert torch.equal(own.logprobs(batch, plan).values, free.values)
+
+
+def test_no_micro_batch_is_over_the_cap_if_records_of_a_prompt_differ() -> None:
+    """A prompt stands once for each different record of it."""
+    prompts = Jagged.from_rows([[5] * 40] * 8, torch.int64)
+    completions = Jagged.from_rows([[6, 7 + number] for number in range(8)], torch.int64)
+    experts = torch.zeros(8, 42, 1, 2, dtype=torch.int16)
+    experts[:, 3] = torch.arange(8)[:, None, None] // 4  # two computations of the prompt
+    column = Jagged(experts.flatten(0, 1), torch.arange(0, 8 * 42 + 1, 42))
+    batch = Batch(
+        {
+            "prompt_ids": prompts,
+            "completion_ids": completions,
+            "group": torch.zeros(8, dtype=torch.int64),
+            "routed_experts": column,
+        }
+    )
+    assert row_size(batch, range(8)) == 2 * 40 + 8 * 2 and row_size(batch.without("routed_experts"), range(8)) == 56
+    for cap, sizes in ((96, [8]), (60, [4, 4])):
+        (mini,) = make_plan(batch, tokens_per_micro_batch=cap, seed=0)
+        assert [len(rows) for rows in mini] == sizes
+        for rows in mini:
+            part = batch.select(rows)
+            row = PackedRow.of(*(part[name] for name in ("prompt_ids", "completion_ids")), torch.device("cpu"), None)
+            with_experts = PackedRow.of(
+                part["prompt_ids"], part["completion_ids"], torch.device("cpu"), 2.0, part["routed_experts"]
+            )
+            assert row.layout.num_tokens <= with_experts.layout.num_tokens <= cap
+
+
+def test_a_rank_without_samples_or_without_records_has_the_column_too() -> None:
+    row = PromptRow(0, "ab", (4, 5), {})
+    experts = np.zeros((4, 2, 2), dtype=np.int16)
+    recorded = FinishedSample(0, [6, 1], [-0.1, -0.1], [0, 0], "stop", experts)
+    failed = FinishedSample(1, [6], [0.0], [-1], "stop")
+    parts = [
+        Batch(columns_of([row] * len(samples), [0] * len(samples), samples, 1.0, (2, 2)))
+        for samples in ([recorded], [], [failed])
+    ]
+    whole = Batch.concat(parts)
+    assert [len(rows) for rows in whole["routed_experts"]] == [4, 3]
+    assert bool((whole["routed_experts"][1] == -1).all()) and whole["routed_experts"].values.shape[1:] == (2, 2)
+    assert "routed_experts" not in columns_of([row], [0], [recorded], 1.0)
 
 
 def test_a_record_of_another_model_and_a_dense_model_are_refused() -> None:
