@@ -6,6 +6,7 @@ at every step would have to pack them again each time. With these methods they s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +56,12 @@ class PlainEmbeddingMethod(_Plain, UnquantizedEmbeddingMethod):
 
 
 class PlainExpertsMethod(UnquantizedFusedMoEMethod):
-    """Experts one after the other, from weights as they were loaded; for checks and small models, not for speed."""
+    """Experts one after the other, from weights as they were loaded; for checks and small models, not for speed.
+
+    capture_fn: as that of vLLM's routers, called with the ids [tokens, k] where these experts choose themselves.
+    """
+
+    capture_fn: Callable[[Tensor], None] | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Nothing. Raises ConfigError if the experts are not those that `apply` computes."""
@@ -92,6 +98,8 @@ class PlainExpertsMethod(UnquantizedFusedMoEMethod):
             routed_scaling_factor=layer.routed_scaling_factor,
             e_score_correction_bias=layer.e_score_correction_bias,
         )
+        if self.capture_fn is not None:
+            self.capture_fn(topk_ids)
         return self.apply(layer, x, topk_weights, topk_ids)
 
     def apply(

@@ -71,6 +71,17 @@ DIFFERENCES: dict[str, Difference] = {
         frozenset({"vllm.model_executor.layers.fused_moe.cpu_fused_moe.select_experts"}),
         in_newest=False,
     ),
+    "monolithic_experts_return": Difference(
+        "experts that choose inside of their kernel are returned by enable_return_routed_experts",
+        lambda kernel: hasattr(kernel, "supports_routing_replay_capture"),
+        "it would return zeros in their place: refused",
+    ),
+    "first_rank_keeps_experts": Difference(
+        "of the ranks of a replica only the first one returns experts (enable_return_routed_experts)",
+        lambda _: importlib.util.find_spec("vllm.distributed.aux_output_connector") is not None,
+        "all of them do",
+        frozenset({"vllm.distributed.aux_output_connector.worker.get_tp_group"}),
+    ),
 }
 
 

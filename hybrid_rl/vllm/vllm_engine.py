@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.vllm.adapter_slots import make_writer
@@ -53,6 +55,7 @@ from hybrid_rl.vllm.build_engine import (
 )
 from hybrid_rl.vllm.config_folder import config_folder
 from hybrid_rl.vllm.derived import log_derived
+from hybrid_rl.vllm.expert_records import RETURNS, ReturnedExperts, record_kind, returned_on_every_rank
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on, clean_allocator, freed_asleep
 from hybrid_rl.vllm.process_state import Guest, classes_kept, on_stream, process_kept, stream_of_thread
@@ -74,7 +77,8 @@ class VLLMEngine(ColocatedEngine):
     of the engine's weights. max_length: longest prompt and completion together. seed: equal on the ranks of a replica.
     decode: token ids to text. memory_share: of the free memory that is this engine's to use. adopts: have the
     trainer's weights in the engine's memory, for one rank of the engine's dtype; such memory cannot sleep.
-    adapter_ranks: of the adapters that vLLM adds to its weights itself. can_sleep: whether memory is given back.
+    adapter_ranks: of the adapters that vLLM adds to its weights itself. records_experts: samples come with the experts
+    that vLLM chose. can_sleep: whether memory is given back.
     """
 
     def __init__(
@@ -91,8 +95,12 @@ class VLLMEngine(ColocatedEngine):
         memory_share: float = 1.0,
         adopts: bool = False,
         adapter_ranks: Mapping[str, int] | None = None,
+        records_experts: bool = False,
     ) -> None:
         require_none_live()
+        num_expert_layers = len(find_routers(module)) if records_experts else 0
+        recorder = record_kind(config, device, num_expert_layers) if records_experts else None
+        returns_experts = recorder is ReturnedExperts
         super().__init__(
             vocab_size=int(module.config.get_text_config().vocab_size),
             limit=LengthLimit(
@@ -122,6 +130,7 @@ class VLLMEngine(ColocatedEngine):
                 on_stream(stream_of_thread(device)),
                 self._guest.active(),
                 classes_kept(module) as models,
+                returned_on_every_rank() if returns_experts else nullcontext(),
             ):
                 arguments = engine_arguments(
                     config,
@@ -133,10 +142,11 @@ class VLLMEngine(ColocatedEngine):
                     can_sleep=can_sleep,
                     device=device,
                 )
-                arguments |= self._writer.arguments()
+                arguments = {**arguments, **self._writer.arguments(), **(RETURNS if returns_experts else {})}
                 if can_sleep:
                     clean_allocator()
                 self._llm, self.kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
+                self._record = None if recorder is None else recorder(self._llm, num_expert_layers)
                 models.append(self._writer.weights.model)
                 self._writer.begin()
                 self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
@@ -229,6 +239,8 @@ class VLLMEngine(ColocatedEngine):
                 return finished
             with self._guest.stepping():
                 outputs = self._llm.step()
+                if self._record is not None:
+                    self._record.end_step(outputs)
             finished += self._postprocess(outputs)
         except BaseException as error:
             self._failure = error
@@ -242,11 +254,18 @@ class VLLMEngine(ColocatedEngine):
         if not self._aborted:
             return []
         aborted, self._aborted = self._aborted, set()
-        leaving = [self._running.pop(identity) for identity in [*self._running] if identity in aborted]
-        self._llm.abort_request([str(generation.request.id) for generation in leaving])
-        leaving += [generation for generation in self._waiting if generation.request.id in aborted]
+        running = [self._running.pop(identity) for identity in [*self._running] if identity in aborted]
+        waiting = [generation for generation in self._waiting if generation.request.id in aborted]
         self._waiting = deque(generation for generation in self._waiting if generation.request.id not in aborted)
-        return [self._finish(generation, "abort") for generation in leaving]
+        finished = [self._finish(generation, "abort") for generation in [*running, *waiting]]
+        self._llm.abort_request([str(generation.request.id) for generation in running])
+        return finished
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> FinishedSample:
+        sample = super()._finish(generation, reason)
+        if self._record is None:
+            return sample
+        return replace(sample, routed_experts=self._record.take(generation, is_whole=reason != "abort"))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._config.max_num_seqs:
@@ -256,7 +275,9 @@ class VLLMEngine(ColocatedEngine):
             params = vllm_params(request.params, has_own_seed=has_own_seed, num_begun=len(generation.tokens))
             self._running[request.id] = generation
             prompt = tokens_input([*request.prompt_ids, *generation.tokens])
-            self._llm.add_request(str(request.id), prompt, params, lora_request=self._writer.lora_request)
+            name = self._llm.add_request(str(request.id), prompt, params, lora_request=self._writer.lora_request)
+            if self._record is not None:
+                self._record.admit(request.id, name)
 
     def _postprocess(self, outputs: Sequence[Any]) -> list[FinishedSample]:
         finished, stopped = [], []
@@ -402,4 +423,5 @@ def make_engine(setup: EngineSetup) -> VLLMEngine:
         memory_share=setup.memory_share,
         adopts=setup.config.handoff.adopt_weights,
         adapter_ranks=setup.adapter_ranks,
+        records_experts=setup.records_experts,
     )

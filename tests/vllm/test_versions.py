@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -46,6 +47,8 @@ def looked_at(name):
     """What a row looks at, without an engine."""
     if name == "seeds_hold_in_any_batch":
         return TopKTopPSampler
+    if name == "monolithic_experts_return":
+        return FusedMoEExpertsMonolithic
     client = InprocClient.__new__(InprocClient)
     if "_finalizer" in InprocClient.__init__.__code__.co_names:
         without_finalizer(client)
