@@ -39,7 +39,7 @@ class ExpertRecord(ABC):
     """The experts of all tokens that an engine has computed and that a request may still ask for.
 
     num_layers: layers of experts of the trainer's model, which must be as many as vLLM has. Raises ModelError for
-    layers that cannot be recorded.
+    layers that cannot be recorded. shape: (layers, experts per token).
     """
 
     def __init__(self, llm: LLMEngine, num_layers: int) -> None:
@@ -59,7 +59,7 @@ class ExpertRecord(ABC):
                 f"layers of this model choose different numbers of experts per token ({sorted(counts)}); set "
                 "routing_replay=scoring"
             )
-        self._shape = (len(self._layers), *counts)
+        self.shape = (len(self._layers), counts.pop())
         self._names: dict[int, str] = {}  # vLLM's own, of the requests that it was given
 
     def admit(self, request_id: int, name: str) -> None:
@@ -85,7 +85,7 @@ class ExpertRecord(ABC):
         """
         name, request_id = self._names.pop(generation.request.id, None), generation.request.id
         num_tokens = len(generation.request.prompt_ids) + len(generation.tokens)
-        experts = np.full((num_tokens, *self._shape), NO_EXPERT, np.int16)
+        experts = np.full((num_tokens, *self.shape), NO_EXPERT, np.int16)
         rows = experts[:0] if name is None else self._rows(request_id, name, num_tokens - 1)
         if is_whole and len(rows) != num_tokens - 1:
             raise EngineStateError(
@@ -117,7 +117,7 @@ class ReadExperts(ExpertRecord):
         self._group, group = full[0], groups[full[0]]
         self._layer_name, self._block_size = group.layer_names[0], group.kv_cache_spec.block_size
         num_slots = self._runner.kv_cache_config.num_blocks * self._block_size
-        self._table = torch.full((num_slots, *self._shape), NO_EXPERT, dtype=torch.int16)
+        self._table = torch.full((num_slots, *self.shape), NO_EXPERT, dtype=torch.int16)
         self._slots: Tensor | None = None  # [tokens of the pass]
         self._chosen: dict[int, Tensor] = {}  # by layer, [tokens of the pass, experts per token]
         for number, layer in enumerate(self._layers):
@@ -160,7 +160,7 @@ class ReadExperts(ExpertRecord):
         if request is not None:
             num_tokens = min(num_tokens, request.num_computed_tokens)
         if not num_tokens:
-            return np.empty((0, *self._shape), np.int16)
+            return np.empty((0, *self.shape), np.int16)
         # The scheduler has freed the blocks of a request that has ended; the runner hears of it with the next step.
         blocks = torch.tensor(self._runner.requests[name].block_ids[self._group])
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
@@ -190,7 +190,7 @@ class ReturnedExperts(ExpertRecord):
         state = self._llm.output_processor.request_states.get(name)  # None: vLLM has ended it
         pieces = [self._last.get(str(request_id))] if state is None else state.routed_experts_chunks
         rows = [piece[:, self._numbers].astype(np.int16) for piece in pieces if piece is not None]
-        return np.concatenate([np.empty((0, *self._shape), np.int16), *rows])[:num_tokens]
+        return np.concatenate([np.empty((0, *self.shape), np.int16), *rows])[:num_tokens]
 
 
 def record_kind(config: VLLMRolloutConfig, device: torch.device, num_layers: int) -> type[ExpertRecord]:

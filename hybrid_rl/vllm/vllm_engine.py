@@ -147,6 +147,7 @@ class VLLMEngine(ColocatedEngine):
                     clean_allocator()
                 self._llm, self.kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
                 self._record = None if recorder is None else recorder(self._llm, num_expert_layers)
+                self.experts_shape = None if self._record is None else self._record.shape
                 models.append(self._writer.weights.model)
                 self._writer.begin()
                 self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
