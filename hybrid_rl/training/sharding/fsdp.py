@@ -177,7 +177,8 @@ class ShardedCausalLM(CausalLM):
 
     def plain_twin(self) -> CausalLM:
         """Make a model over the twin, with this one's attention and head. It has weights while the twin is bound."""
-        return CausalLM(self.twin.module, self.attention.name, float32_head=self.has_float32_head)
+        name, head, exact = self.attention.name, self.has_float32_head, self.is_exact
+        return CausalLM(self.twin.module, name, float32_head=head, exact=exact)
 
     @property
     def dtype(self) -> torch.dtype:
