@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hybrid_rl.compat import native
+from hybrid_rl.compat.torch import grouped_mm
 from hybrid_rl.models.linear import ExactLinear, exact_product, product, weight_gradient
 
 OPERATORS = ("exact_product", "packed_attention", "paged_attention", "rms_norm", "label_logprobs")
@@ -79,10 +80,11 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor, **factors: Any) -> Tensor:
     return _linear(left, right.t(), bias)
 
 
-def _grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
     """Compute `functional.grouped_mm` of rows sorted by expert, [S, K], and the experts' matrices, [E, K, N]."""
-    if offs is None or options or left.dim() != 2 or not _fits(left, right):
-        return functional.grouped_mm(left, right, offs=offs, **options)
+    is_plain = all(option is None for option in options.values())
+    if offs is None or not is_plain or (left.dim(), right.dim()) != (2, 3) or not _fits(left, right):
+        return grouped_mm(left, right, offs=offs, **options)
     apply: Any = _GroupedProduct.apply
     out: Tensor = apply(left, right, offs.tolist())
     return out
@@ -145,7 +147,7 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.__matmul__: _matmul,
     torch.mm: _matmul,
     torch.addmm: _addmm,
-    functional.grouped_mm: _grouped_mm,
+    grouped_mm: _grouped_mm,
     **{
         function: _whole_runs(function)
         for function in (

@@ -261,8 +261,9 @@ class ShardedCausalLM(CausalLM):
             expected = plain.row_outputs(row)
         self.masked_from = plain.masked_from
         gaps = [relative_gap(*pair) for pair in zip(self.row_outputs(row), expected, strict=True)]
+        tolerance = 0.0 if self.is_exact else VERIFY_TOLERANCE.get(self.dtype, 1e-3)
         for difference in gaps:
-            if not difference <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
+            if not difference <= tolerance:
                 raise ModelError(
                     f"{type(self.twin.module).__name__} gives other logprobs on shards (relative gap "
                     f"{difference:.1e}); this architecture is not supported on several ranks"
