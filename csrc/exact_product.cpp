@@ -1,10 +1,10 @@
-// Matrix products whose every number is one chain of multiply-adds over the depth, in order, in float32: it does not
-// depend on how many rows or columns there are, on their order, or on the number of threads. CPU; float32 and bfloat16.
+// Matrix products whose every number is made of chains of multiply-adds, each over 256 of the depth, added up in their
+// order, in float32: it does not depend on how many rows or columns there are, on their order, or on the number of
+// threads. CPU; float32 and bfloat16.
 //
 // The shape is that of BLIS (Van Zee and van de Geijn, "BLIS: A framework for rapidly instantiating BLAS functionality",
 // 2015): a panel of a few registers' width of the right side is packed, depth by columns, and a kernel keeps the sums of
-// R rows of it in registers. A depth that is cut continues the same chain: sums are stored in float32, which rounds
-// nothing, and loaded again.
+// R rows of it in registers.
 
 #include "lanes.h"
 
@@ -24,7 +24,7 @@ using hybrid_rl::Lanes;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kDepth = 256; // of a packed panel, which then fits into the first cache
+constexpr int64_t kDepth = 256; // of a packed panel, which then fits into the first cache, and of a chain
 constexpr int64_t kRowsPerTask = 240; // whose depth fits into the second cache; a multiple of 6 and 12
 constexpr int64_t kColumnsPerTask = 32; // a whole number of panels of any width
 constexpr double kSerialWork = 1 << 17; // multiplications below which threads cost more than they bring
@@ -94,11 +94,7 @@ HYBRID_RL_INLINE void pack(const Problem<T>& p, int64_t first, int64_t begin, in
 // sums[R, 2 W] += left[R, depth] * panel[depth, 2 W].
 template <int W, int R>
 HYBRID_RL_INLINE void multiply(const float* left, int64_t stride, const float* panel, int64_t depth, float* sums) {
-  typename Lanes<W>::Floats kept[R][2];
-  for (int r = 0; r < R; ++r) {
-    kept[r][0] = hybrid_rl::load<W>(sums + r * 2 * W);
-    kept[r][1] = hybrid_rl::load<W>(sums + r * 2 * W + W);
-  }
+  typename Lanes<W>::Floats kept[R][2] = {};
   for (int64_t k = 0; k < depth; ++k) {
     const auto first = hybrid_rl::load<W>(panel + k * 2 * W), second = hybrid_rl::load<W>(panel + k * 2 * W + W);
     for (int r = 0; r < R; ++r) {
@@ -108,8 +104,8 @@ HYBRID_RL_INLINE void multiply(const float* left, int64_t stride, const float* p
     }
   }
   for (int r = 0; r < R; ++r) {
-    hybrid_rl::store(sums + r * 2 * W, kept[r][0]);
-    hybrid_rl::store(sums + r * 2 * W + W, kept[r][1]);
+    hybrid_rl::store(sums + r * 2 * W, hybrid_rl::load<W>(sums + r * 2 * W) + kept[r][0]);
+    hybrid_rl::store(sums + r * 2 * W + W, hybrid_rl::load<W>(sums + r * 2 * W + W) + kept[r][1]);
   }
 }
 

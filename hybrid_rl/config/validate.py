@@ -21,16 +21,11 @@ from hybrid_rl.config.algorithm import (
 )
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
+from hybrid_rl.config.exact_logprobs import check_exact
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.lasting_keys import check_lasting
 from hybrid_rl.config.rollout_ranks import with_rollout_ranks
-from hybrid_rl.config.schema import (
-    FSDPConfig,
-    InPlaceRolloutConfig,
-    RayControllerConfig,
-    TrainerConfig,
-    ValueHeadConfig,
-)
+from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error
@@ -60,7 +55,7 @@ def resolve(
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, rollout_ranks(config) or _number_of(config))
     _check_unpacked(config)
-    _check_exact(config)
+    check_exact(config)
     _check_mode(config)
     check_lasting(config, config.save_steps)
     config.memory.check(_number_of(config), config.model.device)
@@ -262,44 +257,6 @@ def _check_unpacked(config: TrainerConfig) -> None:
         raise ConfigError(
             f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
             f"{cause} does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
-        )
-
-
-def _check_exact(config: TrainerConfig) -> None:
-    """Refuse what model.exact=true cannot hold for."""
-    if not config.model.exact:
-        return
-    model, rollout = config.model, config.rollout
-    if not isinstance(rollout, InPlaceRolloutConfig):
-        why = {
-            "vllm": "vLLM has kernels of its own: its batch-invariant mode (VLLM_BATCH_INVARIANT, on GPUs) makes the "
-            "engine equal to itself at any batch size, but not to the trainer",
-            "hf": "its attention is that of transformers, whose sums depend on the batch",
-        }
-        raise ConfigError(
-            f"model.exact=true with rollout.engine={rollout.engine}: "
-            f"{why.get(rollout.engine, 'its kernels are not those of the trainer')}; use rollout.engine=inplace, or "
-            "leave exact out"
-        )
-    if model.device == "cuda":
-        raise ConfigError(
-            "model.exact=true is for CPUs: on a GPU, libraries choose kernels and their order of summation by the size "
-            "of the batch; set device=cpu, or leave exact out"
-        )
-    if model.torch_compile:
-        raise ConfigError(
-            "model.exact=true with torch_compile=true: compiled blocks choose the order of their sums themselves; "
-            "leave one of them out"
-        )
-    if model.attention not in ("auto", "compiled"):
-        raise ConfigError(
-            f"model.exact=true with model.attention={model.attention}: only the compiled attention adds up in the "
-            "order of the engine's; leave attention out"
-        )
-    if rollout.engine_args.block_size % 16:
-        raise ConfigError(
-            f"model.exact=true with rollout.engine_args.block_size={rollout.engine_args.block_size}: the engine's "
-            "compiled attention needs a multiple of 16; leave block_size out"
         )
 
 

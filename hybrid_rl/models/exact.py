@@ -2,10 +2,9 @@
 
 Every token gets the same bits in a decode step, in a chunk of its prompt and in a packed row of the trainer, whatever
 else is there. Attention, RMSNorm and log-probabilities by the compiled extension are so already, and so are PyTorch's
-softmax, sums, exponentials, sines and cosines. Left to replace are products (csrc/exact_product.cpp: one chain of
-multiply-adds for every number), and the functions whose vectorised loops end in scalar code that rounds otherwise. Code
-that is replaced is that of the functions, not of the layers: what a model calls, it calls as before. The backward pass
-is as usual.
+softmax, sums, exponentials, sines and cosines. Left to replace are products (csrc/exact_product.cpp), and the functions
+whose vectorised loops end in scalar code that rounds otherwise. What is replaced are functions of PyTorch, as layers
+call them, and not layers. The backward pass is as usual.
 """
 
 from __future__ import annotations
@@ -90,6 +89,16 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, **optio
     return out
 
 
+def _bmm(left: Tensor, right: Tensor) -> Tensor:
+    """Compute `torch.bmm` of [E, M, K] and [E, K, N], as the layers of Llama 4 do with all tokens and each expert."""
+    if not _fits(left, right):
+        return torch.bmm(left, right)
+    size = left.shape[1]
+    apply: Any = _GroupedProduct.apply
+    out: Tensor = apply(left.reshape(-1, left.shape[2]), right, [size * (group + 1) for group in range(len(left))])
+    return out.view(*left.shape[:2], -1)
+
+
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
@@ -147,6 +156,7 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.__matmul__: _matmul,
     torch.mm: _matmul,
     torch.addmm: _addmm,
+    torch.bmm: _bmm,
     grouped_mm: _grouped_mm,
     **{
         function: _whole_runs(function)

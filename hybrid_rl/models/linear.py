@@ -147,14 +147,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[0].contiguous()
-        rows, weight = ctx.saved_tensors
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            product(grad, weight.t()) if needs_rows else None,
-            weight_gradient(grad, rows) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-        )
+        return _gradients(ctx, grads[0].contiguous())
 
 
 class ExactLinear(torch.autograd.Function):
@@ -167,12 +160,26 @@ class ExactLinear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         return exact_product(rows, weight, bias)
 
-    backward = _Linear.backward
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Compute the gradients of rows, weight and bias."""
+        return _gradients(ctx, grads[0].contiguous())
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight = ctx.saved_tensors
+    needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
+    return (
+        product(grad, weight.t()) if needs_rows else None,
+        weight_gradient(grad, rows) if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
 
 
 def exact_product(left: Tensor, right: Tensor, bias: Tensor | None = None, *, in_float32: bool = False) -> Tensor:
-    """Compute left @ right.T + bias without autograd (csrc/exact_product.cpp): each number is one chain of
-    multiply-adds over the depth, in order, in float32, whatever the other rows and columns are.
+    """Compute left @ right.T + bias without autograd (csrc/exact_product.cpp): each number is added up in one order, in
+    float32, whatever the other rows and columns are.
 
     left: float32 or bfloat16 [M, K] on a CPU; right: [N, K] of its dtype; bias: float32 or bfloat16 [N]. Returns [M, N]
     of that dtype, or float32 that was not rounded.

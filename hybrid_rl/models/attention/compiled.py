@@ -1,4 +1,4 @@
-"""Attention of a packed row through csrc/packed_attention.cpp: CPU, float32; bfloat16 is widened, and the result rounded.
+"""Attention of a packed row through csrc/packed_attention.cpp: CPU, float32; bfloat16 is widened, and rounded after.
 
 One call per layer whatever the row holds: nothing is padded, no key of a shared prompt is copied, and windows and
 soft-capping are no exceptions. `PaddedAttention` is its oracle, and runs instead if the extension was not built.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,13 +27,14 @@ def check_exact(model: PackedModel) -> None:
     limit = model.length_limit
     lengths = [length if limit is None else min(length, limit.num_tokens) for length in LENGTHS]
     sequences = various_tokens(model.module, sum(lengths)).to(model.device).split(lengths)
-    together = dict(_marks(model, sequences))
+    together = _marks(model, sequences)
     starts = accumulate(lengths, initial=0)
     for start, sequence in zip(starts, sequences, strict=False):
         with torch.enable_grad():
-            alone = list(_marks(model, [sequence]))
-        for name, marks in alone:
-            if name in together and not torch.equal(marks, together[name][start : start + len(sequence)]):
+            alone = _marks(model, [sequence])
+        for call, marks in alone.items():
+            if call in together and not torch.equal(marks, together[call][start : start + len(sequence)]):
+                name = call[0]
                 layer = "the head" if name is None else f"{name} ({type(model.module.get_submodule(name)).__name__})"
                 raise ModelError(
                     f"exact=true: {layer} of {type(model.module).__name__} gives other numbers in a row of "
@@ -40,24 +42,25 @@ def check_exact(model: PackedModel) -> None:
                 )
 
 
-def _marks(model: PackedModel, sequences: Sequence[Tensor]) -> Iterator[tuple[str | None, Tensor]]:
-    """Run a row; yield what marks the bits of each of its T tokens, int64 [T], by the name of a layer, in the order in
-    which layers end, and at last of the logprobs, as None. Layers with other outputs than one of T rows are left out.
-    """
+def _marks(model: PackedModel, sequences: Sequence[Tensor]) -> dict[tuple[str | None, int], Tensor]:
+    """Run a row; return what marks the bits of each of its T tokens, int64 [T], by the name of a layer and the number
+    of its call, in the order in which calls end, and at last of the logprobs, as None. Layers with other outputs than
+    one of T rows are left out."""
     token_ids, layout = torch.cat(list(sequences)), Layout(tuple(map(len, sequences)))
     positions = layout.positions().to(token_ids.device)
-    marks: list[tuple[str | None, Tensor]] = []
+    marks: dict[tuple[str | None, int], Tensor] = {}
+    num_calls = Counter[str]()
 
     def keep(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        num_calls[name] += 1
         tensor = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
         if isinstance(tensor, Tensor) and len(token_ids) in tensor.shape[:2] and tensor.shape[0] in (1, len(token_ids)):
-            marks.append((name, _mark(tensor.detach().reshape(len(token_ids), -1))))
+            marks[name, num_calls[name]] = _mark(tensor.detach().reshape(len(token_ids), -1))
 
     with _hooked(model.module, keep):
         row = PackedRow(token_ids, positions, token_ids, torch.arange(len(token_ids), device=token_ids.device), layout)
         logprobs = model.row_logprobs(row, 1.0)[0]
-    yield from marks
-    yield None, _mark(logprobs.detach()[:, None])
+    return {**marks, (None, 1): _mark(logprobs.detach()[:, None])}
 
 
 def _mark(rows: Tensor) -> Tensor:
