@@ -482,7 +482,8 @@ std::tuple<Tensor, Tensor, Tensor> label_logprobs(
       const Distribution about = distribution_of(z + row * size, size, inverse);
       log_sum[row] = about.log_sum;
       entropy[row] = about.entropy;
-      logprob[row] = z[row * size + label[row]] * inverse - about.log_sum;
+      // In double, where the product is exact, so that it does not matter whether the compiler fuses the two.
+      logprob[row] = static_cast<float>(static_cast<double>(z[row * size + label[row]]) * inverse - about.log_sum);
     }
   });
   return {logprobs, entropies, log_sums};

@@ -28,6 +28,7 @@ NAMES = {
     "torch.Tensor._version": "whether a tensor that was saved twice was changed in between",
     "torch._ops.OpOverload._schema": "which arguments an operator writes, and which results are views",
     "torch.UntypedStorage._release_ipc_counter": "memory that was exported and never opened would be kept for ever",
+    "torch._grouped_mm": "a function mode sees this one; the public grouped_mm only calls it",
     "torch._foreach_copy_": "one launch for all parameters",
     "torch._foreach_add_": "one launch for all parameters",
     "torch._foreach_norm": "one launch for all parameters; the public total is in float32",
@@ -44,6 +45,7 @@ NAMES = {
     "torch.optim.lr_scheduler.LRScheduler._last_lr": "a schedule's state at a step that it did not count itself",
 }
 
+grouped_mm = torch._grouped_mm
 foreach_copy = torch._foreach_copy_
 foreach_add = torch._foreach_add_
 foreach_zero = torch._foreach_zero_

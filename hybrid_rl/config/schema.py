@@ -64,6 +64,11 @@ class ModelConfig:
         "and sdpa that runs; unpacked (rollout.engine=vllm) = the model's own forward, samples next to each other, for "
         "layers that cannot be packed, as with rollout.engine=hf",
     )
+    exact: bool = key(
+        False,
+        "logprobs of engine and trainer are equal to the bit, whatever is batched, packed, cached or cut into chunks "
+        "together: the first ratio of a batch is 1, and the mismatch 0 (rollout.engine=inplace on CPUs)",
+    )
 
     # Exists only with dtype=bfloat16, in BFloat16ModelConfig.
     cast_lm_head_to_fp32 = False

@@ -21,6 +21,7 @@ from hybrid_rl.config.algorithm import (
 )
 from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig
+from hybrid_rl.config.exact_logprobs import check_exact
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.lasting_keys import check_lasting
 from hybrid_rl.config.rollout_ranks import with_rollout_ranks
@@ -54,6 +55,7 @@ def resolve(
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, rollout_ranks(config) or _number_of(config))
     _check_unpacked(config)
+    check_exact(config)
     _check_mode(config)
     check_lasting(config, config.save_steps)
     config.memory.check(_number_of(config), config.model.device)

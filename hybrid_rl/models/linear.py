@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hybrid_rl.compat import native
+
 # Rows from which the layers of a model are switched over; a decode batch below it is faster as it is.
 SMALLEST_ROWS = 48
 
@@ -145,11 +147,45 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[0].contiguous()
-        rows, weight = ctx.saved_tensors
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            product(grad, weight.t()) if needs_rows else None,
-            weight_gradient(grad, rows) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-        )
+        return _gradients(ctx, grads[0].contiguous())
+
+
+class ExactLinear(torch.autograd.Function):
+    """A linear layer by `exact_product`: rows [M, K], weight [N, K], bias [N] or None to [M, N]. The backward pass
+    multiplies as any other."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute rows @ weight.T + bias."""
+        ctx.save_for_backward(rows, weight)
+        return exact_product(rows, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Compute the gradients of rows, weight and bias."""
+        return _gradients(ctx, grads[0].contiguous())
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weight = ctx.saved_tensors
+    needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
+    return (
+        product(grad, weight.t()) if needs_rows else None,
+        weight_gradient(grad, rows) if needs_weight else None,
+        grad.sum(0) if needs_bias else None,
+    )
+
+
+def exact_product(left: Tensor, right: Tensor, bias: Tensor | None = None, *, in_float32: bool = False) -> Tensor:
+    """Compute left @ right.T + bias without autograd (csrc/exact_product.cpp): each number is added up in one order, in
+    float32, whatever the other rows and columns are.
+
+    left: float32 or bfloat16 [M, K] on a CPU; right: [N, K] of its dtype; bias: float32 or bfloat16 [N]. Returns [M, N]
+    of that dtype, or float32 that was not rounded.
+    """
+    if 1 not in right.stride():
+        right = right.contiguous()
+    multiply = native.built_operator("exact_product")
+    out: Tensor = multiply(left.contiguous(), right, bias, in_float32)
+    return out

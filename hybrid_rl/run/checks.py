@@ -30,6 +30,7 @@ from hybrid_rl.engines.base import SamplingParams
 from hybrid_rl.errors import ConfigError, ModelError
 from hybrid_rl.models import load_tokenizer
 from hybrid_rl.models.attention.backends import check_machine
+from hybrid_rl.models.exact import missing_operators
 from hybrid_rl.models.lora.folder import is_adapter_folder
 from hybrid_rl.models.lora.inject import is_adapter_name
 from hybrid_rl.models.model_loading import DTYPES, loading, model_folder
@@ -53,6 +54,13 @@ def check_attention(config: TrainerConfig, hardware: Hardware) -> None:
         logger.warning(
             "%s: %s through the model's own forward, every sample with its prompt and nothing packed", cause, subject
         )
+        return
+    if settings.exact:
+        if missing := missing_operators():
+            raise ConfigError(
+                f"model.exact=true needs the compiled extension, which has no {missing[0]} here: it was not built, or "
+                "HYBRID_RL_NATIVE=0; see docs/installation.md, or leave exact out"
+            )
         return
     check_machine(settings.attention, torch.device(settings.device), DTYPES[settings.dtype], is_here=hardware.is_here)
 

@@ -41,6 +41,8 @@ class HandoffProbe:
         self._prompt_ids = prompt_ids
         self._num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
         self._tolerance, self._dtype = config.rollout.handoff.probe_tolerance, dtype
+        if config.model.exact and self._tolerance is None:
+            self._tolerance = 0.0
 
     @property
     def request(self) -> RolloutRequest:

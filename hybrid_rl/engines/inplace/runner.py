@@ -241,7 +241,10 @@ class Runner:
         if params.penalises:
             logits = penalise(logits, params.repetition_penalty, tables["history"])
         if reads_host_memory(hidden.device):
-            return in_one(*sample(logits, params, tables["generated"]))
+            tokens, logprobs = sample(logits, params, tables["generated"])
+            if self._model.is_exact and not params.truncates:  # a trainer does not truncate
+                logprobs = self._model.chosen_logprobs(logits, tokens, params.temperature)
+            return in_one(tokens, logprobs)
         return choose(logits, params, tables["uniform"])
 
     def _copy_continued(self, chunks: list[Chunk]) -> None:

@@ -1,4 +1,4 @@
-"""Attention of a packed row through csrc/packed_attention.cpp: CPU, float32.
+"""Attention of a packed row through csrc/packed_attention.cpp: CPU, float32; bfloat16 is widened, and rounded after.
 
 One call per layer whatever the row holds: nothing is padded, no key of a shared prompt is copied, and windows and
 soft-capping are no exceptions. `PaddedAttention` is its oracle, and runs instead if the extension was not built.
@@ -49,8 +49,8 @@ class CompiledAttention:
         scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
         settings = (*self._segments, scale, options.window or 0, options.softcap or 0.0)
         apply: Any = _CompiledAttention.apply
-        out: Tensor = apply(query.contiguous(), key.contiguous(), value.contiguous(), settings)
-        return out
+        out: Tensor = apply(*(tensor.float().contiguous() for tensor in (query, key, value)), settings)
+        return out.to(query.dtype)
 
 
 class _CompiledAttention(torch.autograd.Function):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_rl.models.heads.logit_options import HeadOptions
-from hybrid_rl.models.heads.logprobs import chunks, head_backward, head_logits, precise
+from hybrid_rl.models.heads.logprobs import chunks, head_backward, head_logits, logit_logprobs, precise
 
 
 def token_distribution(
@@ -78,7 +79,13 @@ class _Distribution(torch.autograd.Function):
         log_probs = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=precise(hidden))
         for rows in chunks(*log_probs.shape):
             logits = head_logits(hidden[rows], weight, bias, options)
-            log_probs[rows] = torch.log_softmax(logits / temperature, dim=1)
+            if options.is_exact:
+                labels = logits.new_zeros(logits.shape[0], dtype=torch.int64)
+                log_sums = logit_logprobs(logits, labels, temperature)[2]
+                inverse = float(np.float32(1 / float(np.float32(temperature))))
+                log_probs[rows] = logits.double() * inverse - log_sums[:, None]
+            else:
+                log_probs[rows] = torch.log_softmax(logits / temperature, dim=1)
         ctx.save_for_backward(hidden, weight, bias, log_probs)
         ctx.temperature, ctx.options = temperature, options
         return log_probs

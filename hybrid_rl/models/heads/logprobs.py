@@ -12,13 +12,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_rl.compat import native
 from hybrid_rl.models.heads.logit_options import HeadOptions
 from hybrid_rl.models.heads.wide import wide_product, wide_weight_gradient
-from hybrid_rl.models.linear import product, weight_gradient
+from hybrid_rl.models.linear import exact_product, product, weight_gradient
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
 _logger = logging.getLogger("hybrid_rl")
@@ -26,7 +27,10 @@ _logger = logging.getLogger("hybrid_rl")
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
     """Compute logits, float32 (float64 for float64 input) [M, V]. hidden: [M, H]; weight: [V, H]; bias: [V] or None."""
-    logits = wide_product(hidden, weight, bias) if _is_wide(weight, options) else product(hidden, weight, bias)
+    if options.is_exact:
+        logits = exact_product(hidden, weight, bias, in_float32=_is_wide(weight, options))
+    else:
+        logits = wide_product(hidden, weight, bias) if _is_wide(weight, options) else product(hidden, weight, bias)
     logits = logits.to(precise(logits))
     if options.scale != 1.0:
         logits = logits * options.scale
@@ -111,6 +115,19 @@ def token_logprobs(
     return chunked_logprobs(hidden, weight, bias, labels, temperature, options)
 
 
+def logit_logprobs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ln p(label), entropy (nats) and ln sum exp of softmax(logits / temperature) by the compiled operator,
+    float32 [M] each, of which none depends on the other rows. logits: float32 [M, V] on a CPU; labels: int64 [M].
+
+    The temperature is rounded to float32 first: engines hold it so.
+    """
+    inverse = 1 / float(np.float32(temperature))
+    results: tuple[Tensor, Tensor, Tensor] = native.built_operator("label_logprobs")(
+        logits.contiguous(), labels.contiguous(), inverse
+    )
+    return results
+
+
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -162,9 +179,9 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts = []
         for rows in chunks(hidden.shape[0], weight.shape[0]):
-            if fused is not None:
-                logits = head_logits(hidden[rows], weight, bias, options).contiguous()
-                parts.append(fused[0](logits, labels[rows], 1 / temperature))
+            if fused is not None or options.is_exact:
+                logits = head_logits(hidden[rows], weight, bias, options)
+                parts.append(logit_logprobs(logits, labels[rows], temperature))
             else:
                 log_p = _log_softmax(hidden[rows], weight, bias, temperature, options)[0]
                 logprobs = log_p.gather(1, labels[rows, None])[:, 0]

@@ -9,6 +9,7 @@ from typing import Any, cast
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
 from hybrid_rl.models.packed.cache import check_cache
+from hybrid_rl.models.packed.exact_check import check_exact
 from hybrid_rl.models.packed.packed_model import PackedModel
 from hybrid_rl.models.packed.startup_check import check_causal, check_outputs, check_survey, check_weights
 from hybrid_rl.weights.plain import plain
@@ -28,18 +29,22 @@ class CausalLM(PackedModel):
         forward. prompt_ids: of the run, for the check to use tokens that the model knows.
 
         Raises ModelError if this architecture does not run under packed attention or its head is not the plain one:
-        the numbers would be wrong, silently. Weights that are not finite are named first.
+        the numbers would be wrong, silently. Weights that are not finite are named first. With exact=true it also
+        raises one if a number of a token depends on the tokens that it is computed with.
         """
         try:
             if self.attention.is_packed:
                 self.masked_from = check_survey(self)
-            return check_outputs(self, prompt_ids)
+            gap = check_outputs(self, prompt_ids)
         except ModelError as error:
             check_weights(self.module)
             check_causal(self)
             if not self.attention.is_packed:
                 raise
             raise ModelError(f"{error}; {self._remedy()}") from error
+        if self.is_exact:
+            check_exact(self)
+        return gap
 
     def _remedy(self) -> str:
         """Say what to do if packed attention does not work: use the other engine, unless its own checks fail too."""

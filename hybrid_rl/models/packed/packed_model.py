@@ -26,11 +26,12 @@ from hybrid_rl.models.attention.attention_function import (
 )
 from hybrid_rl.models.attention.backends import AttentionNeeds, check_dtype, choose_backend
 from hybrid_rl.models.attention.unpacked import UnpackedRow
+from hybrid_rl.models.exact import ExactFunctions
 from hybrid_rl.models.experts.expert_choices import NO_EXPERT, ExpertChoices
 from hybrid_rl.models.fused import FusedLayers
 from hybrid_rl.models.heads.distribution import token_distribution
 from hybrid_rl.models.heads.logit_options import HeadOptions
-from hybrid_rl.models.heads.logprobs import head_logits, token_logprobs
+from hybrid_rl.models.heads.logprobs import head_logits, logit_logprobs, token_logprobs
 from hybrid_rl.models.linear import Linears
 from hybrid_rl.models.lora.model_weights import weights_of
 from hybrid_rl.models.packed.repeated_layers import APART, CompiledBlocks, transformer_blocks
@@ -55,7 +56,8 @@ class PackedModel:
     attention: what training and scoring run on, a name of backends.py, auto, or unpacked (see unpacked.py). compile:
     training and scoring run transformer blocks through torch.compile, but for their attention. activation_offload: keep
     what the backward pass needs in host memory. float32_head: logits of a bfloat16 model are float32 products of its
-    bfloat16 hidden states and head, not rounded to bfloat16. Raises ConfigError if the attention cannot run here,
+    bfloat16 hidden states and head, not rounded to bfloat16. exact: no number of a token depends on what it is computed
+    with (exact.py); CPUs only, by the compiled operators. Raises ConfigError if the attention cannot run here,
     ModelError for a module without such a head or with float16 parameters.
     """
 
@@ -67,6 +69,7 @@ class PackedModel:
         compile: bool = False,
         activation_offload: bool = False,
         float32_head: bool = False,
+        exact: bool = False,
     ) -> None:
         self.module = module
         self.weights = weights_of(module)
@@ -79,16 +82,22 @@ class PackedModel:
         self.is_language_model = self.head is running(module.get_output_embeddings())
         self.has_float32_head = float32_head
         self._options = replace(
-            _head_options(module) if self.is_language_model else HeadOptions(), in_float32=float32_head
+            _head_options(module) if self.is_language_model else HeadOptions(),
+            in_float32=float32_head,
+            is_exact=exact,
         )
         check_dtype(self.device, self.dtype)
         is_float32 = self.dtype == torch.float32
-        self._linears = Linears(module if is_float32 else nn.Module())
+        self.is_exact = exact
+        self._linears = Linears(module if is_float32 and not exact else nn.Module())
         self._fused = FusedLayers(module if is_float32 and self.device.type == "cpu" else nn.Module())
         self._compiled = CompiledBlocks(transformer_blocks(module) if compile else [])
         self._choices: ExpertChoices | None = None
         self._chosen: Tensor | None = None
-        self.attention = choose_backend(attention, AttentionNeeds.of(module, self.device, self.dtype))
+        needs = AttentionNeeds.of(module, self.device, self.dtype)
+        if exact:  # which widens bfloat16
+            attention, needs = "compiled", replace(needs, dtype=torch.float32)
+        self.attention = choose_backend(attention, needs)
         if not self.attention.is_packed:
             _keep_soft_capping(module, self._configs)
 
@@ -158,7 +167,7 @@ class PackedModel:
         compiled = self._compiled.active() if self._compiled.is_active else nullcontext()
         fused = self._fused.active(self._fused.is_active)
         choices = nullcontext() if self._choices is None else self._choices.again()
-        return nullcontext(), _nested(same_attention(), linears, compiled, fused, choices)
+        return nullcontext(), _nested(same_attention(), linears, compiled, fused, choices, self._functions())
 
     @property
     def choices(self) -> ExpertChoices:
@@ -177,6 +186,9 @@ class PackedModel:
         assert self._chosen is not None, "no row has named experts"
         return self._chosen
 
+    def _functions(self) -> AbstractContextManager[Any]:
+        return ExactFunctions() if self.is_exact else nullcontext()
+
     def own_forward(self, token_ids: Tensor, **arguments: Any) -> Any:
         """Run the module's own backbone on sequences of one length, int64 [B, L], without padding or mask."""
         with self._linears.fast(token_ids.numel()), self._fused.active():
@@ -193,13 +205,25 @@ class PackedModel:
         function = APART if self._compiled.is_active else NAME
         is_eager = not self._compiled.is_active  # Inductor chooses how to multiply, and what to fuse
         linears = self._linears.fast(token_ids.shape[0] if is_eager else 0)
-        with attention_functions(self._configs, function, attention), linears, self._fused.active(is_eager):
+        fused, functions = self._fused.active(is_eager), self._functions()
+        with attention_functions(self._configs, function, attention), linears, fused, functions:
             output = self.backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [M, V] of hidden states [M, H]."""
         return head_logits(hidden, self.head.weight, self.head.bias, self._options)
+
+    def chosen_logprobs(self, logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
+        """Return ln p of a token in each row of float32 logits [M, V], as `token_logprobs` computes it, for float32
+        temperatures [M], of which 0 counts as 1; tokens: int64 [M]. Returns float32 [M]."""
+        logprobs = torch.empty_like(temperatures)
+        for temperature in temperatures.unique().tolist():
+            rows = (temperatures == temperature).nonzero()[:, 0]
+            is_all = len(rows) == len(logits)
+            some = (logits, tokens) if is_all else (logits[rows], tokens[rows])
+            logprobs[rows] = logit_logprobs(*some, temperature or 1.0)[0]
+        return logprobs
 
     def token_logprobs(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return ln p(labels) and entropy, float32 [M], of hidden [M, H] and labels int64 [M], at a temperature;

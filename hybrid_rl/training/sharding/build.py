@@ -96,6 +96,7 @@ def call_options(config: TrainerConfig, *, is_trained: bool) -> dict[str, Any]:
         "compile": config.model.torch_compile,
         "activation_offload": config.memory.keeps_on_host("activations") and is_trained,
         "float32_head": config.model.cast_lm_head_to_fp32,
+        "exact": config.model.exact,
     }
 
 

@@ -177,7 +177,8 @@ class ShardedCausalLM(CausalLM):
 
     def plain_twin(self) -> CausalLM:
         """Make a model over the twin, with this one's attention and head. It has weights while the twin is bound."""
-        return CausalLM(self.twin.module, self.attention.name, float32_head=self.has_float32_head)
+        name, head, exact = self.attention.name, self.has_float32_head, self.is_exact
+        return CausalLM(self.twin.module, name, float32_head=head, exact=exact)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -260,8 +261,9 @@ class ShardedCausalLM(CausalLM):
             expected = plain.row_outputs(row)
         self.masked_from = plain.masked_from
         gaps = [relative_gap(*pair) for pair in zip(self.row_outputs(row), expected, strict=True)]
+        tolerance = 0.0 if self.is_exact else VERIFY_TOLERANCE.get(self.dtype, 1e-3)
         for difference in gaps:
-            if not difference <= VERIFY_TOLERANCE.get(self.dtype, 1e-3):
+            if not difference <= tolerance:
                 raise ModelError(
                     f"{type(self.twin.module).__name__} gives other logprobs on shards (relative gap "
                     f"{difference:.1e}); this architecture is not supported on several ranks"

@@ -1,0 +1,78 @@
+"""The check of model.exact at the start: the bits of a token, after every layer, in rows with and without others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models.packed.packed_model import PackedModel
+from hybrid_rl.models.packed.startup_check import various_tokens
+from hybrid_rl.models.row import Layout, PackedRow
+
+LENGTHS = (3, 61, 2, 17, 40)  # together they are several times what PyTorch computes in one thread, in most layers
+
+
+@torch.no_grad()
+def check_exact(model: PackedModel) -> None:
+    """Raise ModelError, with the first layer that differs, if sequences give other bits alone than in one row. The row
+    runs without gradients, as engines do, the sequences alone with gradients, as the trainer does."""
+    limit = model.length_limit
+    lengths = [length if limit is None else min(length, limit.num_tokens) for length in LENGTHS]
+    sequences = various_tokens(model.module, sum(lengths)).to(model.device).split(lengths)
+    together = _marks(model, sequences)
+    starts = accumulate(lengths, initial=0)
+    for start, sequence in zip(starts, sequences, strict=False):
+        with torch.enable_grad():
+            alone = _marks(model, [sequence])
+        for call, marks in alone.items():
+            if call in together and not torch.equal(marks, together[call][start : start + len(sequence)]):
+                name = call[0]
+                layer = "the head" if name is None else f"{name} ({type(model.module.get_submodule(name)).__name__})"
+                raise ModelError(
+                    f"exact=true: {layer} of {type(model.module).__name__} gives other numbers in a row of "
+                    f"{sum(lengths)} tokens than in one of {len(sequence)}; set exact=false"
+                )
+
+
+def _marks(model: PackedModel, sequences: Sequence[Tensor]) -> dict[tuple[str | None, int], Tensor]:
+    """Run a row; return what marks the bits of each of its T tokens, int64 [T], by the name of a layer and the number
+    of its call, in the order in which calls end, and at last of the logprobs, as None. Layers with other outputs than
+    one of T rows are left out."""
+    token_ids, layout = torch.cat(list(sequences)), Layout(tuple(map(len, sequences)))
+    positions = layout.positions().to(token_ids.device)
+    marks: dict[tuple[str | None, int], Tensor] = {}
+    num_calls = Counter[str]()
+
+    def keep(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        num_calls[name] += 1
+        tensor = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+        if isinstance(tensor, Tensor) and len(token_ids) in tensor.shape[:2] and tensor.shape[0] in (1, len(token_ids)):
+            marks[name, num_calls[name]] = _mark(tensor.detach().reshape(len(token_ids), -1))
+
+    with _hooked(model.module, keep):
+        row = PackedRow(token_ids, positions, token_ids, torch.arange(len(token_ids), device=token_ids.device), layout)
+        logprobs = model.row_logprobs(row, 1.0)[0]
+    return {**marks, (None, 1): _mark(logprobs.detach()[:, None])}
+
+
+def _mark(rows: Tensor) -> Tensor:
+    """Return a number for the bits of each row of floats [T, n], int64 [T]; the sign of a zero does not count."""
+    whole = (rows + 0.0).contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()])
+    factors = 2 * torch.arange(whole.shape[1], device=rows.device) * 0x9E3779B1 + 1
+    return (whole.long() * factors).sum(1)
+
+
+@contextmanager
+def _hooked(module: nn.Module, keep: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, child in module.named_modules():
+            stack.callback(child.register_forward_hook(partial(keep, name)).remove)
+        yield

@@ -1,0 +1,151 @@
+"""Passes whose numbers do not depend on what is computed together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rl.compat import native
+from hybrid_rl.errors import ModelError
+from hybrid_rl.models import CausalLM
+from hybrid_rl.models.exact import ExactFunctions, missing_operators
+from hybrid_rl.models.linear import exact_product
+from hybrid_rl.models.packed.exact_check import check_exact
+from tests.unit.models.families import build
+
+pytestmark = pytest.mark.skipif(not native.is_available() or bool(missing_operators()), reason="extension not built")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def numbers(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_a_product_against_numbers_by_hand() -> None:
+    left, right = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[4.0, 5.0, 6.0], [0.5, 0.25, -1.0]])
+    assert exact_product(left, right, torch.tensor([1.0, 10.0])).tolist() == [[33.0, 8.0]]
+    # One chain in order: 2^24 + 1 is 2^24 in float32, twice. A sum by halves would have 2^24 + 2.
+    chain = torch.tensor([[2.0**24, 1.0, 1.0]])
+    assert exact_product(chain, torch.ones(1, 3)).tolist() == [[2.0**24]]
+    assert exact_product(chain, torch.ones(1, 3)).tolist() != exact_product(chain.flip(1), torch.ones(1, 3)).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_columns", "depth"), [(70, 33), (1, 300), (96, 512), (49, 257)])
+def test_a_number_of_a_product_depends_on_its_row_and_column_only(num_columns: int, depth: int, dtype) -> None:
+    left, right, bias = (
+        numbers(*sizes, dtype=dtype, seed=seed)
+        for seed, sizes in enumerate([(300, depth), (num_columns, depth), (num_columns,)])
+    )
+    whole = exact_product(left, right, bias)
+    expected = left.double() @ right.double().t() + bias.double()
+    scale = expected.abs().max()
+    torch.testing.assert_close(
+        whole.double() / scale, expected / scale, rtol=0, atol=0.005 if dtype != DTYPES[0] else 1e-6
+    )
+    for num_rows in (*range(1, 15), 64, 239, 240, 241):
+        rows = torch.randperm(300, generator=torch.Generator().manual_seed(num_rows))[:num_rows]
+        assert torch.equal(exact_product(left[rows], right, bias), whole[rows])
+    by_depth = right.t().contiguous().t()
+    assert torch.equal(exact_product(left, by_depth, bias), whole)
+    assert torch.equal(exact_product(left, right[::2], bias[::2].contiguous()), whole[:, ::2])
+    assert torch.equal(exact_product(left, right, bias, in_float32=True).to(dtype), whole)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(exact_product(left, right, bias), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+FUNCTIONS = {
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "softplus": functional.softplus,
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 0.1),
+    "exp": torch.exp,
+    "tanh": torch.tanh,
+    "cos": torch.cos,
+    "softmax": lambda x: torch.softmax(x, -1),
+    "mean of squares": lambda x: x.pow(2).mean(-1, keepdim=True),
+    "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_row_are_the_same_in_any_batch(name: str, dtype: torch.dtype) -> None:
+    """Those that PyTorch has so, too: the day on which one changes shows here."""
+    function = FUNCTIONS[name]
+    for width in (5, 60):
+        rows = 3 * numbers(1999, width, dtype=dtype)
+        with ExactFunctions():
+            whole = function(rows)
+            for first, last in ((0, 1), (1, 4), (7, 70), (100, 1150)):
+                assert torch.equal(function(rows[first:last].clone()), whole[first:last]), (width, first, last)
+        torch.testing.assert_close(whole, function(rows))
+
+
+def test_the_functions_that_are_replaced_need_it() -> None:
+    """In float32 PyTorch's SiLU rounds otherwise where a vectorised loop ends."""
+    rows = 3 * numbers(3999, 5)
+    whole = functional.silu(rows)
+    assert any(not torch.equal(functional.silu(rows[n : n + 3].clone()), whole[n : n + 3]) for n in range(0, 3990, 3))
+
+
+def test_gradients_are_those_of_the_same_functions_without() -> None:
+    left, right, vector = numbers(12, 16), numbers(3, 16, 8, seed=1), numbers(8, seed=2)
+    ends = torch.tensor([5, 5, 12], dtype=torch.int32)  # the second expert has no rows
+
+    def loss(*inputs: Tensor) -> Tensor:
+        rows, experts, bias = inputs
+        grouped = torch.nn.functional.grouped_mm(rows, experts, offs=ends)
+        batched = torch.bmm(rows.view(3, 4, 16), experts).view(12, 8)
+        linear = functional.linear(rows, experts[0].t(), bias) + rows @ experts[1]
+        return (functional.silu(grouped) * torch.sigmoid(linear) + batched + torch.addmm(bias, rows, experts[2])).sum()
+
+    gradients = []
+    for is_exact in (True, False):
+        inputs = [tensor.clone().requires_grad_() for tensor in (left, right, vector)]
+        if is_exact:
+            with ExactFunctions():
+                value = loss(*inputs)
+        else:
+            value = loss(*inputs)
+        value.backward()
+        gradients.append([tensor.grad for tensor in inputs])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_recomputed_activations_have_the_same_bits() -> None:
+    """Gradient checkpointing: the gradient is that of the pass without, to the bit."""
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = CausalLM(build("qwen3-moe"), exact=True)
+        if is_checkpointed:
+            model.enable_gradient_checkpointing()
+        tokens = torch.arange(23) * 5 % 90 + 2
+        logprobs, _ = model.packed_logprobs(tokens, [9, 14], torch.arange(1, 9), 1.0)
+        logprobs.sum().backward()
+        gradients.append([p.grad for p in model.module.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 10
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_the_check_names_the_layer_that_mixes_tokens_with_their_row() -> None:
+    module = build("llama")
+    check_exact(CausalLM(module, exact=True))
+    layer = module.model.layers[1].mlp
+    plain = layer.forward
+    layer.forward = lambda x: plain(x) * (1 + 1e-6 * x.abs().max())
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp \(LlamaMLP\) of LlamaForCausalLM gives other numbers"):
+        check_exact(CausalLM(module, exact=True))
+
+
+def test_the_check_finds_ordinary_passes() -> None:
+    with pytest.raises(ModelError, match="gives other numbers in a row of"):
+        check_exact(CausalLM(build("qwen3-moe")))
