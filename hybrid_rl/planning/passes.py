@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
 from hybrid_rl.config.lora_keys import LoraKeys
-from hybrid_rl.config.schema import ColocatedRolloutConfig
+from hybrid_rl.config.schema import ColocatedRolloutConfig, is_rounded
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.models.packed.cache import CacheSize
@@ -78,7 +78,10 @@ class Passes:
     def probe(self, config: TrainerConfig) -> PassMemory:
         """Count the trainer's half of the probe of a handoff, on the longest prompt."""
         num_tokens = self.longest_prompt(config)
-        return self._once("policy", config, num_tokens, "probe", lambda it: it.probe(num_tokens))
+        rounds = is_rounded(config.rollout)
+        return self._once(
+            "policy", config, num_tokens, ("probe", rounds), lambda it: it.probe(num_tokens, is_rounded=rounds)
+        )
 
     def longest_prompt(self, config: TrainerConfig) -> int:
         """Return the tokens of the longest prompt."""
