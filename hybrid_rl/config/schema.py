@@ -234,11 +234,6 @@ class InPlaceRolloutConfig(RolloutConfig):
                 )
 
 
-def is_rounded(config: RolloutConfig) -> bool:
-    """Return whether an embedded engine decodes from rounded weights of its own."""
-    return isinstance(config, InPlaceRolloutConfig) and config.quantization != "none"
-
-
 @dataclass(frozen=True)
 class HFRolloutConfig(RolloutConfig):
     """rollout.engine=hf, which decodes through the model's own forward, with the caches of transformers. A running

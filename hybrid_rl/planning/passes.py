@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.config.lora_keys import LoraKeys
-from hybrid_rl.config.schema import ColocatedRolloutConfig, is_rounded
+from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankMesh
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.models.packed.cache import CacheSize

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy
-from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig, is_rounded
+from hybrid_rl.config.algorithm import has_reference_model, is_rounded, reference_is_policy
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.memory.cycle import (
     ACTOR,
     CRITIC,

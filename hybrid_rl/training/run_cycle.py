@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from hybrid_rl.algos import KLInLoss, KLInReward, Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy, reference_ranks
-from hybrid_rl.config.schema import is_rounded
+from hybrid_rl.config.algorithm import has_reference_model, is_rounded, reference_is_policy, reference_ranks
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import (
     ACTOR,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.config.rollout_ranks import rollout_config
-from hybrid_rl.config.schema import is_rounded
 from hybrid_rl.controller import Backend, RankContext, dispatch, result_of
 from hybrid_rl.engines.base import SlotUse
 from hybrid_rl.memory.cycle import ACTOR

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.schema import is_rounded
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM, PackedRow

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, is_rounded
+from hybrid_rl.config.algorithm import is_rounded
+from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
 from hybrid_rl.engines.base import KV_CACHE, TAGS, WEIGHTS, derive_seed

@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.schema import ColocatedRolloutConfig, is_rounded
+from hybrid_rl.config.algorithm import is_rounded
+from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.extras.plan.trace_files import load_trace, read_sources
 from hybrid_rl.extras.plan.traffic import LINKS, Traffic, fsdp_layout, gathered, report_of
