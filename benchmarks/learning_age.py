@@ -1,4 +1,4 @@
-"""Learning from samples of older weights: accuracy per sample and per second on the quickstart's task.
+"""Learning from samples of older or rounded weights: accuracy per sample and per second on the quickstart's task.
 
 Each seed has its own task and warm start. From there the variants train on equally many samples, with the settings of
 the quickstart: synchronous, partial rollouts, the same without correction, and one step off. In a process they take
@@ -48,6 +48,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # As completions are short, all that is begun is whole at once: with 96 more than a step takes, of three versions.
     "three versions old": FAR,
     "three versions old, no correction": {**FAR, "correction": "none"},
+    # Samples of rounded weights, and of the same version.
+    "int8": {"quantization": "int8"},
+    "int8, no correction": {"quantization": "int8", "correction": "none"},
 }
 DEFAULT = ("synchronous", "partial", "partial, no correction", "one step off")
 

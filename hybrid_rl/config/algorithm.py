@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hybrid_rl.algos import KLInLoss, KLInReward, Needs, PolicyObjective
 from hybrid_rl.config.algorithm_keys import AdaptiveEntropyConfig, AlgorithmConfig
 from hybrid_rl.config.lora_keys import LoraKeys
-from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.schema import InPlaceRolloutConfig, RolloutConfig, TrainerConfig, ValueHeadConfig
 from hybrid_rl.errors import ConfigError
 
 # Columns that come from the learner's distribution before the update.
@@ -309,6 +309,11 @@ def steps_ahead(config: TrainerConfig) -> int:
     """Return how many batches are generated ahead of the one that is trained on: rollout.async_level, resolved."""
     level = config.rollout.async_level
     return 0 if level == "auto" else level
+
+
+def is_rounded(config: RolloutConfig) -> bool:
+    """Return whether an embedded engine decodes from rounded weights of its own. config: the section `rollout`."""
+    return isinstance(config, InPlaceRolloutConfig) and config.quantization == "int8"
 
 
 def teacher_path(config: TrainerConfig) -> str | None:

@@ -94,10 +94,12 @@ def _is_ahead(given: Mapping[str, Any]) -> bool:
 
 
 def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
-    # Tokens of older weights need a weight, unless loss or advantages bring their own.
+    # Tokens of older or of rounded weights need a weight, unless loss or advantages bring their own.
     oversample = given.get("oversample")
     is_old = _is_ahead(given) or oversample is None or number(oversample) > 0
-    if not _holds(given) or not is_old or given.get("unfinished") == "drop" or given.get("old_logprobs") == "rollout":
+    is_old = is_old and _holds(given) and given.get("unfinished") != "drop"
+    is_rounded = given.get("quantization") not in (None, "none")
+    if not (is_old or is_rounded) or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()
     is_weighed = loss.corrects_rollout or Needs.ROLLOUT_LOGPROBS in advantage.needs

@@ -195,15 +195,48 @@ class InPlaceRolloutConfig(RolloutConfig):
         "draft tokens from other completions of the prompt, compute them together, and keep those that are drawn: the "
         "same samples in fewer passes, but for rounding; auto = where it saves time; on = always; CPUs only",
     )
+    quantization: Literal["none", "int8"] = key(
+        "none",
+        "int8 = decode from weights of 8 bits, with a scale per output channel, rounded from the trainer's masters at "
+        "every handoff; on CPUs, without adapters",
+    )
     engine_args: InPlaceArgs = entries(InPlaceArgs, ARGS_DOC)
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError if drafts would decide where completions are broken off."""
+        """Raise ConfigError if drafts would decide where completions are broken off, or weights cannot be rounded."""
+        if self.quantization == "int8":
+            self._check_int8(config)
         if self.speculation != "off" and self.partial:
             raise ConfigError(
                 f"speculation={self.speculation} with partial=true: how far completions are when a step breaks them "
                 "off would depend on drafts, and no run could be repeated; set one of them only"
             )
+
+    def _check_int8(self, config: TrainerConfig) -> None:
+        name = "rollout.quantization=int8"
+        if config.model.device == "cuda":
+            raise ConfigError(f"{name} multiplies on CPUs only, but model.device=cuda; leave it out")
+        if config.lora.is_on:
+            raise ConfigError(
+                f"{name} rounds the weights that are trained, but lora.r={config.lora.r} trains adapters beside them; "
+                "leave one of them out"
+            )
+        if config.model.torch_compile:
+            raise ConfigError(
+                f"{name} with model.torch_compile=true: the probe of a handoff rounds the trainer's layers one by one, "
+                "which compiled blocks do not allow; leave one of them out"
+            )
+        if config.model.dtype == "bfloat16":
+            if getattr(config.controller, "rollout_ranks", 0):
+                raise ConfigError(
+                    f"{name} with dtype=bfloat16 and rollout_ranks: ranks that only generate get weights in bfloat16, "
+                    "which would be rounded twice; use dtype=float32, or no rollout_ranks"
+                )
+            if "optimizer" in (config.memory.offload or ()):
+                raise ConfigError(
+                    f"{name} with dtype=bfloat16 rounds the optimizer's masters at every handoff, but memory.offload "
+                    "names optimizer; take it out"
+                )
 
 
 @dataclass(frozen=True)

@@ -360,6 +360,12 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
         )
+    rounding = getattr(config.rollout, "quantization", "none")
+    if rounding != "none" and config.correction.is_active and "correction.correction_mode" not in given:
+        yield (
+            f"rollout.quantization={rounding}: correction={config.correction.correction_mode} is chosen, which weighs "
+            "tokens by how likely the trainer's own weights make them; correction=none leaves it out"
+        )
     if config.optimizer.learning_rate > LARGE_RATE:
         yield (
             f"learning_rate={config.optimizer.learning_rate:g}: AdamW moves each weight by about this much in an "

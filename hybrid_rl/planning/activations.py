@@ -200,18 +200,19 @@ class Counted:
         return self._count(model, run, is_first=True)
 
     @_by_layers
-    def probe(self, num_tokens: int) -> PassMemory:
-        """Count the trainer's half of the probe of a handoff, on a prompt of so many tokens."""
+    def probe(self, num_tokens: int, *, is_rounded: bool = False) -> PassMemory:
+        """Count the trainer's half of the probe of a handoff, on a prompt of so many tokens. is_rounded: of an engine
+        that rounds its weights."""
         model = self.model()
         prompt = Jagged.from_rows([[0] * num_tokens], torch.int64)
-        num_passes = num_probe_passes(model.dtype)
+        num_passes = num_probe_passes(model.dtype, is_rounded=is_rounded)
 
         def run() -> None:
             # What is kept of it lies on the host.
             width = model.head.out_features if self.device_type == "cpu" else 0
             kept = torch.empty(num_passes, PROBE_TOKENS, width, device=model.device)
             with torch.no_grad():
-                for labels in ([[0]], [[0] * PROBE_TOKENS])[:num_passes]:
+                for labels in ([[0]], *[[[0] * PROBE_TOKENS]] * (num_passes - 1)):
                     row = model.row_of(prompt, Jagged.from_rows(labels, torch.int64))
                     model.row_distribution(row, 1.0)
             del kept

@@ -16,9 +16,10 @@ from hybrid_rl.config.schema import InPlaceRolloutConfig, TrainerConfig, VLLMRol
 from hybrid_rl.engines.inplace.kv_cache import LayerShape
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
+from hybrid_rl.models.int8.int8_model import rounded_places
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.packed.cache import CacheSize
-from hybrid_rl.planning.ledger import Share
+from hybrid_rl.planning.ledger import HANDOFF, Share
 
 VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this
 VLLM_BLOCK = {"cpu": 32, "cuda": 16}  # tokens, as in vllm/arguments.py
@@ -111,6 +112,27 @@ def gathered_share(module: PreTrainedModel, itemsize: int) -> Share:
     """Return the full weights that each of several ranks gathers for an embedded engine."""
     numel = sum(p.numel() for p in module.parameters())
     return Share(ENGINE_WEIGHTS, numel * itemsize, f"{numel:,} parameters x {itemsize} B, gathered in place")
+
+
+def rounded_share(module: PreTrainedModel, itemsize: int, *, is_whole: bool) -> Share:
+    """Return the weights of an in-place engine that decodes from 8 bits. is_whole: what is not rounded is its own too;
+    otherwise that is the trainer's."""
+    names = {place.name for place in rounded_places(module)}
+    shapes = [p.shape for name, p in module.named_parameters() if name in names]
+    numel, rows = sum(map(math.prod, shapes)), sum(math.prod(shape[:-1]) for shape in shapes)
+    num_bytes, words = numel + 4 * rows, f"{numel:,} parameters x 1 B + {rows:,} scales x 4 B"
+    if is_whole:
+        rest = sum(p.numel() for name, p in module.named_parameters() if name not in names)
+        num_bytes, words = num_bytes + rest * itemsize, f"{words} + {rest:,} parameters x {itemsize} B"
+    return Share(ENGINE_WEIGHTS, num_bytes, words)
+
+
+def rounding_share(module: PreTrainedModel, *, is_whole: bool) -> Share:
+    """Return what the handoff of such weights takes besides them: one is rounded once more to be compared, or gathered
+    in fp32 if it is not rounded. is_whole: as above."""
+    names = {place.name for place in rounded_places(module)}
+    sizes = [p.numel() * (1 if name in names else 4 * is_whole) for name, p in module.named_parameters()]
+    return Share(HANDOFF, max(sizes), "a weight on its way to the engine")
 
 
 def vllm_weights_share(module: PreTrainedModel, config: TrainerConfig, itemsize: int) -> Share:

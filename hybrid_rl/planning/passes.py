@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankMesh
@@ -78,7 +79,10 @@ class Passes:
     def probe(self, config: TrainerConfig) -> PassMemory:
         """Count the trainer's half of the probe of a handoff, on the longest prompt."""
         num_tokens = self.longest_prompt(config)
-        return self._once("policy", config, num_tokens, "probe", lambda it: it.probe(num_tokens))
+        rounds = is_rounded(config.rollout)
+        return self._once(
+            "policy", config, num_tokens, ("probe", rounds), lambda it: it.probe(num_tokens, is_rounded=rounds)
+        )
 
     def longest_prompt(self, config: TrainerConfig) -> int:
         """Return the tokens of the longest prompt."""

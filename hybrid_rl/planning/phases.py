@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy
+from hybrid_rl.config.algorithm import has_reference_model, is_rounded, reference_is_policy
 from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.memory.cycle import (
     ACTOR,
@@ -133,6 +133,8 @@ class StepMemory:
                 num_bytes = adapter_memory.slot_numel(policy, self.config) * itemsize
                 words = f"{shares[ENGINE_WEIGHTS].formula} + {num_bytes:,} B of a slot for adapters"
                 shares[ENGINE_WEIGHTS] = Share(ENGINE_WEIGHTS, shares[ENGINE_WEIGHTS].num_bytes + num_bytes, words)
+        elif is_rounded(self.config.rollout):
+            shares[ENGINE_WEIGHTS] = engines.rounded_share(policy, itemsize, is_whole=sharding is not None)
         elif sharding is not None:
             shares[ENGINE_WEIGHTS] = engines.gathered_share(policy, itemsize)
         if has_reference_model(self.config):
@@ -155,6 +157,8 @@ class StepMemory:
         can_sleep = self.config.model.device != "cpu" and self.trains
         if isinstance(rollout, ColocatedRolloutConfig) and (rollout.handoff.adopt_weights or not can_sleep):
             engine = set()
+        if is_rounded(rollout):
+            engine.discard(ENGINE_WEIGHTS)
         return frozenset(self.plan.offload | engine)
 
     # -------------------------------------------------------------------------------------------------- phases
@@ -346,7 +350,7 @@ class StepMemory:
         held, num_tokens = self.passes.probe(config).fullest, self.passes.longest_prompt(config)
         probe = [Share(ACTIVATIONS, held.others, f"counted: {num_tokens:,} tokens of a probe")]
         sharding = sharding_of(config)
-        if sharding is not None and isinstance(config.rollout, ColocatedRolloutConfig):
+        if sharding is not None and (isinstance(config.rollout, ColocatedRolloutConfig) or is_rounded(config.rollout)):
             # Others have gathered all weights by then. Between two blocks there are the weights and the buffer of one,
             # and the buffer of the one before; before the first, the root's.
             root, *blocks = self._unit_bytes(sharding)
@@ -362,7 +366,8 @@ class StepMemory:
         if config.model.device != "cpu" or not config.rollout.handoff.probe_steps:
             return []
         num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
-        num_rows = num_probe_passes(DTYPES[config.model.dtype]) * num_tokens
+        passes = num_probe_passes(DTYPES[config.model.dtype], is_rounded=is_rounded(config.rollout))
+        num_rows = passes * num_tokens
         vocabulary = self.passes.shape.models.policy.config.get_text_config().vocab_size
         return [Share(ACTIVATIONS, num_rows * vocabulary * 4, f"{num_rows} x {vocabulary:,} x 4 B of a probe")]
 
@@ -375,6 +380,8 @@ class StepMemory:
             if config.model.device == "cuda":
                 shares.append(Share(HANDOFF, BUCKET_BYTES, f"a bucket of {size_text(BUCKET_BYTES)} from files"))
             return shares
+        if is_rounded(config.rollout):
+            return [engines.rounding_share(self.passes.shape.models.policy, is_whole=sharding is not None)]
         if sharding is None:
             return shares
         sizes = self._unit_bytes(sharding)

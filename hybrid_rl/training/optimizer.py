@@ -172,6 +172,12 @@ class Optimizer:
         self.check()
         return torch.stack([follow(self._targets[name], local_tensor(p)) for name, p in self._parameters.items()])
 
+    def masters(self) -> Mapping[str, Tensor]:
+        """Return the fp32 masters by the names of their parameters, after `take_over`; empty if the parameters are the
+        masters. The memory itself."""
+        self.take_over()
+        return self._targets if self._has_masters else {}
+
     @torch.no_grad()
     def step(self) -> tuple[float, bool]:
         """Clip, update, advance the schedule and clear the gradients. Collective over shards.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hybrid_rl.algos import KLInLoss, KLInReward, Needs
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import has_reference_model, reference_is_policy, reference_ranks
+from hybrid_rl.config.algorithm import has_reference_model, is_rounded, reference_is_policy, reference_ranks
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import (
     ACTOR,
@@ -65,7 +65,7 @@ def memory_phases(
         CRITIC: isinstance(config.critic, ValueHeadConfig),
         CRITIC_OPTIMIZER: isinstance(config.critic, ValueHeadConfig),
         REWARD_MODELS: has_reward_models,
-        ENGINE_WEIGHTS: generates and not is_actor,
+        ENGINE_WEIGHTS: generates and (not is_actor or is_rounded(config.rollout)),
         KV_CACHE: generates,
     }
     residents = frozenset(tag for tag, is_there in has.items() if is_there)
@@ -84,7 +84,11 @@ def memory_phases(
     engine = frozenset({ENGINE_WEIGHTS, KV_CACHE}) & residents
     # vLLM sleeps on GPUs only, and for others that need the room; adopted memory is the trainer's.
     engine_stays = adopts or (config.rollout.engine == "vllm" and (config.model.device == "cpu" or not trains))
-    return MemoryPhases(cycle, residents, offload, offload if engine_stays else offload | engine)
+    if engine_stays:
+        engine = frozenset()
+    elif is_rounded(config.rollout):
+        engine -= {ENGINE_WEIGHTS}
+    return MemoryPhases(cycle, residents, offload, offload | engine)
 
 
 def scores_actor(config: TrainerConfig, spec: LossSpec) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybrid_rl.batch import AnyBatch
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.config.rollout_ranks import rollout_config
 from hybrid_rl.controller import Backend, RankContext, dispatch, result_of
 from hybrid_rl.engines.base import SlotUse
@@ -36,7 +37,7 @@ from hybrid_rl.training.sharding.build import policy_on_meta
 from hybrid_rl.workers.generating import GeneratingWorker, load_policy
 from hybrid_rl.workers.groups import GeneratingGroup, PolicyGroup, ReferenceGroup
 from hybrid_rl.workers.policy_versions import PolicyReader, fill, require_folder
-from hybrid_rl.workers.rollout_side import EmbeddedSide, FilesSide, RolloutSide
+from hybrid_rl.workers.rollout_side import EmbeddedSide, FilesSide, RolloutSide, RoundedSide
 from hybrid_rl.workers.setup import RewardSetup, WorkerSetup
 from hybrid_rl.workers.trainer_memory import TrainerMemory
 
@@ -75,7 +76,8 @@ class RolloutWorker(GeneratingWorker):
             self._model = policy_on_meta(setup.model, config)
             self._model.check_length(setup.max_length)
         with self.lease(frozenset({ACTOR} if self._is_embedded else ())), progress.doing("building the engine"):
-            side: RolloutSide = (EmbeddedSide if self._is_embedded else FilesSide)(setup, self._model, context)
+            embedded = RoundedSide if is_rounded(config.rollout) else EmbeddedSide
+            side: RolloutSide = (embedded if self._is_embedded else FilesSide)(setup, self._model, context)
         self._generate_with(setup, side, memory, self._model)
 
     @dispatch(collect="all")

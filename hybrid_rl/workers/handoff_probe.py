@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.routing import find_routers
+from hybrid_rl.models.int8.int8_model import rounded_layers
 from hybrid_rl.models.row import Layout
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 
@@ -29,6 +31,10 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 # differ by so many times what the model's own do on average; and by so many times what the token does that moves most,
 # as one does whose router is about to choose another expert.
 NOISE_FACTOR, TOKEN_FACTOR = 4.0, 2.0
+# An engine that rounds its weights is compared with the trainer's layers over weights that are rounded as well. It also
+# rounds what its layers read, much less (`models/int8/rounding.py`): the rounding of weights moves SmolLM2's logprobs
+# by 0.165 (the root mean square over the vocabulary), that of what its layers read by 0.008.
+ROUNDED_FACTOR = 0.25
 # What a router reads has been rounded many times, so it is moved by more of its last places than embeddings are.
 ROUTER_UNITS = 8.0
 
@@ -43,6 +49,7 @@ class HandoffProbe:
         self._tolerance, self._dtype = config.rollout.handoff.probe_tolerance, dtype
         if config.model.exact and self._tolerance is None:
             self._tolerance = 0.0
+        self._is_rounded = is_rounded(config.rollout)
 
     @property
     def request(self) -> RolloutRequest:
@@ -56,8 +63,25 @@ class HandoffProbe:
         """Continue the prompt with the likeliest tokens. Returns ln p of the whole vocabulary at each of them, float32
         [1, k, V] on the host; in 16 bits [2, k, V], the second time with embeddings that are moved by half a unit in
         their last place: what one rounding does to this model on these tokens. What routers read is moved as well, and
-        both ways: the one counts that moves a token more. Collective if the model is sharded."""
-        token_ids, num_passes = torch.tensor(self._prompt_ids, device=model.device), num_probe_passes(model.dtype)
+        both ways: the one counts that moves a token more. If the engine rounds its weights, the layers' are rounded for
+        all that, and there is one more at the end, of the weights as they are. Collective if the model is sharded."""
+        with rounded_layers(model.module) if self._is_rounded else nullcontext():
+            expected, token_ids = self._continued(model)
+        if self._is_rounded:
+            row = self._row_of(token_ids)
+            expected[-1] = model.row_distribution(row, 1.0)
+        return expected
+
+    def _row_of(self, token_ids: Tensor) -> PackedRow:
+        """Return the whole continuation as one row whose labels are its tokens."""
+        places = torch.arange(len(token_ids) - 1, device=token_ids.device)
+        last = places[len(self._prompt_ids) - 1 :]
+        return PackedRow(token_ids[:-1], places, token_ids[last + 1], last, Layout((len(places),)))
+
+    def _continued(self, model: CausalLM) -> tuple[Tensor, Tensor]:
+        """Return what `expected` does, but for the weights as they are, and the tokens of prompt and continuation."""
+        token_ids = torch.tensor(self._prompt_ids, device=model.device)
+        num_passes = num_probe_passes(model.dtype, is_rounded=self._is_rounded)
         # Filled row by row: a vocabulary is wide, and this is what the probe keeps in memory.
         shape = (num_passes, self._num_tokens, model.head.out_features)
         expected = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -70,10 +94,8 @@ class HandoffProbe:
             expected[0, place] = logprobs[0]
             token_ids = torch.cat([token_ids, logprobs.argmax(1)])
             del logprobs
-        if num_passes > 1:
-            places = torch.arange(len(token_ids) - 1, device=model.device)
-            last = places[len(self._prompt_ids) - 1 :]
-            row = PackedRow(token_ids[:-1], places, token_ids[last + 1], last, Layout((len(places),)))
+        if num_probe_passes(model.dtype) > 1:
+            row = self._row_of(token_ids)
             with rounded(model, 1.0):
                 expected[1] = model.row_distribution(row, 1.0)
             if find_routers(model.module):
@@ -83,7 +105,7 @@ class HandoffProbe:
                 for place, (plain, there) in enumerate(zip(expected[0], expected[1], strict=True)):
                     if _distance(plain, back[place]) > _distance(plain, there):
                         expected[1, place] = back[place]
-        return expected
+        return expected, token_ids
 
     def compare(self, expected: Tensor, answer: FinishedSample, version: int, proof: str | None) -> float:
         """Return the largest gap between the logprobs of the engine's tokens and `expected`, up to the first token that
@@ -93,9 +115,13 @@ class HandoffProbe:
         """
         rows, tolerance = expected[0], self._tolerance
         if tolerance is None:
-            squares = [_distance(row, moved) for row, moved in zip(rows, expected[-1], strict=True)]
+            moved = expected[num_probe_passes(self._dtype) - 1]
+            squares = [_distance(row, its) for row, its in zip(rows, moved, strict=True)]
             noise = NOISE_FACTOR * math.sqrt(statistics.fmean(squares)), TOKEN_FACTOR * math.sqrt(max(squares))
             tolerance = max(PROBE_TOLERANCE[self._dtype], *noise)
+            if self._is_rounded:
+                error = max(_distance(row, whole) for row, whole in zip(rows, expected[-1], strict=True))
+                tolerance = max(tolerance, ROUNDED_FACTOR * math.sqrt(error))
         gap = 0.0
         for row, token, logprob in zip(rows, answer.completion_ids, answer.logprobs, strict=False):
             difference = abs(float(row[token]) - logprob)

@@ -81,7 +81,7 @@ class HybridWorker(SavingWorker):
         self.hold(memory.optimizer(self._actor.optimizer))
         self.hold(memory.models(ACTOR, [model]))
         with self.lease(frozenset({ACTOR})), progress.doing("building the engine"):
-            side = rollout_side(setup, model, context)
+            side = rollout_side(setup, model, context, self._actor.optimizer.masters)
         self._generate_with(setup, side, memory, model)
         self._samples: dict[Path, JsonLines] = {}
         self._demonstrations = Demonstrations(demonstration_encoder(setup.tokenizer, config), setup.decode)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig
 from hybrid_rl.controller import RankContext
 from hybrid_rl.controller.ranks import BlockGather
@@ -24,6 +27,7 @@ from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS
 from hybrid_rl.memory.leases import Resident
 from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.int8.int8_model import Int8CausalLM
 from hybrid_rl.models.lora.factors import adapter_shapes
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source, agree
 from hybrid_rl.resharding.handoff.disk import DiskSource, write_version
@@ -39,6 +43,8 @@ from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.workers.setup import WorkerSetup
 from hybrid_rl.workers.trainer_memory import engine_weights_resident, kv_cache_resident
+
+Masters = Callable[[], Mapping[str, Tensor]]
 
 SAME_MEMORY = "its weights are the trainer's own memory"
 
@@ -74,8 +80,9 @@ class RolloutSide(ABC):
         self.client.close()
 
 
-def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext) -> RolloutSide:
-    """Make the engine that the configuration names, bound to the actor. Collective.
+def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext, masters: Masters) -> RolloutSide:
+    """Make the engine that the configuration names, bound to the actor. masters: gives those of the optimizer now, by
+    name, none if the actor's own weights are. Collective.
 
     Raises ConfigError if it cannot run here. An engine in a separate process (placement "separate") needs a side here
     that starts it, reaches its weights through an IpcSource, and gives it a client that forwards the calls of
@@ -90,6 +97,8 @@ def rollout_side(setup: WorkerSetup, model: CausalLM, context: RankContext) -> R
             f"rollout.engine={config.engine} runs in a separate process (placement={config.placement}), but workers "
             f"step engines in their own process only; choose an engine that is embedded or colocated"
         )
+    if is_rounded(config):
+        return RoundedSide(setup, model, context, masters)
     return sides[config.placement](setup, model, context)
 
 
@@ -152,6 +161,42 @@ class EmbeddedSide(RolloutSide):
     def proof(self, verified: Mapping[str, float]) -> str | None:
         """Say that the memory is the same: a handoff checks that every tensor has the address of the trainer's."""
         return SAME_MEMORY
+
+
+class RoundedSide(RolloutSide):
+    """An engine that decodes from weights of 8 bits of its own, beside what is not rounded: that is the actor's, or
+    gathered from its shards. Its weights never leave memory. masters: as for `rollout_side`."""
+
+    def __init__(self, setup: WorkerSetup, model: CausalLM, context: RankContext, masters: Masters = dict) -> None:
+        self._model, self._masters = model, masters
+        module = model.twin.module if isinstance(model, ShardedCausalLM) else model.module
+        self._rounded = Int8CausalLM(
+            module, model.attention.name, dtype=model.dtype, float32_head=model.has_float32_head
+        )
+        self._rounded.masked_from = model.masked_from
+        self.client = EngineClient(make_engine(engine_setup(setup, self._rounded, context)))
+        self.client.at_rest().wake({WEIGHTS})
+        weights = Resident(ENGINE_WEIGHTS, lambda: self._rounded.num_bytes)
+        self.residents = (weights, kv_cache_resident(self.client))
+
+    def publish(self, version: int) -> HandoffReport:
+        """Round the actor's weights."""
+        return self.client.at_rest().update_weights(self._source(), version)
+
+    def verify(self, version: int) -> dict[str, float]:
+        """Round them once more and compare every byte: it takes less time than the step's first forward pass."""
+        start = now()
+        self._rounded.check(self._source().tensors, version)
+        return {"timing/verify": now() - start, "handoff/unproven_bytes": 0.0}
+
+    def proof(self, verified: Mapping[str, float]) -> str | None:
+        """Say what was compared."""
+        return "its int8 weights were compared byte by byte with the trainer's, rounded again, and are equal"
+
+    def _source(self) -> TensorSource:
+        masters = self._masters()
+        rounded = {name: masters[name] for name in self._rounded.rounded_names if name in masters}
+        return TensorSource({**named_weights(self._model.module), **rounded})
 
 
 class ColocatedSide(RolloutSide):

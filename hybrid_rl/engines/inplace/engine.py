@@ -6,8 +6,10 @@ sequences that decode and chunks of prompts together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +27,12 @@ from hybrid_rl.engines.inplace.scheduler import Scheduler, Sequence
 from hybrid_rl.engines.inplace.slots import SlotTable
 from hybrid_rl.engines.inplace.speculation import Speculation
 from hybrid_rl.engines.registry import EngineSetup
-from hybrid_rl.errors import ConfigError
+from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.memory.shortage import is_shortage, release_cached
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.int8.int8_model import Int8CausalLM
+from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.handoff.tensor import TensorSource, check_shared
 
 
 class InPlaceEngine(EmbeddedEngine):
@@ -186,10 +191,39 @@ class InPlaceEngine(EmbeddedEngine):
         return self.kv_cache_bytes if self._cache.is_allocated else 0, 1 - pool.num_free / pool.num_blocks
 
 
+class RoundedEngine(InPlaceEngine):
+    """An InPlaceEngine over an `Int8CausalLM`, whose weights of 8 bits are made from the trainer's at each handoff.
+
+    They stay while the trainer trains: they take a quarter of what is rounded, or less than half that in bfloat16.
+    """
+
+    def __init__(self, model: Int8CausalLM, config: InPlaceRolloutConfig, **arguments: Any) -> None:
+        super().__init__(model, config, **arguments)
+        self.rounded = model
+
+    def update_weights(self, source: Source, version: int) -> HandoffReport:
+        """Round the weights of a policy version, `TensorSource.tensors`: masters where there are any, or shards.
+        Collective if they are sharded. What is not rounded must be the very tensors that this engine decodes from, or
+        is copied as well."""
+        start = time.perf_counter()
+        self.require_update(version)
+        if not isinstance(source, TensorSource):
+            raise HandoffError(f"the engine rounds the trainer's tensors; a {type(source).__name__} has none")
+        shared = self.rounded.shared
+        check_shared(TensorSource({name: source.tensors[name] for name in shared}), shared)
+        self._begin_rollout()
+        self.policy_version = -1  # until all are written
+        self.rounded.write(source.tensors)
+        self.policy_version = version
+        seconds = time.perf_counter() - start
+        return HandoffReport(self.rounded.num_bytes, version=version, num_tensors=len(source.tensors), seconds=seconds)
+
+
 def make_engine(setup: EngineSetup) -> InPlaceEngine:
     """Make the engine of rollout.engine=inplace."""
     assert isinstance(setup.config, InPlaceRolloutConfig)
-    return InPlaceEngine(
+    kind: Any = RoundedEngine if isinstance(setup.model, Int8CausalLM) else InPlaceEngine
+    return kind(
         setup.model,
         setup.config,
         max_length=setup.max_length,

@@ -13,10 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
+from hybrid_rl.config.algorithm import is_rounded
 from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.errors import ConfigError, HybridRLError
 from hybrid_rl.extras.plan.trace_files import load_trace, read_sources
 from hybrid_rl.extras.plan.traffic import LINKS, Traffic, fsdp_layout, gathered, report_of
+from hybrid_rl.models.int8.int8_model import rounded_places
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.resharding.layout import SourceLayout, TensorSpec
 from hybrid_rl.resharding.rank_plan import make_plan
@@ -80,7 +82,11 @@ def plan_handoff(
     hosts = [f"host{rank // ranks_per_host}" for rank in range(num_ranks)]
     dtype = DTYPES[config.model.dtype]
     if not isinstance(rollout, ColocatedRolloutConfig):
-        return replace(_embedded(skeleton, dtype, hosts, config.fsdp.dp_replicate), is_on_gpus=not on_host)
+        replicas = config.fsdp.dp_replicate
+        plan = (
+            _rounded(skeleton, hosts, replicas) if is_rounded(rollout) else _embedded(skeleton, dtype, hosts, replicas)
+        )
+        return replace(plan, is_on_gpus=not on_host)
     if rollout.handoff.adopt_weights:
         return HandoffPlan("trainer and engine share one copy of the weights: nothing is moved", {})
     words = f"{rollout.engine} gets each element once, from the rank nearest to it that holds it"
@@ -145,6 +151,19 @@ def _embedded(skeleton: PreTrainedModel, dtype: torch.dtype, hosts: Sequence[str
         minimum=sum(links.values(), Traffic()),
         source="counted from the shapes of the model",
     )
+
+
+def _rounded(skeleton: PreTrainedModel, hosts: Sequence[str], replicas: int) -> HandoffPlan:
+    """Return the plan of an engine that rounds weights: each rank its rows, whose integers all gather, and the rest."""
+    names = {place.name for place in rounded_places(skeleton)}
+    kinds = {True: torch.int8, False: torch.float32}
+    specs = [TensorSpec(name, tuple(t.shape), kinds[name in names]) for name, t in skeleton.named_parameters()]
+    words = "the engine decodes from the trainer's weights rounded to 8 bits, which are written anew"
+    if len(hosts) == 1:
+        return HandoffPlan(words, {})
+    links = gathered(fsdp_layout(specs, len(hosts), replicas=replicas, hosts=hosts), 0)
+    source = "counted from the shapes of the model, without scales"
+    return HandoffPlan(f"{words}: every rank rounds its rows", links, sum(links.values(), Traffic()), source=source)
 
 
 def _received(links: Mapping[str, Traffic]) -> int:

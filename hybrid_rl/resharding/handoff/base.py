@@ -32,9 +32,10 @@ PROBE_TOKENS = 4  # of the probe of a handoff: trainer and engine continue a pro
 LOCAL, PEER, HOST, REMOTE, DISK = "local", "peer", "host", "remote", "disk"
 
 
-def num_probe_passes(dtype: torch.dtype) -> int:
-    """Return how often the trainer computes its half of a probe: twice in 16 bits, for its own noise."""
-    return 1 if dtype.itemsize >= 4 else 2
+def num_probe_passes(dtype: torch.dtype, *, is_rounded: bool = False) -> int:
+    """Return how often the trainer computes its half of a probe: once more in 16 bits, for its own noise, and once more
+    if the engine rounds its weights, for what that does."""
+    return 1 + (dtype.itemsize < 4) + is_rounded
 
 
 @dataclass(frozen=True)

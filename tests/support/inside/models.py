@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,3 +50,9 @@ def fetch_ahead(offload: Any) -> None:
 def num_fetched(offload: Any) -> int:
     """Activations that are back, and were not asked for yet."""
     return sum(copy._fetched is not None for copy in offload._copies)
+
+
+def rounded_weights(model: Any) -> Mapping[str, Any]:
+    """The weights of 8 bits of a model, by name."""
+    weights: Mapping[str, Any] = model._rounded
+    return weights

@@ -1,0 +1,1 @@
+"""Models that compute with weights of 8 bits."""
