@@ -141,6 +141,9 @@ class RolloutConfig:
     is_packed: ClassVar[bool] = True
     library: ClassVar[tuple[str, str] | None] = None
 
+    # Exists only with engines that can hold weights on a grid.
+    quantization = "none"
+
     engine: str = key("inplace", ENGINES)
     max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
     temperature: float = key(
@@ -249,6 +252,12 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
     engine_args: VLLMArgs = entries(VLLMArgs, ARGS_DOC)
+    quantization: Literal["none", "fp8", "fp8_block", "int4", "nvfp4"] = key(
+        "none",
+        "hold the engine's linear layers in 8 or 4 bits, made from the trainer's weights at every handoff: fp8 (one "
+        "scale per weight), fp8_block (one per 128 x 128), int4 (one per 32 of a row) or nvfp4 (one per 16); on CPUs "
+        "they are computed with in the engine's dtype, for tests",
+    )
     tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
 
     @property

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.handoff.quantised import Quantisation
 from hybrid_rl.vllm.adapter_slots import make_writer
 from hybrid_rl.vllm.arguments import engine_arguments
 from hybrid_rl.vllm.build_engine import (
@@ -56,6 +58,7 @@ from hybrid_rl.vllm.derived import log_derived
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on, clean_allocator, freed_asleep
 from hybrid_rl.vllm.process_state import Guest, classes_kept, on_stream, process_kept, stream_of_thread
+from hybrid_rl.vllm.quantization import quantization_of
 from hybrid_rl.vllm.translated_requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import checkpoint_views
@@ -103,6 +106,10 @@ class VLLMEngine(ColocatedEngine):
         )
         self._config, self._device = config, device
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(module).items()}
+        views, quantisation = checkpoint_views(module), None
+        if config.quantization != "none":
+            quantisation = Quantisation.of(module, config.quantization, dtype)
+            views, self._shapes = quantisation.views(views), quantisation.shapes(self._shapes)
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
         self.can_sleep = can_sleep = can_sleep_on(device) and not adopts
@@ -110,10 +117,10 @@ class VLLMEngine(ColocatedEngine):
             if self._owns_group:
                 own_group(device)
             self._writer = make_writer(
-                checkpoint_views(module),
+                views,
                 adapter_ranks or {},
                 rank=dist.get_rank(),
-                is_plain=config.engine_args.plain_weights,
+                quantization=quantization_of(config),
                 dtype=dtype,
                 device=device,
             )
@@ -139,6 +146,9 @@ class VLLMEngine(ColocatedEngine):
                 self._llm, self.kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
                 models.append(self._writer.weights.model)
                 self._writer.begin()
+                if quantisation is not None:
+                    joined = quantisation.joins(self._writer.weights.whole_trace)
+                    self.quantisation = replace(quantisation, joined=joined)
                 self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
                 self._memory = EngineMemory(
                     self._llm,
