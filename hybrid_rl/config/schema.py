@@ -54,6 +54,11 @@ class ModelConfig:
         "elsewhere; bfloat16 keeps fp32 master weights and accumulates gradients in fp32",
     )
     trust_remote_code: bool = key(False, "run Python code from the model folder")
+    quantization_aware: Literal["none", "int4", "nvfp4"] = key(
+        "none",
+        "train on the grid of rollout.quantization: forward passes compute with quantised linear layers, and gradients "
+        "go to the weights as if they had not been (straight-through); the reference model is not quantised",
+    )
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
     torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
     attention: Literal["auto", "varlen", "flash_attn", "flash_attn_3", "compiled", "sdpa", "unpacked"] = key(
@@ -260,6 +265,27 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
     )
     tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
 
+    def _check_quantised(self, config: TrainerConfig) -> None:
+        """Raise ConfigError for what quantised weights cannot be combined with."""
+        handoff, words = self.handoff, f"rollout.quantization={self.quantization}"
+        if handoff.transport in ("ipc", "disk"):
+            raise ConfigError(
+                f"{words} makes the engine's weights anew at every handoff, and handoff.transport={handoff.transport} "
+                "reads or writes the trainer's own; leave transport out"
+            )
+        if handoff.adopt_weights:
+            raise ConfigError(f"{words}: quantised weights cannot be the trainer's own memory; leave adopt_weights out")
+        if handoff.lora == "adapter":
+            raise ConfigError(
+                f"{words} is for whole weights, and handoff.lora=adapter hands over adapters alone; set "
+                "handoff.lora=merged"
+            )
+        if getattr(config.controller, "rollout_ranks", 0):
+            raise ConfigError(
+                f"{words} needs ranks that both train and generate, and those of controller.rollout_ranks read weights "
+                "from files; set rollout_ranks=0"
+            )
+
     @property
     def ranks_per_engine(self) -> int:
         """Ranks of a tensor-parallel replica."""
@@ -275,6 +301,8 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
         check_arguments(self, config.model.device)
+        if self.quantization != "none":
+            self._check_quantised(config)
         if self.handoff.lora == "adapter":
             check_slot(config.lora)
             if self.handoff.transport == "disk":

@@ -12,7 +12,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
+from hybrid_rl.models.grid_linear import GridLinear
 from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from hybrid_rl.resharding.handoff.quantised import Quantisation
@@ -108,7 +108,8 @@ class VLLMEngine(ColocatedEngine):
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(module).items()}
         views, quantisation = checkpoint_views(module), None
         if config.quantization != "none":
-            quantisation = Quantisation.of(module, config.quantization, dtype)
+            trained_in = dtype if any(isinstance(layer, GridLinear) for layer in module.modules()) else None
+            quantisation = Quantisation.of(module, config.quantization, dtype, trained_in)
             views, self._shapes = quantisation.views(views), quantisation.shapes(self._shapes)
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
@@ -147,8 +148,7 @@ class VLLMEngine(ColocatedEngine):
                 models.append(self._writer.weights.model)
                 self._writer.begin()
                 if quantisation is not None:
-                    joined = quantisation.joins(self._writer.weights.whole_trace)
-                    self.quantisation = replace(quantisation, joined=joined)
+                    self.quantisation = quantisation.joined_as(self._writer.weights.whole_trace)
                 self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
                 self._memory = EngineMemory(
                     self._llm,

@@ -26,8 +26,9 @@ from hybrid_rl.weights.views import CheckpointViews
 class WeightWriter:
     """Writes the trainer's weights into a live vLLM model.
 
-    views: of the trainer's checkpoint, or of the quantised one. rank: of this process among those that hold the weights.
-    quantization: as vLLM is told (`quantization_of`); what it rearranges is loaded again by vLLM at every handoff.
+    views: of the trainer's checkpoint, or of the quantised one. rank: of this process among those that hold the
+    weights. quantization: as vLLM is told (`quantization_of`); what it rearranges is loaded again by vLLM at every
+    handoff.
 
     writes_all: whether every handoff writes all weights. lora_request: what a request must carry, if anything.
     slot_bytes: of adapters that vLLM adds to its weights itself.

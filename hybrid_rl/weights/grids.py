@@ -1,25 +1,29 @@
 """Grids of quantised linear weights, in the layouts that vLLM loads: few bits for each weight, and a scale for many.
 
-Pure functions: a weight [out, in] becomes tensors by suffix, named as in a checkpoint of that layout, and back. Whatever
-its dtype, it is computed with in float32 and rounded once. A rank that holds some rows of a weight quantises them alone,
-once it knows the largest values (`maxima`) of blocks that other ranks have rows of.
+Pure functions: a weight [out, in] becomes tensors by suffix, named as in a checkpoint of that layout, and back.
+Whatever its dtype, it is computed with in float32 and rounded once. A rank that holds some rows of a weight quantises
+them alone, once it knows the largest values (`maxima`) of blocks that other ranks have rows of.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hybrid_rl.errors import ConfigError
 
 FP8_MAX, FP4_MAX = 448.0, 6.0  # of float8_e4m3fn, and of e2m1
 SMALLEST_FP8_SCALE = 1.0 / (FP8_MAX * 512.0)
 SMALLEST_BLOCK_MAXIMUM, SMALLEST_FP4_MAXIMUM = 1e-4, 1e-8
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_JOINED = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 _FP4_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between them; a tie goes to the value whose number is even
 
 Parts = dict[str, Tensor]  # by suffix
@@ -42,8 +46,8 @@ class Grid(ABC):
     """A layout.
 
     multiple: of elements that a row must have. block: rows and columns that share a scale over the rows of several
-    ranks; None: no scale does. whole_scale: the suffix of the scale of a whole weight, which weights that an engine joins
-    into one share; None: there is none.
+    ranks; None: no scale does. whole_scale: the suffix of the scale of a whole weight, which weights that an engine
+    joins into one share; None: there is none.
     """
 
     multiple: ClassVar[int] = 1
@@ -123,9 +127,9 @@ class BlockFP8(Grid):
 
 
 class Int4(Grid):
-    """Four bits as w / scale + 8, of groups of 32 of a row, with the smallest scale in which -8 to 7 hold a group, as in
-    vLLM's `quantize_weights` (uint4b8). Packed as compressed-tensors does: eight to an int32, the first one lowest. The
-    scale is rounded to the engine's dtype first, and the weights are divided by what is left of it."""
+    """Four bits as w / scale + 8, of groups of 32 of a row, with the smallest scale in which -8 to 7 hold a group, as
+    in vLLM's `quantize_weights` (uint4b8). Packed as compressed-tensors does: eight to an int32, the first one lowest.
+    The scale is rounded to the engine's dtype first, and the weights are divided by what is left of it."""
 
     multiple = 32
 
@@ -156,8 +160,8 @@ class Int4(Grid):
 
 class NVFP4(Grid):
     """e2m1 (FP4_VALUES and a sign) of blocks of 16 of a row: an e4m3 scale for each, and a float32 one for all, as in
-    vLLM's `ref_nvfp4_quant`. Packed as compressed-tensors does: two to a byte, the first one lowest; the scale of all is
-    kept as what is divided by."""
+    vLLM's `ref_nvfp4_quant`. Packed as compressed-tensors does: two to a byte, the first one lowest; the scale of all
+    is kept as what is divided by."""
 
     multiple, whole_scale = 16, "weight_global_scale"
 
@@ -197,6 +201,46 @@ class NVFP4(Grid):
 
 
 GRIDS: Mapping[str, Grid] = {"fp8": FP8(), "fp8_block": BlockFP8(), "int4": Int4(), "nvfp4": NVFP4()}
+
+
+def grid_weights(module: PreTrainedModel, name: str, *, key: str) -> list[str]:
+    """Return the names of the weights of a model that are put on a grid: those of its linear layers, but not the head.
+    name: of the grid, in GRIDS; key: by which a user has chosen it.
+
+    Raises ConfigError for a model that has other matrices than these and embeddings, or rows that the grid does not
+    divide.
+    """
+    head, multiple = module.get_output_embeddings(), GRIDS[name].multiple
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding) or each is head}
+    linear = {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)} - tables
+    names = []
+    for weight_name, weight in module.named_parameters():
+        if weight.dim() < 2 or id(weight) in tables:
+            continue
+        if id(weight) not in linear:
+            raise ConfigError(
+                f"{key}={name} is for models whose matrices are linear layers and embeddings, and {weight_name} "
+                f"{list(weight.shape)} is neither (mixtures of experts are not supported); leave it out"
+            )
+        if weight.shape[1] % multiple:
+            raise ConfigError(
+                f"{key}={name} takes {multiple} weights of a row together, and {weight_name} {list(weight.shape)} has "
+                f"{weight.shape[1]} in a row; leave it out, or take a grid that does not divide rows (fp8, fp8_block)"
+            )
+        names.append(weight_name)
+    return names
+
+
+def joined_names(names: Iterable[str]) -> list[frozenset[str]]:
+    """Return the weights that vLLM's models have as one, by their usual names: queries, keys and values of a layer, and
+    gate and up projection."""
+    groups: dict[tuple[str, int], set[str]] = {}
+    for name in names:
+        stem, _, layer = name.removesuffix(".weight").rpartition(".")
+        for number, joined in enumerate(_JOINED):
+            if layer in joined:
+                groups.setdefault((stem, number), set()).add(name)
+    return [frozenset(group) for group in groups.values() if len(group) > 1]
 
 
 def _blocks(rows: Tensor, block: tuple[int, int], first_row: int) -> Tensor:

@@ -9,12 +9,12 @@ weights that share a scale, are exchanged before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rl.compat.torch import storage_id
@@ -25,7 +25,7 @@ from hybrid_rl.resharding.handoff.merged import check_changes, merged_part
 from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.resharding.layout import PLAIN, ShardedTensor, SourceLayout, TensorSpec
 from hybrid_rl.resharding.trace import Trace
-from hybrid_rl.weights.grids import GRIDS, Grid, Part
+from hybrid_rl.weights.grids import GRIDS, Grid, Part, grid_weights, joined_names
 from hybrid_rl.weights.low_rank import LowRank
 from hybrid_rl.weights.views import CheckpointViews
 
@@ -48,29 +48,12 @@ class Quantisation:
     joined: Sequence[frozenset[str]] = field(default=())
 
     @classmethod
-    def of(cls, module: PreTrainedModel, name: str, dtype: torch.dtype) -> Quantisation:
-        """Choose the weights of a model: those of its linear layers, but not the head. name: of the grid, in GRIDS.
-
-        Raises ConfigError for a model that has other matrices than these and embeddings, or rows that the grid does not
-        divide.
-        """
-        grid, head = GRIDS[name], module.get_output_embeddings()
-        tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding) or each is head}
-        linear = {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)} - tables
-        weights = {name: weight for name, weight in module.named_parameters() if id(weight) in linear}
-        for other, weight in module.named_parameters():
-            if weight.dim() > 1 and id(weight) not in linear | tables:
-                raise ConfigError(
-                    f"rollout.quantization={name} is for models whose matrices are linear layers and embeddings, and "
-                    f"{other} {list(weight.shape)} is neither (mixtures of experts are not supported); leave it out"
-                )
-        for linear_name, weight in weights.items():
-            if weight.shape[1] % grid.multiple:
-                raise ConfigError(
-                    f"rollout.quantization={name} takes {grid.multiple} weights of a row together, and {linear_name} "
-                    f"{list(weight.shape)} has {weight.shape[1]}; use fp8 or fp8_block, or leave it out"
-                )
-        return cls(grid, frozenset(weights), dtype)
+    def of(
+        cls, module: PreTrainedModel, name: str, dtype: torch.dtype, trained_in: torch.dtype | None = None
+    ) -> Quantisation:
+        """Choose the weights of a model, see `grid_weights`, with its errors. name: of the grid, in GRIDS."""
+        names = grid_weights(module, name, key="rollout.quantization")
+        return cls(GRIDS[name], frozenset(names), dtype, trained_in)
 
     def parts(self, name: str, shape: tuple[int, ...]) -> dict[str, Part]:
         """Describe what replaces a weight of the trainer, by name: of several dims, but for what `names` has not."""
@@ -113,8 +96,22 @@ class Quantisation:
                 result[name] = shape
         return result
 
-    def joins(self, trace: Trace) -> list[frozenset[str]]:
-        """Return the weights that an engine has as one, by its trace of the quantised weights."""
+    def joined_as(self, trace: Trace) -> Quantisation:
+        """Return the same with the weights that an engine has as one, by its trace of the quantised weights.
+
+        Raises ConfigError if a trainer on this grid joins others: its scales would not be the engine's.
+        """
+        joined = self._joined(trace)
+        usual = joined_names(self.names)
+        if self.grid.whole_scale and self.trained_in is not None and {*joined} != {*usual}:
+            odd = sorted(min({*joined} ^ {*usual}, key=sorted))
+            raise ConfigError(
+                f"model.quantization_aware: the engine and the trainer do not give one scale to the same weights, e.g. "
+                f"{', '.join(odd)}; use int4, whose scales are of groups"
+            )
+        return replace(self, joined=joined)
+
+    def _joined(self, trace: Trace) -> list[frozenset[str]]:
         owners = {stem + suffix: stem + _WEIGHT for stem in self._stems() for suffix in self._suffixes()}
         groups: dict[int, set[str]] = {}
         for source, destination in {*zip(trace.copies.source.tolist(), trace.copies.destination.tolist(), strict=True)}:
@@ -233,7 +230,7 @@ class _Shards:
 
 
 def _placed(name: str, part: Part, weight: ShardedTensor, num_ranks: int) -> ShardedTensor:
-    """Return where a part of a weight is: with its rows, or whole on every rank. Raises HandoffError if rows are cut."""
+    """Place a part of a weight: with its rows, or whole on every rank. Raises HandoffError if rows are cut."""
     spec = TensorSpec(name, part.shape, part.dtype)
     if part.per_element is None:
         return ShardedTensor.of(spec, np.arange(num_ranks, dtype=np.int32), PLAIN)
