@@ -369,7 +369,7 @@ class StepMemory:
     def _handoff(self) -> list[Share]:
         """Return what publishing takes besides the weights of both sides."""
         config, sharding = self.config, sharding_of(self.config)
-        shares = self._adapters_on_their_way()
+        shares = [*self._adapters_on_their_way(), *self._quantised()]
         if not self.trains and isinstance(config.rollout, ColocatedRolloutConfig):
             # Files are mapped in host memory, of which nothing is copied but what is on its way to a GPU.
             if config.model.device == "cuda":
@@ -382,10 +382,21 @@ class StepMemory:
             # Unit by unit, each through a buffer of its size; the root, with the embedding, comes first.
             fullest = max(sum(sizes[: number + 1]) + size for number, size in enumerate(sizes))
             return [Share(HANDOFF, fullest - sum(sizes), "a unit on its way into the weights that are gathered")]
-        if config.rollout.handoff.transport == "distributed" or sharding.cpu_offload:
+        is_sent = config.rollout.handoff.transport == "distributed" or config.rollout.quantization != "none"
+        if is_sent or sharding.cpu_offload:
             count = 2 if sharding.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares
+
+    def _quantised(self) -> list[Share]:
+        """Return the quantised weights of a rank's shards, which a handoff makes before it copies or sends them."""
+        sharding, sizes = sharding_of(self.config), engines.quantised_bytes(self.passes.shape.models.policy, self.config)
+        if not sizes:
+            return []
+        num_ranks = 1 if sharding is None else sharding.dp_shard
+        num_bytes = -(-sum(sizes.values()) // num_ranks)
+        words = f"1/{num_ranks} of the" if num_ranks > 1 else "the"
+        return [Share(HANDOFF, num_bytes, f"{words} weights in {self.config.rollout.quantization}")]
 
     def _adapters_on_their_way(self) -> list[Share]:
         """Return what a handoff takes for adapters that vLLM gets as part of its weights."""

@@ -80,7 +80,7 @@ class Grid(ABC):
             largest = rows.abs().amax() if rows.numel() else rows.new_zeros(())
             return largest.float().reshape(1, 1)
         if self.block is None or not rows.numel():
-            return rows.new_zeros((0, 0), dtype=torch.float32)
+            return rows.new_zeros(self.num_blocks((0, rows.shape[1])), dtype=torch.float32)
         return _blocks(rows, self.block, first_row).abs().amax(dim=(1, 3)).float()
 
 
