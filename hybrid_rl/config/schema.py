@@ -280,6 +280,11 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"{words} is for whole weights, and handoff.lora=adapter hands over adapters alone; set "
                 "handoff.lora=merged"
             )
+        if config.lora.is_on and handoff.probe_steps and handoff.probe_tolerance is None:
+            raise ConfigError(
+                f"{words} with lora.r quantises base and adapters together, so the probe compares the engine with "
+                "weights that are not quantised; set handoff.probe_tolerance, or handoff.probe_steps=0"
+            )
         if getattr(config.controller, "rollout_ranks", 0):
             raise ConfigError(
                 f"{words} needs ranks that both train and generate, and those of controller.rollout_ranks read weights "

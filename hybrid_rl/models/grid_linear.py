@@ -10,6 +10,8 @@ Q(W) is computed in the forward pass and again in the backward pass, and kept by
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.linear import product, weight_gradient
 from hybrid_rl.weights.grids import GRIDS, Grid, grid_weights, joined_names
+from hybrid_rl.weights.plain import is_adapted
 
 
 class GridLinear(nn.Linear):
@@ -36,7 +39,7 @@ class GridLinear(nn.Linear):
         return out.view(*input.shape[:-1], out.shape[-1])
 
     @torch.no_grad()
-    def on_grid(self) -> Tensor:
+    def quantised(self) -> Tensor:
         """Return the weight that an engine on this grid computes with, [out, in], in the layer's dtype."""
         layers = self.siblings if self.grid.whole_scale else (self,)
         maxima = torch.stack([self.grid.maxima(layer.weight) for layer in layers]).amax(0)
@@ -64,6 +67,21 @@ def train_on_grid(module: PreTrainedModel, name: str) -> None:
         vars(layer).update(grid=GRIDS[name], siblings=tuple(layers[each] for each in sorted(group)))
 
 
+@contextmanager
+def on_grid(module: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let a model compute as an engine on a grid does inside the block, to be compared with it. A name that is not in
+    GRIDS, and a model with adapters, whose engine quantises what they are merged into, change nothing."""
+    is_there = any(isinstance(layer, GridLinear) for layer in module.modules())
+    if name not in GRIDS or is_there or is_adapted(module):
+        yield
+        return
+    train_on_grid(module, name)
+    try:
+        yield
+    finally:
+        leave_grid(module)
+
+
 def leave_grid(module: nn.Module) -> None:
     """Make the layers of a model plain again, in place."""
     layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, GridLinear)]
@@ -77,7 +95,7 @@ class _OnGrid(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, layer: GridLinear) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.layer = layer
-        return product(rows, layer.on_grid(), bias)
+        return product(rows, layer.quantised(), bias)
 
     @staticmethod
     @once_differentiable
@@ -86,7 +104,7 @@ class _OnGrid(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
-            product(grad, ctx.layer.on_grid().t()) if needs_rows else None,
+            product(grad, ctx.layer.quantised().t()) if needs_rows else None,
             weight_gradient(grad, rows).to(weight.dtype) if needs_weight else None,
             grad.sum(0) if needs_bias else None,
             None,

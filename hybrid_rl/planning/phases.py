@@ -390,9 +390,10 @@ class StepMemory:
 
     def _quantised(self) -> list[Share]:
         """Return the quantised weights of a rank's shards, which a handoff makes before it copies or sends them."""
-        sharding, sizes = sharding_of(self.config), engines.quantised_bytes(self.passes.shape.models.policy, self.config)
+        sizes = engines.quantised_bytes(self.passes.shape.models.policy, self.config)
         if not sizes:
             return []
+        sharding = sharding_of(self.config)
         num_ranks = 1 if sharding is None else sharding.dp_shard
         num_bytes = -(-sum(sizes.values()) // num_ranks)
         words = f"1/{num_ranks} of the" if num_ranks > 1 else "the"

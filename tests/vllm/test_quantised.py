@@ -149,9 +149,10 @@ def test_a_trainer_on_the_engines_grid_and_what_can_go_wrong_with_scales(tmp_pat
 @pytest.mark.sweep
 @pytest.mark.parametrize("grid", GAPS)
 def test_an_engine_on_a_grid_holds_what_vllms_functions_make(grid, tmp_path):
-    with run(tmp_path, grid, aware=False, **{"handoff.probe_tolerance": 5.0, "max_steps": 5}) as (trainer, lines):
+    with run(tmp_path, grid, aware=False, max_steps=5) as (trainer, lines):
         for line in lines:
             assert 1e-4 < line["sampling/sampling_logp_difference/max"] < GAPS[grid]
+            assert line["handoff/probe_gap"] < 1e-5  # whose half of the trainer is on the grid
             assert line["timing/verify"] > 0 and line["handoff/unproven_bytes"] == 0
         worker = worker_of(trainer)
         check_bytes(engine_of(worker), module_of(worker), grid)
@@ -185,7 +186,6 @@ def test_shards_are_quantised_as_the_whole(grid, size, tmp_path):
     grid, its logprobs."""
     aware = grid in ("int4", "nvfp4")
     keys = {"num_ranks": 2, "tensor_parallel_size": size, "ray.env_vars": {"TMPDIR": "/" + "tmp"}}
-    keys |= {} if aware else {"handoff.probe_tolerance": 5.0}
     with run(tmp_path, grid, aware=aware, **keys) as (_, lines):
         for line in lines:
             limit = 1e-5 if aware else GAPS[grid]
@@ -199,6 +199,7 @@ def test_shards_are_quantised_as_the_whole(grid, size, tmp_path):
         ({"handoff.adopt_weights": True}, "quantised weights cannot be the trainer's own memory"),
         ({"handoff.lora": "adapter", "lora.r": 4}, "handoff.lora=adapter hands over adapters alone"),
         ({"handoff.transport": "disk", "handoff.weights_path": "x"}, "leave transport out"),
+        ({"lora.r": 4, "handoff.probe_tolerance": None}, "set handoff.probe_tolerance, or handoff.probe_steps=0"),
         ({"quantization": "fp8", "quantization_aware": "int4"}, "trains on the grid of the engine"),
         ({"quantization": "int4", "quantization_aware": "int4", "lora.r": 4}, "set one of them only"),
         ({"quantization": "int4", "quantization_aware": "int4", "torch_compile": True}, "has not been tried"),

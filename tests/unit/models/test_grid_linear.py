@@ -52,9 +52,9 @@ def test_layers_that_an_engine_joins_share_the_scale_of_the_whole():
     train_on_grid(model, "nvfp4")
     attention = model.model.layers[0].self_attn
     q, k, v, o = (getattr(attention, f"{each}_proj") for each in "qkvo")
-    assert torch.equal(q.on_grid(), on_grid("nvfp4", q.weight.detach(), k.weight.detach(), v.weight.detach()))
-    assert not torch.equal(q.on_grid(), on_grid("nvfp4", q.weight.detach()))
-    assert torch.equal(o.on_grid(), on_grid("nvfp4", o.weight.detach()))
+    assert torch.equal(q.quantised(), on_grid("nvfp4", q.weight.detach(), k.weight.detach(), v.weight.detach()))
+    assert not torch.equal(q.quantised(), on_grid("nvfp4", q.weight.detach()))
+    assert torch.equal(o.quantised(), on_grid("nvfp4", o.weight.detach()))
 
 
 def test_a_model_on_a_grid_is_the_model_with_dequantised_weights_and_leaves_it_as_it_was():
