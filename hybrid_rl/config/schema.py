@@ -54,11 +54,6 @@ class ModelConfig:
         "elsewhere; bfloat16 keeps fp32 master weights and accumulates gradients in fp32",
     )
     trust_remote_code: bool = key(False, "run Python code from the model folder")
-    quantization_aware: Literal["none", "int4", "nvfp4"] = key(
-        "none",
-        "train on the grid of rollout.quantization: forward passes compute with quantised linear layers, and gradients "
-        "go to the weights as if they had not been (straight-through); the reference model is not quantised",
-    )
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass: less memory, more time")
     torch_compile: bool = key(False, "compile the blocks of the trainer's model with torch.compile")
     attention: Literal["auto", "varlen", "flash_attn", "flash_attn_3", "compiled", "sdpa", "unpacked"] = key(
@@ -146,8 +141,8 @@ class RolloutConfig:
     is_packed: ClassVar[bool] = True
     library: ClassVar[tuple[str, str] | None] = None
 
-    # Exists only with engines that can hold weights on a grid.
-    quantization = "none"
+    # Exist only with engines that can hold weights on a grid.
+    quantization, quantization_aware = "none", False
 
     engine: str = key("inplace", ENGINES)
     max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
@@ -263,6 +258,11 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         "scale per weight), fp8_block (one per 128 x 128), int4 (one per 32 of a row) or nvfp4 (one per 16); on CPUs "
         "they are computed with in the engine's dtype, for tests",
     )
+    quantization_aware: bool = key(
+        False,
+        "train with the quantised weights too: forward passes compute with them, and gradients go to the masters as if "
+        "they were not quantised (straight-through); the reference model is not quantised",
+    )
     tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
 
     def _check_quantised(self, config: TrainerConfig) -> None:
@@ -280,6 +280,13 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"{words} is for whole weights, and handoff.lora=adapter hands over adapters alone; set "
                 "handoff.lora=merged"
             )
+        if self.quantization_aware and config.lora.is_on:
+            raise ConfigError(
+                "rollout.quantization_aware=true trains all weights on the grid, and lora.r trains adapters beside them;"
+                " set one of them only"
+            )
+        if self.quantization_aware and config.model.torch_compile:
+            raise ConfigError("model.torch_compile=true has not been tried with quantization_aware=true; leave it out")
         if config.lora.is_on and handoff.probe_steps and handoff.probe_tolerance is None:
             raise ConfigError(
                 f"{words} with lora.r quantises base and adapters together, so the probe compares the engine with "
@@ -308,6 +315,11 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
         check_arguments(self, config.model.device)
         if self.quantization != "none":
             self._check_quantised(config)
+        elif self.quantization_aware:
+            raise ConfigError(
+                "rollout.quantization_aware=true trains with the engine's quantised weights, and rollout.quantization="
+                "none; set both, or leave it out"
+            )
         if self.handoff.lora == "adapter":
             check_slot(config.lora)
             if self.handoff.transport == "disk":

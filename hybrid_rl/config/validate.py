@@ -54,7 +54,6 @@ def resolve(
     _check_ranks(config, _number_of(config))
     config.rollout.check(config, rollout_ranks(config) or _number_of(config))
     _check_unpacked(config)
-    _check_quantization_aware(config)
     _check_mode(config)
     check_lasting(config, config.save_steps)
     config.memory.check(_number_of(config), config.model.device)
@@ -257,25 +256,6 @@ def _check_unpacked(config: TrainerConfig) -> None:
             f"policy_loss={type(config.policy_loss).__name__} reads the model's routers from packed rows, which "
             f"{cause} does not make; choose another policy_loss (gmpo), or rollout.engine=inplace"
         )
-
-
-def _check_quantization_aware(config: TrainerConfig) -> None:
-    """Refuse a trainer on a grid that is not the engine's, and what is not trained so."""
-    grid = config.model.quantization_aware
-    if grid == "none":
-        return
-    if config.rollout.quantization != grid:
-        raise ConfigError(
-            f"model.quantization_aware={grid} trains on the grid of the engine, and rollout.quantization="
-            f"{config.rollout.quantization}; set both (rollout.engine=vllm), or leave it out"
-        )
-    if config.lora.is_on:
-        raise ConfigError(
-            f"model.quantization_aware={grid} trains all weights on the grid, and lora.r trains adapters beside them; "
-            "set one of them only"
-        )
-    if config.model.torch_compile:
-        raise ConfigError(f"model.torch_compile=true has not been tried with quantization_aware={grid}; leave it out")
 
 
 def _check_inert(config: TrainerConfig, given: frozenset[str], has_eval: bool) -> None:

@@ -53,14 +53,14 @@ def train_on_grid(module: PreTrainedModel, name: str) -> None:
 
     Raises ConfigError for a model that has other matrices, or rows that the grid does not divide.
     """
-    names = grid_weights(module, name, key="model.quantization_aware")
+    names = grid_weights(module, name)
     layers = {weight_name: module.get_submodule(weight_name.removesuffix(".weight")) for weight_name in names}
     groups = {weight_name: group for group in joined_names(names) for weight_name in group}
     for weight_name, layer in layers.items():
         if type(layer) is not nn.Linear:
             raise ConfigError(
-                f"model.quantization_aware={name} cannot train {weight_name}: its layer is a {type(layer).__name__}, "
-                "not a plain nn.Linear; leave it out"
+                f"rollout.quantization={name} cannot compute {weight_name} as the engine does: its layer is a "
+                f"{type(layer).__name__}, not a plain nn.Linear; leave it out"
             )
         layer.__class__ = GridLinear
         group = groups.get(weight_name, frozenset({weight_name}))

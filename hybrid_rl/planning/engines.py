@@ -156,7 +156,7 @@ def quantised_bytes(module: PreTrainedModel, config: TrainerConfig) -> dict[str,
     name, dtype = config.rollout.quantization, DTYPES[config.model.dtype]
     if name == "none":
         return {}
-    names = {*grid_weights(module, name, key="rollout.quantization")}
+    names = {*grid_weights(module, name)}
     shapes = {own: tuple(p.shape) for own, p in module.named_parameters() if own in names}
     parts = {own: GRIDS[name].parts(shape, dtype).values() for own, shape in shapes.items()}
     return {own: sum(math.prod(part.shape) * part.dtype.itemsize for part in each) for own, each in parts.items()}

@@ -203,9 +203,9 @@ class NVFP4(Grid):
 GRIDS: Mapping[str, Grid] = {"fp8": FP8(), "fp8_block": BlockFP8(), "int4": Int4(), "nvfp4": NVFP4()}
 
 
-def grid_weights(module: PreTrainedModel, name: str, *, key: str) -> list[str]:
+def grid_weights(module: PreTrainedModel, name: str) -> list[str]:
     """Return the names of the weights of a model that are put on a grid: those of its linear layers, but not the head.
-    name: of the grid, in GRIDS; key: by which a user has chosen it.
+    name: of the grid, in GRIDS.
 
     Raises ConfigError for a model that has other matrices than these and embeddings, or rows that the grid does not
     divide.
@@ -219,13 +219,13 @@ def grid_weights(module: PreTrainedModel, name: str, *, key: str) -> list[str]:
             continue
         if id(weight) not in linear:
             raise ConfigError(
-                f"{key}={name} is for models whose matrices are linear layers and embeddings, and {weight_name} "
-                f"{list(weight.shape)} is neither (mixtures of experts are not supported); leave it out"
+                f"rollout.quantization={name} is for models whose matrices are linear layers and embeddings, and "
+                f"{weight_name} {list(weight.shape)} is neither (mixtures of experts are not supported); leave it out"
             )
         if weight.shape[1] % multiple:
             raise ConfigError(
-                f"{key}={name} takes {multiple} weights of a row together, and {weight_name} {list(weight.shape)} has "
-                f"{weight.shape[1]} in a row; leave it out, or take a grid that does not divide rows (fp8, fp8_block)"
+                f"rollout.quantization={name} takes {multiple} weights of a row together, and {weight_name} "
+                f"{list(weight.shape)} has {weight.shape[1]} in a row; leave it out, or take a grid that does not divide rows (fp8, fp8_block)"
             )
         names.append(weight_name)
     return names

@@ -52,7 +52,7 @@ class Quantisation:
         cls, module: PreTrainedModel, name: str, dtype: torch.dtype, trained_in: torch.dtype | None = None
     ) -> Quantisation:
         """Choose the weights of a model, see `grid_weights`, with its errors. name: of the grid, in GRIDS."""
-        names = grid_weights(module, name, key="rollout.quantization")
+        names = grid_weights(module, name)
         return cls(GRIDS[name], frozenset(names), dtype, trained_in)
 
     def parts(self, name: str, shape: tuple[int, ...]) -> dict[str, Part]:
@@ -106,8 +106,8 @@ class Quantisation:
         if self.grid.whole_scale and self.trained_in is not None and {*joined} != {*usual}:
             odd = sorted(min({*joined} ^ {*usual}, key=sorted))
             raise ConfigError(
-                f"model.quantization_aware: the engine and the trainer do not give one scale to the same weights, e.g. "
-                f"{', '.join(odd)}; use int4, whose scales are of groups"
+                "rollout.quantization_aware: the engine and the trainer do not give one scale to the same weights, "
+                f"e.g. {', '.join(odd)}; use int4 or fp8_block, whose scales are not of whole weights"
             )
         return replace(self, joined=joined)
 

@@ -48,8 +48,8 @@ def build_model(
         are_new = train_adapters(module, peft_config_of(vars(config.lora)))
         if are_new and isinstance(model, PreTrainedModel):
             init_adapters(module, config.seed)
-    if is_trained and config.model.quantization_aware != "none":
-        train_on_grid(module, config.model.quantization_aware)
+    if is_trained and config.rollout.quantization_aware:
+        train_on_grid(module, config.rollout.quantization)
     if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"

@@ -119,13 +119,13 @@ def test_the_sixteen_values_of_four_bits():
 
 
 def test_weights_of_a_model_that_are_put_on_a_grid():
-    names = grid_weights(build_model(), "fp8", key="rollout.quantization")
+    names = grid_weights(build_model(), "fp8")
     assert len(names) == 2 * 7 and not any("embed" in name or "lm_head" in name for name in names)
-    untied = grid_weights(build_model(tie_word_embeddings=False), "fp8", key="rollout.quantization")
+    untied = grid_weights(build_model(tie_word_embeddings=False), "fp8")
     assert untied == names
     groups = joined_names(names)
     assert sorted(len(group) for group in groups) == [2, 2, 3, 3]
     with pytest.raises(ConfigError, match=r"rollout.quantization=int4 takes 32 weights of a row .* has 16 in a row"):
-        grid_weights(build_model(), "int4", key="rollout.quantization")
-    with pytest.raises(ConfigError, match=r"model.quantization_aware=nvfp4 is for models .* experts are not supported"):
-        grid_weights(build("qwen3-moe"), "nvfp4", key="model.quantization_aware")
+        grid_weights(build_model(), "int4")
+    with pytest.raises(ConfigError, match=r"rollout.quantization=nvfp4 is for models .* experts are not supported"):
+        grid_weights(build("qwen3-moe"), "nvfp4")
