@@ -282,8 +282,8 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
             )
         if self.quantization_aware and config.lora.is_on:
             raise ConfigError(
-                "rollout.quantization_aware=true trains all weights on the grid, and lora.r trains adapters beside them;"
-                " set one of them only"
+                "rollout.quantization_aware=true trains all weights on the grid, and lora.r trains adapters beside "
+                "them; set one of them only"
             )
         if self.quantization_aware and config.model.torch_compile:
             raise ConfigError("model.torch_compile=true has not been tried with quantization_aware=true; leave it out")

@@ -225,7 +225,7 @@ def grid_weights(module: PreTrainedModel, name: str) -> list[str]:
         if weight.shape[1] % multiple:
             raise ConfigError(
                 f"rollout.quantization={name} takes {multiple} weights of a row together, and {weight_name} "
-                f"{list(weight.shape)} has {weight.shape[1]} in a row; leave it out, or take a grid that does not divide rows (fp8, fp8_block)"
+                f"{list(weight.shape)} has {weight.shape[1]} in a row; use fp8 or fp8_block, or leave it out"
             )
         names.append(weight_name)
     return names
