@@ -29,6 +29,7 @@ from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.quantised_weights import check_quantised
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
 
@@ -265,39 +266,6 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
     )
     tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
 
-    def _check_quantised(self, config: TrainerConfig) -> None:
-        """Raise ConfigError for what quantised weights cannot be combined with."""
-        handoff, words = self.handoff, f"rollout.quantization={self.quantization}"
-        if handoff.transport in ("ipc", "disk"):
-            raise ConfigError(
-                f"{words} makes the engine's weights anew at every handoff, and handoff.transport={handoff.transport} "
-                "reads or writes the trainer's own; leave transport out"
-            )
-        if handoff.adopt_weights:
-            raise ConfigError(f"{words}: quantised weights cannot be the trainer's own memory; leave adopt_weights out")
-        if handoff.lora == "adapter":
-            raise ConfigError(
-                f"{words} is for whole weights, and handoff.lora=adapter hands over adapters alone; set "
-                "handoff.lora=merged"
-            )
-        if self.quantization_aware and config.lora.is_on:
-            raise ConfigError(
-                "rollout.quantization_aware=true trains all weights on the grid, and lora.r trains adapters beside "
-                "them; set one of them only"
-            )
-        if self.quantization_aware and config.model.torch_compile:
-            raise ConfigError("model.torch_compile=true has not been tried with quantization_aware=true; leave it out")
-        if config.lora.is_on and handoff.probe_steps and handoff.probe_tolerance is None:
-            raise ConfigError(
-                f"{words} with lora.r quantises base and adapters together, so the probe compares the engine with "
-                "weights that are not quantised; set handoff.probe_tolerance, or handoff.probe_steps=0"
-            )
-        if getattr(config.controller, "rollout_ranks", 0):
-            raise ConfigError(
-                f"{words} needs ranks that both train and generate, and those of controller.rollout_ranks read weights "
-                "from files; set rollout_ranks=0"
-            )
-
     @property
     def ranks_per_engine(self) -> int:
         """Ranks of a tensor-parallel replica."""
@@ -313,13 +281,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
         check_arguments(self, config.model.device)
-        if self.quantization != "none":
-            self._check_quantised(config)
-        elif self.quantization_aware:
-            raise ConfigError(
-                "rollout.quantization_aware=true trains with the engine's quantised weights, and rollout.quantization="
-                "none; set both, or leave it out"
-            )
+        check_quantised(config)
         if self.handoff.lora == "adapter":
             check_slot(config.lora)
             if self.handoff.transport == "disk":

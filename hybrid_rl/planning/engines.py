@@ -18,7 +18,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import ENGINE_WEIGHTS, KV_CACHE
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.packed.cache import CacheSize
-from hybrid_rl.planning.ledger import Share
+from hybrid_rl.planning.ledger import HANDOFF, Share
 from hybrid_rl.weights.grids import GRIDS, grid_weights
 
 VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this
@@ -160,6 +160,15 @@ def quantised_bytes(module: PreTrainedModel, config: TrainerConfig) -> dict[str,
     shapes = {own: tuple(p.shape) for own, p in module.named_parameters() if own in names}
     parts = {own: GRIDS[name].parts(shape, dtype).values() for own, shape in shapes.items()}
     return {own: sum(math.prod(part.shape) * part.dtype.itemsize for part in each) for own, each in parts.items()}
+
+
+def quantised_shares(module: PreTrainedModel, config: TrainerConfig, num_shards: int) -> list[Share]:
+    """Return the quantised weights of a rank's shards, which a handoff makes before it copies or sends them."""
+    num_bytes = -(-sum(quantised_bytes(module, config).values()) // num_shards)
+    if not num_bytes:
+        return []
+    words = f"1/{num_shards} of the" if num_shards > 1 else "the"
+    return [Share(HANDOFF, num_bytes, f"{words} weights in {config.rollout.quantization}")]
 
 
 def _vocabulary_part(shape: tuple[int, ...], size: int) -> int:

@@ -369,7 +369,9 @@ class StepMemory:
     def _handoff(self) -> list[Share]:
         """Return what publishing takes besides the weights of both sides."""
         config, sharding = self.config, sharding_of(self.config)
-        shares = [*self._adapters_on_their_way(), *self._quantised()]
+        num_shards = 1 if sharding is None else sharding.dp_shard
+        quantised = engines.quantised_shares(self.passes.shape.models.policy, config, num_shards)
+        shares = [*self._adapters_on_their_way(), *quantised]
         if not self.trains and isinstance(config.rollout, ColocatedRolloutConfig):
             # Files are mapped in host memory, of which nothing is copied but what is on its way to a GPU.
             if config.model.device == "cuda":
@@ -387,17 +389,6 @@ class StepMemory:
             count = 2 if sharding.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares
-
-    def _quantised(self) -> list[Share]:
-        """Return the quantised weights of a rank's shards, which a handoff makes before it copies or sends them."""
-        sizes = engines.quantised_bytes(self.passes.shape.models.policy, self.config)
-        if not sizes:
-            return []
-        sharding = sharding_of(self.config)
-        num_ranks = 1 if sharding is None else sharding.dp_shard
-        num_bytes = -(-sum(sizes.values()) // num_ranks)
-        words = f"1/{num_ranks} of the" if num_ranks > 1 else "the"
-        return [Share(HANDOFF, num_bytes, f"{words} weights in {self.config.rollout.quantization}")]
 
     def _adapters_on_their_way(self) -> list[Share]:
         """Return what a handoff takes for adapters that vLLM gets as part of its weights."""
