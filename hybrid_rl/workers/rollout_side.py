@@ -292,7 +292,8 @@ class ColocatedSide(RolloutSide):
             if self._engine.quantisation is None:
                 return self._plain_source(version), changes
             tensors, rank, gather = named_weights(self._model.module), self._context.rank, self._context.gather
-            source = self._engine.quantisation.source(tensors, changes, hosts=self._hosts, rank=rank, gather=gather)
+            layout = SourceLayout.of(tensors, self._hosts)
+            source = self._engine.quantisation.source(layout, tensors, changes, rank=rank, gather=gather)
         return source, source.changes
 
     def _plain_source(self, version: int) -> Source:

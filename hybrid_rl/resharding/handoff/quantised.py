@@ -131,21 +131,20 @@ class Quantisation:
     @torch.no_grad()
     def source(
         self,
+        layout: SourceLayout,
         tensors: Mapping[str, Tensor],
         changes: Mapping[str, LowRank],
         *,
-        hosts: Sequence[str],
         rank: int,
         gather: Gather,
     ) -> Source:
         """Quantise the present weights, and return the source of them. Collective.
 
-        tensors: this rank's, plain or DTensor, by name. changes: what adapters add to them, which is added in float32
-        before the one rounding; the source has the others. hosts, rank, gather: of the ranks that hold the weights.
+        layout: of the weights. tensors: this rank's, plain or DTensor, by name. changes: what adapters add to them,
+        which is added in float32 before the one rounding; the source has the others. gather: over the layout's ranks.
 
         Raises HandoffError, on all ranks, for a weight that is not finite, or whose rows are cut.
         """
-        layout = SourceLayout.of(tensors, hosts)
         check_changes(changes, layout)
         shards = _Shards(layout, local_parts(layout, rank, tensors), rank, changes, self.trained_in)
         maxima = self._maxima(shards, gather)
@@ -161,10 +160,10 @@ class Quantisation:
             made = self.grid.quantise(rows, maxima[number].to(rows.device), self.dtype, shards.first_row(number))
             made.setdefault("weight_shape", torch.tensor(shape, device=rows.device))
             for part_name, part in self.parts(name, shape).items():
-                specs.append(_placed(part_name, part, sharded, len(hosts)))
+                specs.append(_placed(part_name, part, sharded, len(layout.hosts)))
                 values[part_name] = made[part_name.removeprefix(name.removesuffix(_WEIGHT))]
         source: Source
-        if len(hosts) == 1:
+        if len(layout.hosts) == 1:
             source = TensorSource(values)
         else:
             source = DistributedSource(SourceLayout(tuple(specs), layout.hosts), rank, values, gather=gather)

@@ -106,6 +106,8 @@ def test_what_is_on_the_grid_stays_and_zeros_are_zeros(name):
     if name != "int4":  # whose groups have another scale if the largest value was rounded down
         assert torch.equal(grid.dequantise(quantised(name, once)), once)
     assert torch.equal(grid.dequantise(quantised(name, torch.zeros(5, 64))), torch.zeros(5, 64))
+    if name == "int4":  # the code of zero, eight times
+        assert set(quantised(name, torch.zeros(5, 64))["weight_packed"].flatten().tolist()) == {0x88888888 - (1 << 32)}
     tiny = weights(8, 64) * 1e-30
     assert bool(grid.dequantise(quantised(name, tiny)).isfinite().all())
 
