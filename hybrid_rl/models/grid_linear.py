@@ -48,8 +48,8 @@ class GridLinear(nn.Linear):
 
 
 def train_on_grid(module: PreTrainedModel, name: str) -> None:
-    """Put the linear layers of a model on a grid, in place; the head, embeddings and norms stay. name: in GRIDS. Before
-    a model is sharded, whose layers must be whole when they run.
+    """Put the linear layers of a model on a grid, in place; the head, embeddings and norms stay. name: in GRIDS. A
+    sharded model will do, whose layers are whole when they run.
 
     Raises ConfigError for a model that has other matrices, or rows that the grid does not divide.
     """

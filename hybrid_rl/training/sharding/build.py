@@ -17,7 +17,7 @@ from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
-from hybrid_rl.models.grid_linear import leave_grid, train_on_grid
+from hybrid_rl.models.grid_linear import leave_grid
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
 from hybrid_rl.models.lora.model_weights import weights_of
@@ -48,8 +48,6 @@ def build_model(
         are_new = train_adapters(module, peft_config_of(vars(config.lora)))
         if are_new and isinstance(model, PreTrainedModel):
             init_adapters(module, config.seed)
-    if is_trained and config.rollout.quantization_aware:
-        train_on_grid(module, config.rollout.quantization)
     if not isinstance(running(module.get_output_embeddings()), nn.Linear):
         raise ModelError(
             f"{type(module).__name__} has no linear output head; only causal language models can be trained as policy"

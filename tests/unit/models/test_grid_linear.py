@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.grid_linear import GridLinear, leave_grid, train_on_grid
+from hybrid_rl.models.grid_linear import on_grid as on_grid_of
+from hybrid_rl.models.row import Layout
 from hybrid_rl.weights.grids import GRIDS
 from tests.support.tiny import build_model
 
@@ -83,3 +86,19 @@ def test_layers_with_a_forward_of_their_own_are_refused():
     model.model.layers[0].mlp.up_proj = Own(64, 32, bias=False)
     with pytest.raises(ConfigError, match=r"quantization=int4 cannot compute .*up_proj.* its layer is a Own"):
         train_on_grid(model, "int4")
+
+
+def test_long_rows_are_on_the_grid_too():
+    """On CPUs oneDNN takes over the layers of long rows; it must not take those that have been put on a grid since."""
+    model = CausalLM(build_model(**{**SHAPE, "hidden_size": 256, "intermediate_size": 1024}))
+    tokens = torch.arange(60) % 40 + 3
+    last = torch.arange(59)
+    row = PackedRow(tokens, torch.arange(60), tokens[1:], last, Layout((60,)))
+    with torch.no_grad():
+        plain = model.row_distribution(row, 1.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hybrid_rl.models.linear.smallest_product", lambda: 1)
+            with on_grid_of(model.module, "int4"):
+                quantised = model.row_distribution(row, 1.0)
+        assert float((quantised - plain).abs().max()) > 1e-4
+        assert torch.equal(model.row_distribution(row, 1.0), plain)
