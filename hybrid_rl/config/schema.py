@@ -29,6 +29,7 @@ from hybrid_rl.config.lasting_keys import LastingKeys
 from hybrid_rl.config.logging_keys import LoggingKeys
 from hybrid_rl.config.lora_keys import FullTrainingConfig, check_slot
 from hybrid_rl.config.memory_keys import MemoryConfig
+from hybrid_rl.config.quantised_weights import check_quantised
 from hybrid_rl.config.vllm_arguments import check_arguments
 from hybrid_rl.errors import ConfigError
 
@@ -145,6 +146,9 @@ class RolloutConfig:
     placement: ClassVar[Literal["embedded", "colocated", "separate"]] = "embedded"
     is_packed: ClassVar[bool] = True
     library: ClassVar[tuple[str, str] | None] = None
+
+    # Exist only with engines that can hold weights on a grid.
+    quantization, quantization_aware = "none", False
 
     engine: str = key("inplace", ENGINES)
     max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
@@ -287,6 +291,17 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
 
     engine: Literal["vllm"] = key("vllm", ENGINES)
     engine_args: VLLMArgs = entries(VLLMArgs, ARGS_DOC)
+    quantization: Literal["none", "fp8", "fp8_block", "int4", "nvfp4"] = key(
+        "none",
+        "hold the engine's linear layers in 8 or 4 bits, made from the trainer's weights at every handoff: fp8 (one "
+        "scale per weight), fp8_block (one per 128 x 128), int4 (one per 32 of a row) or nvfp4 (one per 16); on CPUs "
+        "they are computed with in the engine's dtype, for tests",
+    )
+    quantization_aware: bool = key(
+        False,
+        "train with the quantised weights too: forward passes compute with them, and gradients go to the masters as if "
+        "they were not quantised (straight-through); the reference model is not quantised",
+    )
     tensor_parallel_size: int = key(1, "ranks that share one copy of the weights, called a replica", minimum=1)
 
     @property
@@ -304,6 +319,7 @@ class VLLMRolloutConfig(ColocatedRolloutConfig):
                 f"{', '.join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)}"
             )
         check_arguments(self, config.model.device)
+        check_quantised(config)
         if self.handoff.lora == "adapter":
             check_slot(config.lora)
             if self.handoff.transport == "disk":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid_rl.engines.guards import RolloutEngine
 from hybrid_rl.resharding.handoff.base import Source
+from hybrid_rl.resharding.handoff.quantised import Quantisation
 from hybrid_rl.resharding.trace import Trace
 
 
@@ -24,11 +25,12 @@ class TracedWeights:
 class ColocatedEngine(RolloutEngine):
     """A RolloutEngine whose own weights are written by plan from the trainer's shards.
 
-    can_sleep: whether memory is given back. fingerprint: of all tokens so far, equal on the ranks that share an engine
-    as long as they sample alike.
+    can_sleep: whether memory is given back. quantisation: of the weights that it holds on a grid; it takes a source of
+    those. fingerprint: of all tokens so far, equal on the ranks that share an engine as long as they sample alike.
     """
 
     can_sleep: bool
+    quantisation: Quantisation | None = None
     fingerprint: int = 0
 
     @property

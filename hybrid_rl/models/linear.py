@@ -104,7 +104,7 @@ class Linears:
         active = []
         smallest = smallest_product() / num_rows
         for layer, forward, size in zip(self._layers, self._forwards, self._sizes, strict=True):
-            if size >= smallest:
+            if size >= smallest and type(layer) is nn.Linear:  # it may be on a grid by now
                 vars(layer)["forward"] = forward
                 active.append(layer)
         self.num_rows = num_rows

@@ -20,6 +20,7 @@ from hybrid_rl.models.int8.int8_model import rounded_places
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.packed.cache import CacheSize
 from hybrid_rl.planning.ledger import HANDOFF, Share
+from hybrid_rl.weights.grids import GRIDS, grid_weights
 
 VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this
 VLLM_BLOCK = {"cpu": 32, "cuda": 16}  # tokens, as in vllm/arguments.py
@@ -159,13 +160,37 @@ def vllm_weights_share(module: PreTrainedModel, config: TrainerConfig, itemsize:
     head = module.get_output_embeddings()
     if head is not None:
         tables.add(id(head.weight))
-    numel = 0
+    numel, on_grid = 0, quantised_bytes(module, config)
     for name, p in module.named_parameters():
-        numel += _vocabulary_part(p.shape, size) if id(p) in tables else _part(name, p.shape, p.numel(), size, kv_heads)
+        if name not in on_grid:
+            is_table = id(p) in tables
+            numel += _vocabulary_part(p.shape, size) if is_table else _part(name, p.shape, p.numel(), size, kv_heads)
+    num_bytes = sum(_part(name, (2, 2), count, size, kv_heads) for name, count in on_grid.items())
     rotary = _rotary_bytes(settings, itemsize)
     words = f"{numel:,} parameters x {itemsize} B"
+    words += f" + {num_bytes:,} B of {config.rollout.quantization} with its scales" if on_grid else ""
     words += f" (1/{size} of the model, its norms whole)" if size > 1 else ""
-    return Share(ENGINE_WEIGHTS, numel * itemsize + rotary, f"{words} + {rotary:,} B of rotary tables")
+    return Share(ENGINE_WEIGHTS, numel * itemsize + num_bytes + rotary, f"{words} + {rotary:,} B of rotary tables")
+
+
+def quantised_bytes(module: PreTrainedModel, config: TrainerConfig) -> dict[str, int]:
+    """Return the bytes of each weight that an engine holds on a grid, whole, with its scales; none without a grid."""
+    name, dtype = config.rollout.quantization, DTYPES[config.model.dtype]
+    if name == "none":
+        return {}
+    names = {*grid_weights(module, name)}
+    shapes = {own: tuple(p.shape) for own, p in module.named_parameters() if own in names}
+    parts = {own: GRIDS[name].parts(shape, dtype).values() for own, shape in shapes.items()}
+    return {own: sum(math.prod(part.shape) * part.dtype.itemsize for part in each) for own, each in parts.items()}
+
+
+def quantised_shares(module: PreTrainedModel, config: TrainerConfig, num_shards: int) -> list[Share]:
+    """Return the quantised weights of a rank's shards, which a handoff makes before it copies or sends them."""
+    num_bytes = -(-sum(quantised_bytes(module, config).values()) // num_shards)
+    if not num_bytes:
+        return []
+    words = f"1/{num_shards} of the" if num_shards > 1 else "the"
+    return [Share(HANDOFF, num_bytes, f"{words} weights in {config.rollout.quantization}")]
 
 
 def _vocabulary_part(shape: tuple[int, ...], size: int) -> int:

@@ -374,7 +374,9 @@ class StepMemory:
     def _handoff(self) -> list[Share]:
         """Return what publishing takes besides the weights of both sides."""
         config, sharding = self.config, sharding_of(self.config)
-        shares = self._adapters_on_their_way()
+        num_shards = 1 if sharding is None else sharding.dp_shard
+        quantised = engines.quantised_shares(self.passes.shape.models.policy, config, num_shards)
+        shares = [*self._adapters_on_their_way(), *quantised]
         if not self.trains and isinstance(config.rollout, ColocatedRolloutConfig):
             # Files are mapped in host memory, of which nothing is copied but what is on its way to a GPU.
             if config.model.device == "cuda":
@@ -389,7 +391,8 @@ class StepMemory:
             # Unit by unit, each through a buffer of its size; the root, with the embedding, comes first.
             fullest = max(sum(sizes[: number + 1]) + size for number, size in enumerate(sizes))
             return [Share(HANDOFF, fullest - sum(sizes), "a unit on its way into the weights that are gathered")]
-        if config.rollout.handoff.transport == "distributed" or sharding.cpu_offload:
+        is_sent = config.rollout.handoff.transport == "distributed" or config.rollout.quantization != "none"
+        if is_sent or sharding.cpu_offload:
             count = 2 if sharding.cpu_offload else 4
             shares.append(Share(HANDOFF, count * BUCKET_BYTES, f"{count} buckets x {size_text(BUCKET_BYTES)}"))
         return shares

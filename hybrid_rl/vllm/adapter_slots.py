@@ -287,12 +287,12 @@ class SlotWriter(WeightWriter):
         views: CheckpointViews,
         *,
         rank: int,
-        is_plain: bool,
+        quantization: str | None,
         ranks: Mapping[str, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(views, rank=rank, is_plain=is_plain)
+        super().__init__(views, rank=rank, quantization=quantization)
         self._ranks, self._arguments = ranks, slot_arguments(ranks, dtype, device)
         self._has_base = False
 
@@ -353,12 +353,12 @@ def make_writer(
     ranks: Mapping[str, int],
     *,
     rank: int,
-    is_plain: bool,
+    quantization: str | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> WeightWriter:
     """Return what writes the trainer's weights: all of them, or, if vLLM adds adapters of these ranks itself, the
     adapters alone."""
     if not ranks:
-        return WeightWriter(views, rank=rank, is_plain=is_plain)
-    return SlotWriter(views, rank=rank, is_plain=is_plain, ranks=ranks, dtype=dtype, device=device)
+        return WeightWriter(views, rank=rank, quantization=quantization)
+    return SlotWriter(views, rank=rank, quantization=quantization, ranks=ranks, dtype=dtype, device=device)

@@ -37,8 +37,10 @@ from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.models.experts.routing import find_routers
+from hybrid_rl.models.grid_linear import GridLinear
 from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
+from hybrid_rl.resharding.handoff.quantised import Quantisation
 from hybrid_rl.vllm.adapter_slots import make_writer
 from hybrid_rl.vllm.arguments import engine_arguments
 from hybrid_rl.vllm.build_engine import (
@@ -59,6 +61,7 @@ from hybrid_rl.vllm.expert_records import RETURNS, ReturnedExperts, record_kind,
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on, clean_allocator, freed_asleep
 from hybrid_rl.vllm.process_state import Guest, classes_kept, on_stream, process_kept, stream_of_thread
+from hybrid_rl.vllm.quantization import quantization_of
 from hybrid_rl.vllm.translated_requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import checkpoint_views
@@ -111,6 +114,11 @@ class VLLMEngine(ColocatedEngine):
         )
         self._config, self._device = config, device
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(module).items()}
+        views, quantisation = checkpoint_views(module), None
+        if config.quantization != "none":
+            trained_in = dtype if any(isinstance(layer, GridLinear) for layer in module.modules()) else None
+            quantisation = Quantisation.of(module, config.quantization, dtype, trained_in)
+            views, self._shapes = quantisation.views(views), quantisation.shapes(self._shapes)
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
         self.can_sleep = can_sleep = can_sleep_on(device) and not adopts
@@ -118,10 +126,10 @@ class VLLMEngine(ColocatedEngine):
             if self._owns_group:
                 own_group(device)
             self._writer = make_writer(
-                checkpoint_views(module),
+                views,
                 adapter_ranks or {},
                 rank=dist.get_rank(),
-                is_plain=config.engine_args.plain_weights,
+                quantization=quantization_of(config),
                 dtype=dtype,
                 device=device,
             )
@@ -150,6 +158,8 @@ class VLLMEngine(ColocatedEngine):
                 self.experts_shape = None if self._record is None else self._record.shape
                 models.append(self._writer.weights.model)
                 self._writer.begin()
+                if quantisation is not None:
+                    self.quantisation = quantisation.joined_as(self._writer.weights.whole_trace)
                 self._guest.stream = stream_of_thread(device)  # the one to which vLLM has moved this thread
                 self._memory = EngineMemory(
                     self._llm,

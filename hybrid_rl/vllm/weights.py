@@ -19,7 +19,6 @@ from hybrid_rl.resharding.handoff.merged import check_changes, full_merged, merg
 from hybrid_rl.resharding.rank_plan import Plan, make_plan
 from hybrid_rl.vllm.derived import reload_derived
 from hybrid_rl.vllm.loader import LOAD_FORMAT, LOADING, LoadedWeights, Loading
-from hybrid_rl.vllm.quantization import quantization_of_platform
 from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import CheckpointViews
 
@@ -27,8 +26,9 @@ from hybrid_rl.weights.views import CheckpointViews
 class WeightWriter:
     """Writes the trainer's weights into a live vLLM model.
 
-    views: of the trainer's checkpoint. rank: of this process among those that hold the weights. is_plain: keep weights
-    as they were loaded if the platform would pack them; what it packs is loaded again by vLLM at every handoff.
+    views: of the trainer's checkpoint, or of the quantised one. rank: of this process among those that hold the
+    weights. quantization: as vLLM is told (`quantization_of`); what it rearranges is loaded again by vLLM at every
+    handoff.
 
     writes_all: whether every handoff writes all weights. lora_request: what a request must carry, if anything.
     slot_bytes: of adapters that vLLM adds to its weights itself.
@@ -38,19 +38,18 @@ class WeightWriter:
     lora_request: LoRARequest | None = None
     slot_bytes = 0
 
-    def __init__(self, views: CheckpointViews, *, rank: int, is_plain: bool) -> None:
-        self._views, self._rank, self._is_plain = views, rank, is_plain
+    def __init__(self, views: CheckpointViews, *, rank: int, quantization: str | None) -> None:
+        self._views, self._rank, self._quantization = views, rank, quantization
         self._loading = Loading(views)
         self._plans: dict[str, Plan] = {}
         self._adopted: dict[str, Tensor] = {}
 
     def arguments(self) -> Mapping[str, Any]:
         """Return what vLLM has to be built with."""
-        quantization = quantization_of_platform() if self._is_plain else None
         return {
             "load_format": LOAD_FORMAT,
             "model_loader_extra_config": {LOADING: self._loading},
-            **({"quantization": quantization} if quantization else {}),
+            **({"quantization": self._quantization} if self._quantization else {}),
         }
 
     @property

@@ -19,6 +19,7 @@ from hybrid_rl.errors import ConfigError
 from hybrid_rl.memory.cycle import REWARD_MODELS, Cycle
 from hybrid_rl.metrics.metric_sums import now
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.grid_linear import train_on_grid
 from hybrid_rl.models.packed.likeness import check_fingerprint
 from hybrid_rl.process import progress
 from hybrid_rl.rollout.call import RolloutCall, RolloutReport, RolloutTask
@@ -51,6 +52,8 @@ def load_policy(setup: WorkerSetup, context: RankContext) -> CausalLM:
     model.check_length(setup.max_length)
     if setup.fingerprint is not None:
         check_fingerprint(model, setup.fingerprint)
+    if setup.config.rollout.quantization_aware:  # all that was checked before is checked as it was passed
+        train_on_grid(model.module, setup.config.rollout.quantization)
     return model
 
 

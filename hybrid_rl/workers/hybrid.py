@@ -21,6 +21,7 @@ from hybrid_rl.logging.run_folder import JsonLines
 from hybrid_rl.memory.cycle import ACTOR, ENGINE_WEIGHTS, REWARD_MODELS, joined
 from hybrid_rl.metrics.metric_sums import MetricSums
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.grid_linear import leave_grid, on_grid
 from hybrid_rl.models.lora.inject import leave
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.process import progress
@@ -159,7 +160,10 @@ class HybridWorker(SavingWorker):
     # ------------------------------------------------------------------------------------------------- rollout
 
     def _expected(self, version: int) -> Tensor | None:
-        return self._probe.expected(self._actor.model) if self._is_probed(version) else None
+        if not self._is_probed(version):
+            return None
+        with on_grid(self._actor.model.module, self._config.rollout.quantization):
+            return self._probe.expected(self._actor.model)
 
     def _require_weights(self, version: int) -> None:
         self._actor.optimizer.check()
@@ -259,6 +263,7 @@ class HybridWorker(SavingWorker):
         self._wake_what_is_the_users()
         if isinstance(model, PreTrainedModel) and self._is_live and ACTOR not in self.movable - self.leases.awake:
             leave(model)
+            leave_grid(model)
 
     def _wake_what_is_the_users(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Bring back the weights of modules that the user has passed, which outlive this worker: also if memory is

@@ -15,6 +15,7 @@ from hybrid_rl.controller import RankContext, dispatch
 from hybrid_rl.memory.cycle import REFERENCE
 from hybrid_rl.memory.shortage import Halvings
 from hybrid_rl.models import CausalLM
+from hybrid_rl.models.grid_linear import leave_grid
 from hybrid_rl.models.recipe import ModelRecipe
 from hybrid_rl.training.batch_plan import Plan, PlanSpec
 from hybrid_rl.training.scoring import batch_logprobs
@@ -31,6 +32,7 @@ class Reference:
     def __init__(self, model: PreTrainedModel | ModelRecipe, config: TrainerConfig, context: RankContext) -> None:
         if isinstance(model, PreTrainedModel):
             model = copy.deepcopy(model).requires_grad_(False)
+            leave_grid(model)
         self._is_of(build_model(model, config, context, is_trained=False), context)
 
     @classmethod

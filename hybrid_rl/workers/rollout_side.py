@@ -333,9 +333,14 @@ class ColocatedSide(RolloutSide):
 
     def _weights(self, version: int) -> tuple[Source, Mapping[str, LowRank]]:
         """Return the source of the weights, and what the adapters add to them now, whole on every rank. Collective."""
+        changes = self._model.weights.changes(self._model.dtype)
         with self._model.weights.merged():
-            source = self._plain_source(version)
-        return source, self._model.weights.changes(self._model.dtype)
+            if self._engine.quantisation is None:
+                return self._plain_source(version), changes
+            tensors, rank, gather = named_weights(self._model.module), self._context.rank, self._context.gather
+            layout = SourceLayout.of(tensors, self._hosts)
+            source = self._engine.quantisation.source(layout, tensors, changes, rank=rank, gather=gather)
+        return source, source.changes
 
     def _plain_source(self, version: int) -> Source:
         """Return the source of the weights for handoff.transport; it is made once."""

@@ -77,6 +77,7 @@ LISTED: tuple[Part, ...] = (
     _test("test_vllm", 60.0),
     _test("test_vllm_compiled", 120.0),
     _test("test_vllm_trainers", 60.0),
+    _test("test_vllm_quantised", 240.0),
     _benchmark("gpu_limits", 20.0),
     _benchmark("gpu_handoff", 60.0, "--shape", "0.5B"),
     _benchmark("gpu_handoff", 120.0, "--shape", "7B"),

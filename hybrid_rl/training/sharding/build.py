@@ -17,6 +17,7 @@ from hybrid_rl.controller import RankContext, RankMesh
 from hybrid_rl.errors import ModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.attention.unpacked import NAME as UNPACKED
+from hybrid_rl.models.grid_linear import leave_grid
 from hybrid_rl.models.heads.value_head import value_model_of, value_model_on_meta
 from hybrid_rl.models.lora.inject import init_adapters, inject, train_adapters
 from hybrid_rl.models.lora.model_weights import weights_of
@@ -77,6 +78,7 @@ def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, co
     options = call_options(config, is_trained=True)
     if isinstance(model, PreTrainedModel):
         module, source = value_model_of(model), None
+        leave_grid(module)
     else:
         module, source = value_model_on_meta(model, DTYPES[config.model.dtype])
         if isinstance(model.source, ObjectSource):
