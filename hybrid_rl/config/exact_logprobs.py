@@ -37,6 +37,11 @@ def check_exact(config: TrainerConfig) -> None:
             f"model.exact=true with model.attention={model.attention}: only the compiled attention adds up in the "
             "order of the engine's; leave attention out"
         )
+    if rollout.quantization != "none":
+        raise ConfigError(
+            f"model.exact=true with rollout.quantization={rollout.quantization}: the engine would compute with other "
+            "weights than the trainer; leave one of them out"
+        )
     if rollout.engine_args.block_size % 16:
         raise ConfigError(
             f"model.exact=true with rollout.engine_args.block_size={rollout.engine_args.block_size}: the engine's "

@@ -197,6 +197,11 @@ class EngineClient:
             self._advance()
 
     @property
+    def experts_shape(self) -> tuple[int, int] | None:
+        """(L, K) of `FinishedSample.routed_experts`; None = the engine does not record experts."""
+        return self.engine.experts_shape
+
+    @property
     def is_shared(self) -> bool:
         """Whether several ranks step the engine together: then every step of one waits for one of each other."""
         return self._coordinator.num_ranks > 1

@@ -375,7 +375,7 @@ class CompletionStream(GroupStream[CompletionGroup]):
         places = [(group, trajectory) for group in groups for trajectory in group.requests]
         samples = [group.finished[trajectory] for group, trajectory in places]
         rows, ids = [group.row for group, _ in places], [group.group for group, _ in places]
-        columns = columns_of(rows, ids, samples, call.params.temperature, self._client.engine.experts_shape)
+        columns = columns_of(rows, ids, samples, call.params.temperature, self._client.experts_shape)
         return columns | {"completion": [self._text(*place) for place in places]}
 
     def _scored(

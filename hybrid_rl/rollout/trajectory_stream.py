@@ -316,7 +316,7 @@ class TrajectoryStream(GroupStream[TrajectoryGroup]):
     def _scored(self, made: Sequence[Episodes], call: RolloutCall, timings: Timings) -> tuple[Batch, RolloutReport]:
         """Return the samples of trajectories that have ended and been scored."""
         attempts = [attempt for episodes in made for attempt in episodes.attempts]
-        columns = trajectory_columns(attempts, call, self._decode, self._client.engine.experts_shape)
+        columns = trajectory_columns(attempts, call, self._decode, self._client.experts_shape)
         failed = [failure for attempt in attempts if (failure := attempt.reward_failure()) is not None]
         rewards = self._rewards if call.is_scored else None
         if rewards is None:

@@ -21,6 +21,8 @@ PARAMS = SamplingParams(3)
 class NumberedClient:
     """The completion of a prompt's k-th sample is the token k (from 1), that of a greedy one GREEDY_TOKEN."""
 
+    experts_shape = None
+
     def __init__(self, between: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[Sequence[RolloutRequest]] = []
         self.between = between

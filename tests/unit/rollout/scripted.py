@@ -46,6 +46,8 @@ def decode(ids: Sequence[int]) -> str:
 class ScriptedClient:
     """Answers the requests of each of ROWS with its two entries of `script`, in `batches` of indices of requests."""
 
+    experts_shape = None
+
     def __init__(
         self,
         script: Sequence[tuple[list[int], str]] = SCRIPT,
