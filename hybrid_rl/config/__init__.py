@@ -4,13 +4,12 @@ from hybrid_rl.config.agent_keys import AgentConfig
 from hybrid_rl.config.algorithm_keys import AlgorithmConfig
 from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.load import Leaf, load_config, to_dict, to_yaml, visible_leaves
+from hybrid_rl.config.rank_keys import FSDPConfig, RayControllerConfig
 from hybrid_rl.config.schema import (
     CriticConfig,
-    FSDPConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
-    RayControllerConfig,
     RolloutConfig,
     TrainerConfig,
     ValueHeadConfig,

@@ -13,14 +13,13 @@ from hybrid_rl.config.buffer_keys import BufferConfig, HeldConfig
 from hybrid_rl.config.eval_keys import EvalConfig, SampledEvalConfig
 from hybrid_rl.config.lora_keys import FullTrainingConfig, LoraKeys
 from hybrid_rl.config.presets import PRESETS
+from hybrid_rl.config.rank_keys import ControllerConfig, RayControllerConfig
 from hybrid_rl.config.schema import (
     BFloat16ModelConfig,
-    ControllerConfig,
     CriticConfig,
     HFRolloutConfig,
     InPlaceRolloutConfig,
     ModelConfig,
-    RayControllerConfig,
     TrainerConfig,
     ValueHeadConfig,
     VLLMRolloutConfig,

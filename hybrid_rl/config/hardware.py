@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybrid_rl.config.algorithm import ranks_apart
-from hybrid_rl.config.schema import ControllerConfig, RayControllerConfig, TrainerConfig
+from hybrid_rl.config.rank_keys import ControllerConfig, RayControllerConfig
+from hybrid_rl.config.schema import TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 Device = Literal["cpu", "cuda"]

@@ -8,7 +8,8 @@ from typing import Any
 from hybrid_rl.algos import GRPO, Clip, Needs
 from hybrid_rl.algos.kl import NoKL
 from hybrid_rl.config.algorithm import rollout_ranks
-from hybrid_rl.config.schema import CriticConfig, FSDPConfig, MemoryConfig, TrainerConfig
+from hybrid_rl.config.rank_keys import FSDPConfig
+from hybrid_rl.config.schema import CriticConfig, MemoryConfig, TrainerConfig
 from hybrid_rl.errors import ConfigError
 
 

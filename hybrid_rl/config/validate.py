@@ -24,8 +24,9 @@ from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.exact_logprobs import check_exact
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.lasting_keys import check_lasting
+from hybrid_rl.config.rank_keys import FSDPConfig, RayControllerConfig
 from hybrid_rl.config.rollout_ranks import with_rollout_ranks
-from hybrid_rl.config.schema import FSDPConfig, RayControllerConfig, TrainerConfig, ValueHeadConfig
+from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
 from hybrid_rl.errors import CheckpointError, ConfigError
 
 NUM_SHOWN = 5  # checkpoints of a run folder, in an error

@@ -20,6 +20,7 @@ from hybrid_rl.models.int8.int8_model import rounded_places
 from hybrid_rl.models.model_loading import DTYPES
 from hybrid_rl.models.packed.cache import CacheSize
 from hybrid_rl.planning.ledger import HANDOFF, Share
+from hybrid_rl.training.sharding.fsdp import ShardOptions
 from hybrid_rl.weights.grids import GRIDS, grid_weights
 
 VOCABULARY_STEP = 64  # vLLM fills the rows of embedding and head up to a multiple of this
@@ -184,8 +185,9 @@ def quantised_bytes(module: PreTrainedModel, config: TrainerConfig) -> dict[str,
     return {own: sum(math.prod(part.shape) * part.dtype.itemsize for part in each) for own, each in parts.items()}
 
 
-def quantised_shares(module: PreTrainedModel, config: TrainerConfig, num_shards: int) -> list[Share]:
+def quantised_shares(module: PreTrainedModel, config: TrainerConfig, sharding: ShardOptions | None) -> list[Share]:
     """Return the quantised weights of a rank's shards, which a handoff makes before it copies or sends them."""
+    num_shards = 1 if sharding is None else sharding.dp_shard
     num_bytes = -(-sum(quantised_bytes(module, config).values()) // num_shards)
     if not num_bytes:
         return []

@@ -366,16 +366,14 @@ class StepMemory:
         if config.model.device != "cpu" or not config.rollout.handoff.probe_steps:
             return []
         num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
-        passes = num_probe_passes(DTYPES[config.model.dtype], is_rounded=is_rounded(config.rollout))
-        num_rows = passes * num_tokens
+        num_rows = num_probe_passes(DTYPES[config.model.dtype], is_rounded=is_rounded(config.rollout)) * num_tokens
         vocabulary = self.passes.shape.models.policy.config.get_text_config().vocab_size
         return [Share(ACTIVATIONS, num_rows * vocabulary * 4, f"{num_rows} x {vocabulary:,} x 4 B of a probe")]
 
     def _handoff(self) -> list[Share]:
         """Return what publishing takes besides the weights of both sides."""
         config, sharding = self.config, sharding_of(self.config)
-        num_shards = 1 if sharding is None else sharding.dp_shard
-        quantised = engines.quantised_shares(self.passes.shape.models.policy, config, num_shards)
+        quantised = engines.quantised_shares(self.passes.shape.models.policy, config, sharding)
         shares = [*self._adapters_on_their_way(), *quantised]
         if not self.trains and isinstance(config.rollout, ColocatedRolloutConfig):
             # Files are mapped in host memory, of which nothing is copied but what is on its way to a GPU.

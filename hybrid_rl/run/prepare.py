@@ -31,7 +31,8 @@ from hybrid_rl.config import (
 from hybrid_rl.config.algorithm import critic_path, rollout_ranks
 from hybrid_rl.config.changes import changed_keys
 from hybrid_rl.config.hardware import Device, Hardware
-from hybrid_rl.config.schema import RayControllerConfig, ValueHeadConfig
+from hybrid_rl.config.rank_keys import RayControllerConfig
+from hybrid_rl.config.schema import ValueHeadConfig
 from hybrid_rl.config.validate import notices
 from hybrid_rl.data.source import SizedSource
 from hybrid_rl.engines.base import SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.schema import RayControllerConfig
+from hybrid_rl.config.rank_keys import RayControllerConfig
 from hybrid_rl.errors import ConfigError, EngineStateError, HybridRLError, counted
 from hybrid_rl.memory.cycle import ACTOR
 from hybrid_rl.process.interrupts import show_shortly

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
@@ -28,6 +29,7 @@ from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.engines.base import Generation
 from hybrid_rl.errors import ConfigError, EngineStateError, ModelError
 from hybrid_rl.models.experts.expert_choices import NO_EXPERT
+from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.vllm.quantization import PlainExpertsMethod
 from hybrid_rl.vllm.versions import has
 
@@ -193,23 +195,38 @@ class ReturnedExperts(ExpertRecord):
         return np.concatenate([np.empty((0, *self.shape), np.int16), *rows])[:num_tokens]
 
 
-def record_kind(config: VLLMRolloutConfig, device: torch.device, num_layers: int) -> type[ExpertRecord]:
-    """Return what records the experts of samples on a device. num_layers: layers of experts of the trainer's model.
-    Raises ConfigError or ModelError if nothing can."""
-    args = config.engine_args
-    if not num_layers:
-        raise ModelError("the model has no experts whose choice could be recorded; leave routing_replay out")
-    if device.type == "cpu" and args.enforce_eager is False:
-        raise ConfigError(
-            "rollout.engine_args.enforce_eager=false: on CPUs the experts of samples are read from vLLM's routers as "
-            "they run, and those of a compiled model do not; leave it out, or set routing_replay=scoring"
-        )
-    if device.type != "cpu" and not args.enable_prefix_caching:
-        raise ConfigError(
-            "rollout.engine_args.enable_prefix_caching=false: vLLM returns the experts of samples by the blocks of its "
-            "prefix cache; leave it out, or set routing_replay=scoring"
-        )
-    return ReadExperts if device.type == "cpu" else ReturnedExperts
+class PlannedRecord:
+    """What will record the experts of the samples of an engine that is not built yet: of the trainer's model, on a
+    device. Raises ConfigError or ModelError if nothing can.
+
+    arguments: that vLLM is to be built with.
+    """
+
+    def __init__(self, config: VLLMRolloutConfig, device: torch.device, module: PreTrainedModel) -> None:
+        args = config.engine_args
+        self._num_layers = len(find_routers(module))
+        if not self._num_layers:
+            raise ModelError("the model has no experts whose choice could be recorded; leave routing_replay out")
+        if device.type == "cpu" and args.enforce_eager is False:
+            raise ConfigError(
+                "rollout.engine_args.enforce_eager=false: on CPUs the experts of samples are read from vLLM's routers "
+                "as they run, and those of a compiled model do not; leave it out, or set routing_replay=scoring"
+            )
+        if device.type != "cpu" and not args.enable_prefix_caching:
+            raise ConfigError(
+                "rollout.engine_args.enable_prefix_caching=false: vLLM returns the experts of samples by the blocks of "
+                "its prefix cache; leave it out, or set routing_replay=scoring"
+            )
+        self._kind: type[ExpertRecord] = ReadExperts if device.type == "cpu" else ReturnedExperts
+        self.arguments = RETURNS if self._kind is ReturnedExperts else {}
+
+    def building(self) -> AbstractContextManager[None]:
+        """Return what the engine is to be built in."""
+        return returned_on_every_rank() if self.arguments else nullcontext()
+
+    def of(self, llm: LLMEngine) -> ExpertRecord:
+        """Make the record of the engine."""
+        return self._kind(llm, self._num_layers)
 
 
 @contextmanager

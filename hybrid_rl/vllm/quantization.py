@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -41,6 +42,8 @@ from vllm.platforms import current_platform
 
 from hybrid_rl.config.schema import VLLMRolloutConfig
 from hybrid_rl.errors import ConfigError
+from hybrid_rl.models.grid_linear import GridLinear
+from hybrid_rl.resharding.handoff.quantised import Quantisation
 from hybrid_rl.weights.grids import GRIDS, Grid, Part
 
 PLAIN = "hybrid_plain"
@@ -58,6 +61,14 @@ def quantization_of(config: VLLMRolloutConfig) -> str | None:
             )
         return GRID_PREFIX + config.quantization
     return PLAIN if config.engine_args.plain_weights and current_platform.is_cpu() else None
+
+
+def weights_on_grid(module: PreTrainedModel, config: VLLMRolloutConfig, dtype: torch.dtype) -> Quantisation | None:
+    """Return how the weights of the trainer's module become those of a quantised engine; None of a plain one."""
+    if config.quantization == "none":
+        return None
+    trained_in = dtype if any(isinstance(layer, GridLinear) for layer in module.modules()) else None
+    return Quantisation.of(module, config.quantization, dtype, trained_in)
 
 
 class _Plain:

@@ -36,11 +36,8 @@ from hybrid_rl.engines.colocated import ColocatedEngine
 from hybrid_rl.engines.registry import EngineSetup
 from hybrid_rl.engines.sampling import check_finite
 from hybrid_rl.errors import EngineStateError, HandoffError
-from hybrid_rl.models.experts.routing import find_routers
-from hybrid_rl.models.grid_linear import GridLinear
 from hybrid_rl.models.packed.startup_check import LengthLimit
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
-from hybrid_rl.resharding.handoff.quantised import Quantisation
 from hybrid_rl.vllm.adapter_slots import make_writer
 from hybrid_rl.vllm.arguments import engine_arguments
 from hybrid_rl.vllm.build_engine import (
@@ -57,11 +54,11 @@ from hybrid_rl.vllm.build_engine import (
 )
 from hybrid_rl.vllm.config_folder import config_folder
 from hybrid_rl.vllm.derived import log_derived
-from hybrid_rl.vllm.expert_records import RETURNS, ReturnedExperts, record_kind, returned_on_every_rank
+from hybrid_rl.vllm.expert_records import PlannedRecord
 from hybrid_rl.vllm.loader import LoadedWeights
 from hybrid_rl.vllm.memory import EngineMemory, can_sleep_on, clean_allocator, freed_asleep
 from hybrid_rl.vllm.process_state import Guest, classes_kept, on_stream, process_kept, stream_of_thread
-from hybrid_rl.vllm.quantization import quantization_of
+from hybrid_rl.vllm.quantization import quantization_of, weights_on_grid
 from hybrid_rl.vllm.translated_requests import check_sampling, sampled_logprobs, vllm_params
 from hybrid_rl.weights.sources import named_weights
 from hybrid_rl.weights.views import checkpoint_views
@@ -101,9 +98,7 @@ class VLLMEngine(ColocatedEngine):
         records_experts: bool = False,
     ) -> None:
         require_none_live()
-        num_expert_layers = len(find_routers(module)) if records_experts else 0
-        recorder = record_kind(config, device, num_expert_layers) if records_experts else None
-        returns_experts = recorder is ReturnedExperts
+        records = PlannedRecord(config, device, module) if records_experts else None
         super().__init__(
             vocab_size=int(module.config.get_text_config().vocab_size),
             limit=LengthLimit(
@@ -114,10 +109,8 @@ class VLLMEngine(ColocatedEngine):
         )
         self._config, self._device = config, device
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(module).items()}
-        views, quantisation = checkpoint_views(module), None
-        if config.quantization != "none":
-            trained_in = dtype if any(isinstance(layer, GridLinear) for layer in module.modules()) else None
-            quantisation = Quantisation.of(module, config.quantization, dtype, trained_in)
+        views, quantisation = checkpoint_views(module), weights_on_grid(module, config, dtype)
+        if quantisation is not None:
             views, self._shapes = quantisation.views(views), quantisation.shapes(self._shapes)
         self._guest = Guest(seed)
         self._owns_group = not dist.is_initialized()
@@ -138,7 +131,7 @@ class VLLMEngine(ColocatedEngine):
                 on_stream(stream_of_thread(device)),
                 self._guest.active(),
                 classes_kept(module) as models,
-                returned_on_every_rank() if returns_experts else nullcontext(),
+                nullcontext() if records is None else records.building(),
             ):
                 arguments = engine_arguments(
                     config,
@@ -150,11 +143,11 @@ class VLLMEngine(ColocatedEngine):
                     can_sleep=can_sleep,
                     device=device,
                 )
-                arguments = {**arguments, **self._writer.arguments(), **(RETURNS if returns_experts else {})}
+                arguments = {**arguments, **self._writer.arguments(), **({} if records is None else records.arguments)}
                 if can_sleep:
                     clean_allocator()
                 self._llm, self.kv_cache_bytes = build(arguments, config, max_length, device, memory_share)
-                self._record = None if recorder is None else recorder(self._llm, num_expert_layers)
+                self._record = None if records is None else records.of(self._llm)
                 self.experts_shape = None if self._record is None else self._record.shape
                 models.append(self._writer.weights.model)
                 self._writer.begin()

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from hybrid_rl import Trainer
 from hybrid_rl.engines.base import Beginning, FinishedSample, Generation, RolloutRequest, SamplingParams
 from hybrid_rl.errors import ConfigError, EngineStateError, ModelError
-from hybrid_rl.vllm.expert_records import ReturnedExperts, record_kind, returned_on_every_rank
+from hybrid_rl.vllm.expert_records import PlannedRecord, ReturnedExperts, returned_on_every_rank
 from hybrid_rl.vllm.versions import has
 from tests.distributed.ranks import run_ranks
 from tests.support.engines.engine_settings import vllm_settings
@@ -29,7 +29,7 @@ from tests.support.inside.vllm import forget_failure, llm_of
 from tests.support.tiny import build_tokenizer, spread, sums
 from tests.unit.engines.engines import Rig, finish
 from tests.unit.engines.engines import request as short_request
-from tests.unit.models.families import FAMILIES, VOCABULARY
+from tests.unit.models.families import FAMILIES, VOCABULARY, build
 from tests.vllm.rigs import BLOCK_SIZE, SETTINGS, make_engine, tiny
 from tests.vllm.test_trainer import KEYS
 
@@ -237,18 +237,24 @@ def test_a_router_that_is_not_seen_and_one_that_chooses_twice_end_the_step(rig: 
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "settings", "device", "error", "message"),
+    ("family", "settings", "device", "error", "message"),
     [
-        (0, {}, "cpu", ModelError, "has no experts whose choice could be recorded"),
-        (2, {"enforce_eager": False}, "cpu", ConfigError, "those of a compiled model do not; leave it out"),
-        (2, {"enable_prefix_caching": False}, "cuda", ConfigError, "by the blocks of its prefix cache; leave it out"),
+        ("qwen2", {}, "cpu", ModelError, "has no experts whose choice could be recorded"),
+        ("qwen3-moe", {"enforce_eager": False}, "cpu", ConfigError, "those of a compiled model do not; leave it out"),
+        (
+            "qwen3-moe",
+            {"enable_prefix_caching": False},
+            "cuda",
+            ConfigError,
+            "by the blocks of its prefix cache; leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_before_vllm_is_built(
-    num_layers: int, settings: dict[str, Any], device: str, error: type[Exception], message: str
+    family: str, settings: dict[str, Any], device: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        record_kind(vllm_settings(**{**SETTINGS, **settings}), torch.device(device), num_layers)
+        PlannedRecord(vllm_settings(**{**SETTINGS, **settings}), torch.device(device), build(family))
 
 
 # ------------------------------------------------------------------------------------ what vLLM returns itself, on GPUs
