@@ -44,8 +44,8 @@ def check_exact(config: TrainerConfig) -> None:
         )
     if rollout.handoff.probe_tolerance is not None:
         raise ConfigError(
-            f"model.exact=true with rollout.handoff.probe_tolerance={rollout.handoff.probe_tolerance}: the probe accepts "
-            "no gap between equal numbers; leave probe_tolerance out"
+            f"model.exact=true with rollout.handoff.probe_tolerance={rollout.handoff.probe_tolerance}: the probe "
+            "accepts no gap between equal numbers; leave probe_tolerance out"
         )
     if rollout.engine_args.block_size % 16:
         raise ConfigError(

@@ -40,9 +40,9 @@ def missing_operators() -> list[str]:
 class ExactFunctions(TorchFunctionMode):
     """PyTorch's functions inside the block and in this thread, the same for each row or element whatever is with it.
 
-    Products of float32 and bfloat16 matrices on CPUs, of linear layers and of grouped experts; sigmoid, SiLU, GELU, Mish,
-    softplus, powers of 2, powers with a number as exponent, and the reciprocal root. All others are PyTorch's own, and so
-    are calls that write into `out`.
+    Products of float32 and bfloat16 matrices on CPUs, of linear layers and of grouped experts; sigmoid, SiLU, GELU,
+    Mish, softplus, powers of 2, powers with a number as exponent, and the reciprocal root. All others are PyTorch's
+    own, and so are calls that write into `out`.
     """
 
     def __torch_function__(

@@ -27,29 +27,33 @@ Call = tuple[str | None, int, bool]
 @torch.no_grad()
 def check_exact(model: PackedModel) -> None:
     """Raise ModelError, with the first layer that differs, if sequences give other bits alone than in one row, and also
-    if samples do that share their prompt. The row runs without gradients, as engines do, the sequences alone with
-    gradients, as the trainer does."""
+    if samples do that share their prompt, or if the row does without gradients, as engines run it."""
     limit = model.length_limit
     lengths = [length if limit is None else min(length, limit.num_tokens) for length in LENGTHS]
     sequences = various_tokens(model.module, sum(lengths)).to(model.device).split(lengths)
-    together = _marks(model, sequences)
-    starts = accumulate(lengths, initial=0)
-    for start, sequence in zip(starts, sequences, strict=False):
-        with torch.enable_grad():
-            alone = _marks(model, [sequence])
-        for call in dict.fromkeys([*alone, *together]):
-            name, _, must_run = call
-            if call in alone and call in together:
-                differs = not torch.equal(alone[call], together[call][start : start + len(sequence)])
-            else:
-                differs = must_run
-            if differs:
-                layer = "the head" if name is None else f"{name} ({type(model.module.get_submodule(name)).__name__})"
-                raise ModelError(
-                    f"exact=true: {layer} of {type(model.module).__name__} gives other numbers in a row of "
-                    f"{sum(lengths)} tokens than in one of {len(sequence)}; set exact=false"
-                )
+    with torch.enable_grad():
+        trained = _marks(model, sequences)
+        for start, sequence in zip(accumulate(lengths, initial=0), sequences, strict=False):
+            rows = {call: marks[start : start + len(sequence)] for call, marks in trained.items()}
+            where = f"in a row of {sum(lengths)} tokens than in one of {len(sequence)}"
+            _compare(model, _marks(model, [sequence]), rows, where, same_layers=True)
+    generated = _marks(model, sequences)
+    _compare(model, generated, trained, "with gradients than without", same_layers=False)
     _check_shared_prompt(model, max(sequences, key=len))
+
+
+def _compare(
+    model: PackedModel, marks: dict[Call, Tensor], others: dict[Call, Tensor], where: str, *, same_layers: bool
+) -> None:
+    """same_layers: those that must run in every row ran in both passes; adapters take other ways without gradients."""
+    for call in dict.fromkeys([*marks, *others]):
+        name, _, must_run = call
+        is_both = call in marks and call in others
+        if not torch.equal(marks[call], others[call]) if is_both else same_layers and must_run:
+            layer = "the head" if name is None else f"{name} ({type(model.module.get_submodule(name)).__name__})"
+            raise ModelError(
+                f"exact=true: {layer} of {type(model.module).__name__} gives other numbers {where}; set exact=false"
+            )
 
 
 def _check_shared_prompt(model: PackedModel, tokens: Tensor) -> None:
