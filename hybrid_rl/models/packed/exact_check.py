@@ -85,7 +85,7 @@ def _marks(model: PackedModel, sequences: Sequence[Tensor]) -> dict[Call, Tensor
         num_calls[name] += 1
         tensor = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
         if isinstance(tensor, Tensor) and len(token_ids) in tensor.shape[:2] and tensor.shape[0] in (1, len(token_ids)):
-            call = (name, num_calls[name], tensor.shape[0] == 1)
+            call = (name, num_calls[name], tensor.shape[0] == 1 and tensor.dim() == 3)  # or these may be heads
             marks[call] = _mark(tensor.detach().reshape(len(token_ids), -1))
 
     with _hooked(model.module, keep):
