@@ -103,11 +103,14 @@ HYBRID_RL_INLINE void from_float(float value, float& target) {
   target = value;
 }
 
-// Round to nearest, ties to even; the value is finite.
+// Round to nearest, ties to even; NaN stays NaN.
 HYBRID_RL_INLINE void from_float(float value, BFloat16& target) {
   uint32_t word;
   std::memcpy(&word, &value, sizeof(word));
-  target.bits = static_cast<uint16_t>((word + 0x7FFFu + ((word >> 16) & 1u)) >> 16);
+  // Some NaN would overflow to zeros.
+  const bool is_nan = (word & 0x7FFFFFFFu) > 0x7F800000u;
+  const uint32_t rounded = is_nan ? word | 0x400000u : word + 0x7FFFu + ((word >> 16) & 1u);
+  target.bits = static_cast<uint16_t>(rounded >> 16);
 }
 
 // exp(x) for x <= 0, within 2 units in the last place; 0 below -87. x = n ln 2 + r, and a polynomial in r.

@@ -42,6 +42,11 @@ def check_exact(config: TrainerConfig) -> None:
             f"model.exact=true with rollout.quantization={rollout.quantization}: the engine would compute with other "
             "weights than the trainer; leave one of them out"
         )
+    if rollout.handoff.probe_tolerance is not None:
+        raise ConfigError(
+            f"model.exact=true with rollout.handoff.probe_tolerance={rollout.handoff.probe_tolerance}: the probe "
+            "accepts no gap between equal numbers; leave probe_tolerance out"
+        )
     if rollout.engine_args.block_size % 16:
         raise ConfigError(
             f"model.exact=true with rollout.engine_args.block_size={rollout.engine_args.block_size}: the engine's "

@@ -69,7 +69,8 @@ class ModelConfig:
     exact: bool = key(
         False,
         "logprobs of engine and trainer are equal to the bit, whatever is batched, packed, cached or cut into chunks "
-        "together: the first ratio of a batch is 1, and the mismatch 0 (rollout.engine=inplace on CPUs)",
+        "together: the first ratio is 1, and the mismatch 0, of samples that the weights of this step have drawn "
+        "(rollout.engine=inplace on CPUs)",
     )
 
     # Exists only with dtype=bfloat16, in BFloat16ModelConfig.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,15 @@ class SamplingTensors:
     truncates: bool
     greedy: bool
     penalises: bool
+
+    @property
+    def cuts(self) -> Tensor:
+        """Which rows are truncated, bool [B]; greedy ones never are."""
+        return ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)) & (self.temperature > 0)
+
+    def rows(self, index: Tensor) -> SamplingTensors:
+        """Return the parameters of some rows, int64 [b]."""
+        return replace(self, **{name: getattr(self, name)[index] for name in COLUMNS})
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
@@ -78,11 +87,14 @@ def sample(logits: Tensor, params: SamplingTensors, positions: Tensor) -> tuple[
     Nothing waits for the device. If a row is not a distribution (a logit is NaN or +inf, or none is above -inf) its
     logprob is NaN: hand the logprobs to `check_finite` once they are on the host.
     """
-    plain = logits.device.type == "cpu" and logits.dtype == torch.float32 and not params.truncates
-    compiled = operator("sample") if plain else None
+    is_covered = logits.device.type == "cpu" and logits.dtype == torch.float32
+    compiled = operator("sample") if is_covered else None
     if compiled is None:
         return sample_torch(logits, params, positions)
     tokens, logprobs = compiled(logits.contiguous(), params.temperature, params.seed, positions.contiguous())
+    if params.truncates:  # which does not change how the other rows are drawn
+        rows = params.cuts.nonzero()[:, 0]
+        tokens[rows], logprobs[rows] = sample_torch(logits[rows], params.rows(rows), positions[rows])
     return tokens, logprobs
 
 
@@ -218,6 +230,4 @@ def truncate(logits: Tensor, params: SamplingTensors) -> Tensor:
     keep &= ordered >= ordered[:, :1] + params.min_p[:, None].log()
     keep[:, 0] = True
     kept = torch.zeros_like(keep).scatter(1, order, keep)
-    cuts = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    cuts &= params.temperature > 0
-    return logits.masked_fill(~kept & cuts[:, None], -torch.inf)
+    return logits.masked_fill(~kept & params.cuts[:, None], -torch.inf)

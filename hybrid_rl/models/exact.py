@@ -2,9 +2,12 @@
 
 Every token gets the same bits in a decode step, in a chunk of its prompt and in a packed row of the trainer, whatever
 else is there. Attention, RMSNorm and log-probabilities by the compiled extension are so already, and so are PyTorch's
-softmax, sums, exponentials, sines and cosines. Left to replace are products (csrc/exact_product.cpp), and the functions
+softmax, sums, exponentials, sines and cosines. Left to replace are products (csrc/exact_product.cpp), and functions
 whose vectorised loops end in scalar code that rounds otherwise. What is replaced are functions of PyTorch, as layers
 call them, and not layers. The backward pass is as usual.
+
+The list is not all of PyTorch: einsum, products of batches of any other kind, and powers with a tensor as exponent are
+as they are. The check at the start (packed/exact_check.py) refuses a model whose numbers they change.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from hybrid_rl.compat.torch import grouped_mm
 from hybrid_rl.models.linear import ExactLinear, exact_product, product, weight_gradient
 
 OPERATORS = ("exact_product", "packed_attention", "paged_attention", "rms_norm", "label_logprobs")
-# Elements that PyTorch computes in one thread, from the first to the last: at::internal::GRAIN_SIZE.
-BLOCK = 1 << 15
+# Elements that PyTorch computes in one thread, from the first to the last. It divides most functions from 2^15 on
+# (at::internal::GRAIN_SIZE), but GELU above 2^14 (ATen/native/cpu/Activation.cpp).
+BLOCK = 1 << 13
 RUN = 128  # a multiple of the elements that a vectorised loop takes at once, of any dtype and instruction set
 
 
@@ -37,14 +41,18 @@ class ExactFunctions(TorchFunctionMode):
     """PyTorch's functions inside the block and in this thread, the same for each row or element whatever is with it.
 
     Products of float32 and bfloat16 matrices on CPUs, of linear layers and of grouped experts; sigmoid, SiLU, GELU,
-    softplus and the reciprocal root. All others are PyTorch's own.
+    Mish, softplus, powers of 2, powers with a number as exponent, and the reciprocal root. All others are PyTorch's
+    own, and so are calls that write into `out`.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the replacement of a function, if it has one."""
-        return _REPLACED.get(func, func)(*args, **(kwargs or {}))
+        replacement, named = _REPLACED.get(func), dict(kwargs or {})
+        if replacement is None or named.pop("out", None) is not None:
+            return func(*args, **(kwargs or {}))
+        return replacement(*args, **named)
 
 
 def _fits(*tensors: Tensor) -> bool:
@@ -65,38 +73,53 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
-def _matmul(left: Tensor, right: Tensor) -> Tensor:
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
     """Compute `torch.matmul`; a depth of 1 has nothing to add up, and products of batches stay PyTorch's."""
-    if right.dim() != 2 or left.dim() < 2 or left.shape[-1] == 1:
-        return torch.matmul(left, right)
-    return _linear(left, right.t())
+    if other.dim() != 2 or input.dim() < 2 or input.shape[-1] == 1:
+        return torch.matmul(input, other)
+    return _linear(input, other.t())
 
 
-def _addmm(bias: Tensor, left: Tensor, right: Tensor, **factors: Any) -> Tensor:
+def _mm(input: Tensor, mat2: Tensor, **options: Any) -> Tensor:
+    """Compute `torch.mm`."""
+    return torch.mm(input, mat2, **options) if options else _matmul(input, mat2)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **factors: Any) -> Tensor:
     """Compute `torch.addmm` of a vector, as GPT-2's layers call it."""
-    if factors or bias.dim() != 1:
-        return torch.addmm(bias, left, right, **factors)
-    return _linear(left, right.t(), bias)
+    if factors or input.dim() != 1:
+        return torch.addmm(input, mat1, mat2, **factors)
+    return _linear(mat1, mat2.t(), input)
 
 
-def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
     """Compute `functional.grouped_mm` of rows sorted by expert, [S, K], and the experts' matrices, [E, K, N]."""
     is_plain = all(option is None for option in options.values())
-    if offs is None or not is_plain or (left.dim(), right.dim()) != (2, 3) or not _fits(left, right):
-        return grouped_mm(left, right, offs=offs, **options)
-    apply: Any = _GroupedProduct.apply
-    out: Tensor = apply(left, right, offs.tolist())
-    return out
+    if offs is None or not is_plain or (mat_a.dim(), mat_b.dim()) != (2, 3) or not _fits(mat_a, mat_b):
+        return grouped_mm(mat_a, mat_b, offs=offs, **options)
+    return _grouped_product(mat_a, mat_b, offs.tolist())
 
 
-def _bmm(left: Tensor, right: Tensor) -> Tensor:
+def _bmm(input: Tensor, mat2: Tensor, **options: Any) -> Tensor:
     """Compute `torch.bmm` of [E, M, K] and [E, K, N], as the layers of Llama 4 do with all tokens and each expert."""
-    if not _fits(left, right):
-        return torch.bmm(left, right)
-    size = left.shape[1]
-    apply: Any = _GroupedProduct.apply
-    out: Tensor = apply(left.reshape(-1, left.shape[2]), right, [size * (group + 1) for group in range(len(left))])
-    return out.view(*left.shape[:2], -1)
+    if options or not _fits(input, mat2):
+        return torch.bmm(input, mat2, **options)
+    size = input.shape[1]
+    ends = [size * (group + 1) for group in range(len(input))]
+    return _grouped_product(input.reshape(-1, input.shape[2]), mat2, ends).view(*input.shape[:2], -1)
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
+    """Multiply rows [S, K], of which each group ends at one of `ends`, by the matrix of their group, [E, K, N]."""
+    if torch.is_grad_enabled():
+        apply: Any = _GroupedProduct.apply
+        out: Tensor = apply(left, right, ends)
+        return out
+    # Rows behind the last group belong to experts of other ranks: nobody reads them.
+    out = left.new_zeros(left.shape[0], right.shape[2])
+    for expert, rows in _groups(ends):
+        out[rows] = exact_product(left[rows], right[expert].t(), None)
+    return out
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -104,11 +127,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
         ctx.save_for_backward(left, right)
         ctx.ends = ends
-        # Rows behind the last group belong to experts of other ranks: nobody reads them.
-        out = left.new_zeros(left.shape[0], right.shape[2])
-        for expert, rows in _groups(ends):
-            out[rows] = exact_product(left[rows], right[expert].t(), None)
-        return out
+        return _grouped_product(left, right, ends)  # without gradients by now
 
     @staticmethod
     @once_differentiable
@@ -140,8 +159,9 @@ def _whole_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if input.device.type != "cpu":
             return function(input, *args, **options)
         options.pop("inplace", None)  # of SiLU: the caller takes the result
-        flat = input.reshape(-1)
-        filled = functional.pad(flat, (0, -flat.numel() % RUN))
+        flat = input.contiguous().view(-1)  # of numbers with gaps between them, PyTorch takes one at a time
+        rest = -flat.numel() % RUN
+        filled = functional.pad(flat, (0, rest)) if rest else flat
         blocks = [function(block, *args, **options) for block in filled.split(BLOCK)]
         whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         return whole[: flat.numel()].view(input.shape)
@@ -149,20 +169,34 @@ def _whole_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return computed
 
 
+def _pow(input: Any, exponent: Any) -> Tensor:
+    """Compute `torch.pow` of a tensor; squares and cubes are products of its numbers, and powers of other kinds stay
+    PyTorch's."""
+    if not isinstance(input, Tensor) or isinstance(exponent, Tensor) or exponent in (2, 3):
+        return torch.pow(input, exponent)
+    return _power(input, exponent)
+
+
+def _sigmoid_(input: Tensor) -> Tensor:
+    """Compute `Tensor.sigmoid_`."""
+    return input.copy_(_sigmoid(input))
+
+
+_power, _sigmoid = _whole_runs(torch.pow), _whole_runs(torch.sigmoid)
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     functional.linear: _linear,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.mm: _matmul,
-    torch.addmm: _addmm,
-    torch.bmm: _bmm,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm), _mm),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
     grouped_mm: _grouped_mm,
+    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
+    Tensor.sigmoid_: _sigmoid_,
     **{
         function: _whole_runs(function)
         for function in (
-            *(torch.sigmoid, Tensor.sigmoid, functional.silu, functional.gelu, functional.softplus),
-            *(torch.rsqrt, Tensor.rsqrt),
+            *(torch.sigmoid, Tensor.sigmoid, functional.silu, functional.gelu, functional.mish, functional.softplus),
+            *(torch.rsqrt, Tensor.rsqrt, torch.exp2, Tensor.exp2, torch.special.exp2),
         )
     },
 }

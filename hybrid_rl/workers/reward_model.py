@@ -207,7 +207,7 @@ def build_reward_model(entry: RewardModelEntry, config: TrainerConfig, context: 
     """Build the model of an entry on this rank, frozen. Collective if there are several ranks."""
     model = entry.model
     # They need not be of the policy's architecture, and run packed whatever the policy does.
-    options = call_options(config, is_trained=False) | {"attention": config.model.attention}
+    options = call_options(config, is_trained=False) | {"attention": config.model.attention, "exact": False}
     if isinstance(model, PreTrainedModel):
         check_classifier(model, entry.name)
         if context.num_ranks == 1:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from hybrid_rl.compat import native
 from hybrid_rl.errors import ConfigError
 from hybrid_rl.models.exact import missing_operators
-from tests.support.tiny import build_model
+from tests.support.tiny import VOCABULARY, build_model, build_tokenizer
+from tests.unit.models.families import build
 
 pytestmark = pytest.mark.skipif(not native.is_available() or bool(missing_operators()), reason="extension not built")
 KEYS: dict[str, Any] = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12}
@@ -31,6 +33,36 @@ def test_nothing_differs(dtype: torch.dtype, keys: dict[str, Any], make_trainer)
         assert metrics["mismatch/ratio_p01"] == metrics["mismatch/ratio_p99"] == 1.0
     if "num_iterations" not in keys:
         assert first["kl"] == 0.0 < second["kl"]
+
+
+def test_experts_of_the_engine_in_recomputed_layers(make_trainer) -> None:
+    model = build("qwen3-moe", vocab_size=len(VOCABULARY))
+    trainer = make_trainer(
+        model,
+        **{"exact": True, "routing_replay": "rollout", "gradient_checkpointing": True, "beta": 0.05, **KEYS},
+        old_logprobs="recompute",
+        learning_rate=1e-2,
+        tokens_per_micro_batch=64,
+    )
+    first, second = trainer.step().metrics, trainer.step().metrics
+    for metrics in (first, second):
+        assert {name: metrics[name] for name in DIFFERENCES} == dict.fromkeys(DIFFERENCES, 0.0)
+    assert first["kl"] == 0.0 < second["kl"]
+
+
+def test_a_critic_runs_as_without(make_trainer) -> None:
+    trainer = make_trainer(build_model(), exact=True, advantage="gae", **KEYS)
+    metrics = trainer.step().metrics
+    assert {name: metrics[name] for name in DIFFERENCES} == dict.fromkeys(DIFFERENCES, 0.0)
+    assert metrics["critic/value_loss"] > 0
+
+
+def test_a_reward_model_runs_as_without(make_trainer) -> None:
+    config = Qwen2Config(**build_model().config.to_dict() | {"id2label": {0: "reward"}})
+    rewards = Qwen2ForSequenceClassification(config)
+    trainer = make_trainer(build_model(), rewards, exact=True, reward_processing_classes=build_tokenizer(), **KEYS)
+    metrics = trainer.step().metrics
+    assert {name: metrics[name] for name in DIFFERENCES} == dict.fromkeys(DIFFERENCES, 0.0)
 
 
 def test_without_the_extension_it_is_refused(make_trainer, monkeypatch) -> None:

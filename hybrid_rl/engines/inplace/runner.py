@@ -242,8 +242,9 @@ class Runner:
             logits = penalise(logits, params.repetition_penalty, tables["history"])
         if reads_host_memory(hidden.device):
             tokens, logprobs = sample(logits, params, tables["generated"])
-            if self._model.is_exact and not params.truncates:  # a trainer does not truncate
-                logprobs = self._model.chosen_logprobs(logits, tokens, params.temperature)
+            if self._model.is_exact:  # a trainer does not truncate, and NaN marks a row that is not a distribution
+                exact = self._model.chosen_logprobs(logits, tokens, params.temperature)
+                logprobs = torch.where(params.cuts | logprobs.isnan(), logprobs, exact)
             return in_one(tokens, logprobs)
         return choose(logits, params, tables["uniform"])
 

@@ -42,7 +42,7 @@ class CausalLM(PackedModel):
             if not self.attention.is_packed:
                 raise
             raise ModelError(f"{error}; {self._remedy()}") from error
-        if self.is_exact:
+        if self.is_exact and self.is_language_model:
             check_exact(self)
         return gap
 

@@ -75,7 +75,7 @@ def build_critic(model: PreTrainedModel | ModelRecipe, config: TrainerConfig, co
 
     Collective. Raises ModelError or ConfigError if the model or an option cannot be used.
     """
-    options = call_options(config, is_trained=True)
+    options = call_options(config, is_trained=True) | {"exact": False}
     if isinstance(model, PreTrainedModel):
         module, source = value_model_of(model), None
         leave_grid(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from hybrid_rl.models import CausalLM
 from hybrid_rl.models.exact import ExactFunctions, missing_operators
 from hybrid_rl.models.linear import exact_product
 from hybrid_rl.models.packed.exact_check import check_exact
+from hybrid_rl.models.row import PackedRow
 from tests.unit.models.families import build
 
 pytestmark = pytest.mark.skipif(not native.is_available() or bool(missing_operators()), reason="extension not built")
@@ -66,7 +69,13 @@ FUNCTIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "softplus": functional.softplus,
+    "mish": functional.mish,
+    "sigmoid_": lambda x: x.clone().sigmoid_(),
     "rsqrt": lambda x: torch.rsqrt(x.abs() + 0.1),
+    "power -0.5": lambda x: (x.abs() + 0.1) ** -0.5,
+    "power 0.25": lambda x: torch.pow(x.abs(), exponent=0.25),
+    "square": lambda x: x**2,
+    "exp2": torch.exp2,
     "exp": torch.exp,
     "tanh": torch.tanh,
     "cos": torch.cos,
@@ -76,25 +85,92 @@ FUNCTIONS = {
 }
 
 
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_a_row_are_the_same_in_any_batch(name: str, dtype: torch.dtype) -> None:
-    """Those that PyTorch has so, too: the day on which one changes shows here."""
+def test_functions_of_a_row_are_the_same_in_any_batch(name: str, dtype: torch.dtype, set_threads) -> None:
+    """Those that PyTorch has so, too: the day on which one changes shows here. With any number of threads."""
     function = FUNCTIONS[name]
     for width in (5, 60):
-        rows = 3 * numbers(1999, width, dtype=dtype)
+        rows = 3 * numbers(999, width, dtype=dtype)
+        set_threads(1)
         with ExactFunctions():
             whole = function(rows)
-            for first, last in ((0, 1), (1, 4), (7, 70), (100, 1150)):
-                assert torch.equal(function(rows[first:last].clone()), whole[first:last]), (width, first, last)
         torch.testing.assert_close(whole, function(rows))
+        for num_threads in (1, 2, 3, 5, 7):
+            set_threads(num_threads)
+            with ExactFunctions():
+                for first, last in ((0, 1), (1, 4), (7, 70), (100, 650), (0, 999)):
+                    assert torch.equal(function(rows[first:last].clone()), whole[first:last]), (
+                        width,
+                        num_threads,
+                        first,
+                    )
 
 
-def test_the_functions_that_are_replaced_need_it() -> None:
-    """In float32 PyTorch's SiLU rounds otherwise where a vectorised loop ends."""
-    rows = 3 * numbers(3999, 5)
-    whole = functional.silu(rows)
-    assert any(not torch.equal(functional.silu(rows[n : n + 3].clone()), whole[n : n + 3]) for n in range(0, 3990, 3))
+NEEDED = [
+    *((name, torch.float32) for name in ("sigmoid", "silu", "gelu_tanh", "softplus", "mish", "power 0.25", "exp2")),
+    *((name, torch.bfloat16) for name in ("gelu", "gelu_tanh", "rsqrt", "power -0.5")),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), NEEDED)
+def test_the_functions_that_are_replaced_need_it(name: str, dtype: torch.dtype) -> None:
+    """PyTorch's round otherwise where a vectorised loop ends, in one dtype or both."""
+    function, rows = FUNCTIONS[name], 3 * numbers(3999, 5, dtype=dtype)
+    whole = function(rows)
+    assert any(not torch.equal(function(rows[n : n + 3].clone()), whole[n : n + 3]) for n in range(0, 3990, 3))
+
+
+def test_products_called_in_every_way_have_the_same_bits() -> None:
+    """As methods and with named arguments; one that writes into `out`, or has factors, is PyTorch's."""
+    left, right, vector = numbers(7, 300), numbers(300, 9, seed=1), numbers(9, seed=2)
+    expected = exact_product(left, right.t())
+    with_bias = exact_product(left, right.t(), vector)
+    out = torch.empty(7, 9)
+    with ExactFunctions():
+        products = [
+            *(left @ right, left.matmul(right), torch.matmul(input=left, other=right), left.matmul(other=right)),
+            *(
+                torch.mm(left, right),
+                torch.mm(input=left, mat2=right),
+                left.mm(mat2=right),
+                torch.mm(left, right, out=None),
+            ),
+            *(torch.bmm(left[None], right[None])[0], torch.bmm(input=left[None], mat2=right[None])[0]),
+            *(left[None].bmm(mat2=right[None])[0], functional.linear(input=left, weight=right.t())),
+        ]
+        sums = [
+            *(torch.addmm(vector, left, right), torch.addmm(input=vector, mat1=left, mat2=right)),
+            *(vector.addmm(left, mat2=right), functional.linear(input=left, weight=right.t(), bias=vector)),
+        ]
+        torch.matmul(input=left, other=right, out=out)
+        doubled = torch.addmm(input=vector, mat1=left, mat2=right, alpha=2)
+    assert all(torch.equal(product, expected) for product in products)
+    assert all(torch.equal(product, with_bias) for product in sums)
+    assert not torch.equal(expected, torch.mm(left, right))  # or PyTorch's could not be told apart
+    assert torch.equal(out, torch.mm(left, right))
+    torch.testing.assert_close(doubled, vector + 2 * expected)
+
+
+def test_numbers_with_gaps_between_them_have_the_bits_of_numbers_without() -> None:
+    rows = 3 * numbers(256, 5)
+    with ExactFunctions():
+        assert torch.equal(functional.silu(rows[:, 0]), functional.silu(rows)[:, 0])
+
+
+def test_nan_is_not_rounded_to_a_number() -> None:
+    """Of 16 ones in the low half, adding half a unit would make zeros of the whole."""
+    rows = torch.ones(1, 1, dtype=torch.bfloat16)
+    for bits in (-1, 0x7FFFFFFF):
+        bias = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+        assert exact_product(rows, rows, bias).isnan().all()
 
 
 def test_gradients_are_those_of_the_same_functions_without() -> None:
@@ -149,3 +225,29 @@ def test_the_check_names_the_layer_that_mixes_tokens_with_their_row() -> None:
 def test_the_check_finds_ordinary_passes() -> None:
     with pytest.raises(ModelError, match="gives other numbers in a row of"):
         check_exact(CausalLM(build("qwen3-moe")))
+
+
+def test_the_check_names_a_layer_that_runs_in_some_rows_only() -> None:
+    """What it adds is 0: no number shows it."""
+    module = build("llama")
+    layer = module.model.layers[1].mlp
+    plain = layer.forward
+    layer.extra = torch.nn.Identity()
+    layer.forward = lambda x: plain(layer.extra(x) if x.shape[1] < 10 else x)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.extra \(Identity\) of LlamaForCausalLM gives other"):
+        check_exact(CausalLM(module, exact=True))
+
+
+def test_the_check_finds_other_numbers_after_a_shared_prompt(monkeypatch) -> None:
+    model = CausalLM(build("llama"), exact=True)
+    plain = model.row_logprobs
+
+    def row_logprobs(row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = plain(row, temperature)
+        return logprobs * (1.001 if row.layout.children else 1.0), entropy
+
+    monkeypatch.setattr(model, "row_logprobs", row_logprobs)
+    with pytest.raises(
+        ModelError, match="LlamaForCausalLM gives other logprobs to samples that share a prompt of 30 tok"
+    ):
+        check_exact(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hybrid_rl.batch import Jagged
 from hybrid_rl.compat import native
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.engines.inplace.engine import InPlaceEngine
+from hybrid_rl.errors import BrokenModelError
 from hybrid_rl.models import CausalLM
 from hybrid_rl.models.exact import missing_operators
 from tests.support.engines.engine_settings import inplace_settings
@@ -91,6 +93,33 @@ def test_a_small_cache_changes_nothing() -> None:
     bytes_of_block = 16 * 2 * 2 * 16 * 4 * 2
     small = generated(model, sent, kv_cache_memory_bytes=7 * bytes_of_block)
     assert [sample.logprobs for sample in small] == [sample.logprobs for sample in generated(model, sent)]
+
+
+def test_truncated_requests_change_nothing_of_the_others() -> None:
+    """What is cut off is a matter of a request: the others get the tokens and logprobs that they get alone."""
+    model = CausalLM(build("qwen2"), exact=True)
+    plain = [RolloutRequest(i, (3, 5 + i), SamplingParams(20, seed=i, temperature=0.7), i) for i in range(6)]
+    plain[5] = replace(plain[5], params=replace(plain[5].params, temperature=0.0))
+    cut = [
+        RolloutRequest(6 + i, (3, 5 + i), SamplingParams(20, seed=i, temperature=0.7, **keys), 6 + i)
+        for i, keys in enumerate([{"top_p": 0.9}, {"top_k": 5}])
+    ]
+    alone = [(sample.completion_ids, sample.logprobs) for sample in generated(model, plain)]
+    together = generated(model, [*plain, *cut])
+    assert [(sample.completion_ids, sample.logprobs) for sample in together[:6]] == alone
+    assert [logprob for _, row in alone[:5] for logprob in row] == scored(model, plain[:5], together[:5])
+    # What was cut off belongs to the rest: the tokens that are left have higher logprobs than without.
+    for sample, request in zip(together[6:], cut, strict=True):
+        own = scored(model, [request], [sample])
+        assert all(a > b - 1e-5 for a, b in zip(sample.logprobs, own, strict=True)) and sum(sample.logprobs) > sum(own)
+
+
+def test_logits_that_are_no_distribution_are_found() -> None:
+    model = CausalLM(build("qwen2", tie_word_embeddings=False), exact=True)
+    with torch.no_grad():
+        model.head.weight[7] = torch.nan
+    with pytest.raises(BrokenModelError, match="logits are not finite in 1 of 1 rows"):
+        generated(model, [RolloutRequest(0, (3, 5), SamplingParams(4), 0)])
 
 
 def test_without_it_they_are_not() -> None:
