@@ -15,6 +15,7 @@ from hybrid_rl.errors import ConfigError, HandoffError
 from hybrid_rl.models.int8.int8_model import Int8CausalLM
 from hybrid_rl.models.int8.rounding import Int8Weight
 from hybrid_rl.planning.engines import rounded_share
+from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.weights.sources import named_weights
 from tests.support.inside.models import rounded_weights
 from tests.support.inside.workers import actor_of, engine_of
@@ -52,6 +53,24 @@ def test_masters_are_rounded_not_their_bfloat16_copies(make_trainer) -> None:
     held = rounded_weights(engine_of(trainer).rounded)[NAME]
     assert torch.equal(held.scales, Int8Weight.of(masters[NAME]).scales)
     assert not torch.equal(held.scales, Int8Weight.of(named_weights(model)[NAME]).scales)
+
+
+def bias_of_its_own(module: Any) -> None:
+    module.model.layers[0].mlp.down_proj.bias = torch.nn.Parameter(torch.ones(module.config.hidden_size))
+
+
+def layer_fewer(module: Any) -> None:
+    del module.model.layers[-1]
+
+
+@pytest.mark.parametrize("change", [bias_of_its_own, layer_fewer])
+def test_a_model_that_was_changed_since_is_refused(change: Any, make_trainer) -> None:
+    model = build_model()
+    engine = engine_of(make_trainer(model, **INT8))
+    engine.update_weights(TensorSource.of(model), 1)
+    change(model)
+    with pytest.raises(HandoffError, match="modules or parameters of the model were replaced"):
+        engine.update_weights(TensorSource.of(model), 2)
 
 
 def stale(kind: str) -> Any:
