@@ -24,6 +24,7 @@ from tests.support.tiny import build_model
 pytestmark = pytest.mark.skipif(native.operator("int8_linear") is None, reason="the compiled extension is not built")
 
 INT8: dict[str, Any] = {"rollout.quantization": "int8", "learning_rate": 3e-2}
+CACHE = {"engine": "vllm", "quantization": "none"}
 NAME = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -144,10 +145,22 @@ def test_what_is_wrong_together_is_refused(keys: dict[str, Any], words: str) -> 
         ({"correction": "none"}, "none"),
         ({"old_logprobs": "rollout"}, "none"),
         ({"quantization": "none"}, "none"),
+        ({"quantization": "none", "dtype": "bfloat16"}, "none"),
+        ({"engine": "vllm", "quantization": "fp8"}, "tis"),
+        ({"engine": "vllm", "quantization": "fp8", "quantization_aware": True}, "none"),
+        ({**CACHE, "engine_args.kv_cache_dtype": "fp8"}, "tis"),
+        ({**CACHE, "engine_args": {"kv_cache_dtype": "bfloat16"}}, "tis"),
+        ({**CACHE, "rollout.engine_args.kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}, "none"),
+        ({**CACHE, "engine_args.kv_cache_dtype": "auto"}, "none"),
+        ({**CACHE, "quantization": "int4", "quantization_aware": True, "engine_args.kv_cache_dtype": "fp8"}, "tis"),
     ],
 )
 def test_a_correction_is_chosen_if_none_is_named(keys: dict[str, Any], mode: str) -> None:
     config = resolve(*load_config({"quantization": "int8", "num_generations": 2, **keys}))
     assert config.correction.correction_mode == mode
     given = frozenset({"correction.correction_mode"} if "correction" in keys else ())
-    assert any(f"correction={mode} is chosen" in notice for notice in notices(config, given)) == (keys == {})
+    chosen = [notice for notice in notices(config, given) if f"correction={mode} is chosen" in notice]
+    assert len(chosen) == (mode == "tis")
+    if CACHE.items() <= keys.items():
+        cache = keys.get("engine_args.kv_cache_dtype", "bfloat16")
+        assert all(notice.startswith(f"rollout.engine_args.kv_cache_dtype={cache}: ") for notice in chosen)
