@@ -11,7 +11,7 @@ import torch
 from hybrid_rl.compat import native
 from hybrid_rl.config.load import load_config
 from hybrid_rl.config.validate import notices, resolve
-from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.models.int8.int8_model import Int8CausalLM
 from hybrid_rl.models.int8.rounding import Int8Weight
 from hybrid_rl.planning.engines import rounded_share
@@ -121,20 +121,6 @@ def test_the_probe_trips_on_stale_weights_without_the_proof(kind: str, dtype: st
     is_stale = True
     with pytest.raises(HandoffError, match="engine and trainer differ by"):
         trainer.step()
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"lora.r": 2}, "lora.r=2 trains adapters"),
-        ({"torch_compile": True}, "torch_compile=true"),
-        ({"dtype": "bfloat16", "memory.offload": ["optimizer"]}, "memory.offload names optimizer"),
-        ({"engine": "hf"}, "quantization"),
-    ],
-)
-def test_what_is_wrong_together_is_refused(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        resolve(*load_config({**INT8, "num_generations": 2, **keys}))
 
 
 @pytest.mark.parametrize(
