@@ -1,14 +1,17 @@
 // A linear layer with weights of 8 bits, on the CPU: float32 rows become integers of up to 16 bits each, with a scale of
 // their own, products are added up exactly in int32, and only the sum becomes a float again. The PyTorch form in
-// hybrid_rl/models/int8_layers.py is the oracle, to the bit: integers have no order of summation, so a row's result
+// hybrid_rl/models/int8/rounding.py is the oracle, to the bit: integers have no order of summation, so a row's result
 // depends neither on the other rows, nor on the number of threads, nor on the instruction set.
 //
 // x86 has multiplied pairs of int16 and added them up since SSE2 (pmaddwd): 16 products in one instruction of AVX2, where
 // a float32 FMA has 8. Products of int8 only would be as many on AVX2 (they need a second instruction), with activations
 // of 8 bits, whose rounding is the larger error.
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off") // a product and a sum that became one operation would round once
+// A product and a sum that became one operation would round once.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
 #endif
 
 #include "lanes.h"

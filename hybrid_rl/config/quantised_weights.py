@@ -1,10 +1,21 @@
-"""Combinations of keys that an engine with quantised weights cannot work with."""
+"""What engines round, and combinations of keys that an engine with quantised weights cannot work with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hybrid_rl.errors import ConfigError
+
+
+def rounded_keys(config: Any) -> list[str]:
+    """Return the keys by which the engine of a resolved TrainerConfig samples with rounded numbers, as NAME=VALUE."""
+    rollout = config.rollout
+    cache = getattr(rollout.engine_args, "others", {}).get("kv_cache_dtype", "auto")
+    choices = {
+        "quantization": "none" if rollout.quantization_aware else rollout.quantization,
+        "engine_args.kv_cache_dtype": "none" if cache in ("auto", config.model.dtype) else cache,
+    }
+    return [f"rollout.{name}={choice}" for name, choice in choices.items() if choice != "none"]
 
 
 def check_quantised(config: Any) -> None:

@@ -24,6 +24,7 @@ from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.exact_logprobs import check_exact
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.lasting_keys import check_lasting
+from hybrid_rl.config.quantised_weights import rounded_keys
 from hybrid_rl.config.rank_keys import FSDPConfig, RayControllerConfig
 from hybrid_rl.config.rollout_ranks import with_rollout_ranks
 from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
@@ -361,11 +362,11 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
         )
-    rounding = getattr(config.rollout, "quantization", "none")
-    if rounding != "none" and config.correction.is_active and "correction.correction_mode" not in given:
+    rounding = ", ".join(rounded_keys(config))
+    if rounding and config.correction.is_active and "correction.correction_mode" not in given:
         yield (
-            f"rollout.quantization={rounding}: correction={config.correction.correction_mode} is chosen, which weighs "
-            "tokens by how likely the trainer's own weights make them; correction=none leaves it out"
+            f"{rounding}: correction={config.correction.correction_mode} is chosen, which weighs tokens by how likely "
+            "the trainer itself makes them; correction=none leaves it out"
         )
     if config.optimizer.learning_rate > LARGE_RATE:
         yield (

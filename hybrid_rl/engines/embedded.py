@@ -17,6 +17,8 @@ from hybrid_rl.weights.sources import named_weights
 
 _logger = logging.getLogger("hybrid_rl")
 
+REPLACED = "modules or parameters of the model were replaced since the engine was made; make a new Trainer"
+
 Some = TypeVar("Some", bound=Generation)
 
 
@@ -64,9 +66,7 @@ class EmbeddedEngine(RolloutEngine):
             raise HandoffError(f"the engine shares the trainer's tensors; a {type(source).__name__} has none")
         current = named_weights(self._model.module)
         if any(current.get(name) is not tensor for name, tensor in self._weights.items()):
-            raise HandoffError(
-                "modules or parameters of the model were replaced since the engine was made; make a new Trainer"
-            )
+            raise HandoffError(REPLACED)
         num_tensors = check_shared(source, current)
         self._begin_rollout()
         self.policy_version = version

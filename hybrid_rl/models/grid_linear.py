@@ -10,7 +10,7 @@ Q(W) is computed in the forward pass and again in the backward pass, and kept by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,15 +47,16 @@ class GridLinear(nn.Linear):
         return self.grid.dequantise(parts).to(self.weight.dtype)
 
 
-def train_on_grid(module: PreTrainedModel, name: str) -> None:
+def train_on_grid(module: PreTrainedModel, name: str, joined: Sequence[frozenset[str]] | None = None) -> None:
     """Put the linear layers of a model on a grid, in place; the head, embeddings and norms stay. name: in GRIDS. A
-    sharded model will do, whose layers are whole when they run.
+    sharded model will do, whose layers are whole when they run. joined: names of weights that an engine has as one;
+    None: the usual ones.
 
     Raises ConfigError for a model that has other matrices, or rows that the grid does not divide.
     """
     names = grid_weights(module, name)
     layers = {weight_name: module.get_submodule(weight_name.removesuffix(".weight")) for weight_name in names}
-    groups = {weight_name: group for group in joined_names(names) for weight_name in group}
+    groups = {weight_name: group for group in (joined_names(names) if joined is None else joined) for weight_name in group}
     for weight_name, layer in layers.items():
         if type(layer) is not nn.Linear:
             raise ConfigError(
@@ -68,14 +69,15 @@ def train_on_grid(module: PreTrainedModel, name: str) -> None:
 
 
 @contextmanager
-def on_grid(module: PreTrainedModel, name: str) -> Iterator[None]:
+def on_grid(module: PreTrainedModel, name: str, joined: Sequence[frozenset[str]] | None = None) -> Iterator[None]:
     """Let a model compute as an engine on a grid does inside the block, to be compared with it. A name that is not in
-    GRIDS, and a model with adapters, whose engine quantises what they are merged into, change nothing."""
+    GRIDS, and a model with adapters, whose engine quantises what they are merged into, change nothing. joined: as for
+    `train_on_grid`."""
     is_there = any(isinstance(layer, GridLinear) for layer in module.modules())
     if name not in GRIDS or is_there or is_adapted(module):
         yield
         return
-    train_on_grid(module, name)
+    train_on_grid(module, name, joined)
     try:
         yield
     finally:

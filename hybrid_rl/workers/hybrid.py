@@ -162,7 +162,7 @@ class HybridWorker(SavingWorker):
     def _expected(self, version: int) -> Tensor | None:
         if not self._is_probed(version):
             return None
-        with on_grid(self._actor.model.module, self._config.rollout.quantization):
+        with on_grid(self._actor.model.module, self._config.rollout.quantization, self._side.joined):
             return self._probe.expected(self._actor.model)
 
     def _require_weights(self, version: int) -> None:

@@ -56,6 +56,11 @@ class RolloutSide(ABC):
     client: EngineClient
     residents: Sequence[Resident]
 
+    @property
+    def joined(self) -> Sequence[frozenset[str]] | None:
+        """Names of the trainer's weights that the engine has as one on its grid; None if it has no grid."""
+        return None
+
     @abstractmethod
     def publish(self, version: int) -> HandoffReport:
         """Hand the actor's weights to the engine. Collective. Raises HandoffError."""
@@ -267,6 +272,11 @@ class ColocatedSide(RolloutSide):
     def _sleep(self, tags: frozenset[str]) -> None:
         """Release both in one call: vLLM copies nothing then."""
         self.client.at_rest().sleep({WEIGHTS if tag == ENGINE_WEIGHTS else KV_CACHE for tag in tags})
+
+    @property
+    def joined(self) -> Sequence[frozenset[str]] | None:
+        """As its trace has shown."""
+        return None if self._engine.quantisation is None else self._engine.quantisation.joined
 
     def publish(self, version: int) -> HandoffReport:
         """Write the actor's weights. A version may be published again, to an engine that has slept since."""

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid_rl.engines.inplace.engine import RoundedEngine
 from hybrid_rl.resharding.handoff.base import HandoffReport, Source
 from tests.support.engines.sleeping_engine import SleepingEngine
 from tests.support.inside.engines import model_of
+from tests.support.inside.models import rounded_weights
 
 UNKNOWN = "no thread known: it can happen"
 FAULTY = 4  # policy version with which the fault begins
@@ -34,8 +36,11 @@ class History:
         return self.weights[version - 1]
 
 
-def tensors_of(engine: SleepingEngine) -> Weights:
-    """The engine's live tensors, which a trace names."""
+def tensors_of(engine: Any) -> Weights:
+    """The engine's live tensors: those that a trace names, or integers and scales."""
+    if isinstance(engine, RoundedEngine):
+        held = rounded_weights(engine.rounded).items()
+        return {f"{kind} of {name}": getattr(weight, kind) for name, weight in held for kind in ("values", "scales")}
     traced = engine.weights
     return {spec.name: tensor for spec, tensor in zip(traced.trace.destinations, traced.destinations, strict=True)}
 
@@ -47,7 +52,7 @@ Fault = Callable[[SleepingEngine, History, int], None]  # after the handoff has 
 class Exhibit:
     """A bug. told: where it was told in public, as repository#number, or UNKNOWN; what: happens; fault: does it to an
     engine that has just been given a version; stopped_by: a mechanism of the library; message: what its error says.
-    keys: of the run; patches: methods of the engine that are replaced from the handoff `begins` on."""
+    keys: of the run; patches: methods of the engine that are replaced from the handoff `begins` on; engine: its class."""
 
     name: str
     told: str
@@ -59,6 +64,7 @@ class Exhibit:
     patches: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     model: str = "qwen2"
     begins: int = FAULTY
+    engine: type = SleepingEngine
 
 
 def everything_of(version: int) -> Fault:
@@ -290,6 +296,17 @@ EXHIBITS = [
         WEIGHTS_DIFFER + "model.layers.1.mlp.experts",
         one("layers.1.mlp.experts.gate_up_proj", lambda new, old: new.flip(1)),
         model="qwen3-moe",
+    ),
+    Exhibit(
+        "scales left behind",
+        "verl-project/verl#7224, verl-project/verl#7519",
+        "integers of quantised weights are made anew, and the scales of one weight are those of the handoff before",
+        VERIFIED,
+        "policy version 4: 1 tensors of the engine's int8 weights are not what the trainer's weights are when they are "
+        "rounded, e.g. scales of model.layers.1.mlp.down_proj.weight",
+        one("scales of model.layers.1.mlp.down_proj.weight", lambda new, old: old),
+        keys={"engine": "inplace", "rollout.quantization": "int8"},
+        engine=RoundedEngine,
     ),
     Exhibit(
         "a parameter that was replaced",

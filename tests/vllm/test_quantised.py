@@ -15,7 +15,7 @@ from vllm.scalar_type import scalar_types
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
 from hybrid_rl import Trainer
-from hybrid_rl.errors import ConfigError, EngineStateError, HandoffError
+from hybrid_rl.errors import EngineStateError, HandoffError
 from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models.lora.factors import low_rank_changes
 from hybrid_rl.planning.engines import vllm_weights_share
@@ -165,6 +165,7 @@ def test_an_engine_on_a_grid_holds_what_vllms_functions_make(grid, tmp_path):
             assert line["timing/verify"] > 0 and line["handoff/unproven_bytes"] == 0
         worker = worker_of(trainer)
         check_bytes(engine_of(worker), module_of(worker), grid)
+        assert side_of(worker).joined == engine_of(worker).quantisation.joined
 
 
 @pytest.mark.sweep
@@ -200,21 +201,3 @@ def test_shards_are_quantised_as_the_whole(grid, size, tmp_path):
             limit = 1e-5 if aware else GAPS[grid]
             assert line["sampling/sampling_logp_difference/max"] < limit
             assert line["timing/verify"] > 0 and line["handoff/unproven_bytes"] == 0
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"handoff.adopt_weights": True}, "quantised weights cannot be the trainer's own memory"),
-        ({"handoff.lora": "adapter", "lora.r": 4}, "handoff.lora=adapter hands over adapters alone"),
-        ({"handoff.transport": "disk", "handoff.weights_path": "x"}, "leave transport out"),
-        ({"lora.r": 4, "handoff.probe_tolerance": None}, "set handoff.probe_tolerance, or handoff.probe_steps=0"),
-        ({"quantization": "none", "quantization_aware": True}, "set both, or leave it out"),
-        ({"quantization_aware": True, "lora.r": 4}, "set one of them only"),
-        ({"quantization_aware": True, "torch_compile": True}, "has not been tried"),
-    ],
-)
-def test_what_quantised_weights_cannot_be_combined_with(keys, message, tmp_path):
-    keys = {**KEYS, "quantization": "int4", "output_dir": str(tmp_path), **keys}
-    with pytest.raises(ConfigError, match=message):
-        Trainer(build_model(**SHAPE), spread, sums(12), tokenizer=build_tokenizer(), **keys)

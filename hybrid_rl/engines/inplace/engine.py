@@ -17,7 +17,7 @@ import torch
 
 from hybrid_rl.config.schema import InPlaceRolloutConfig
 from hybrid_rl.engines.base import EngineState, FinishedSample, Generation, RolloutRequest
-from hybrid_rl.engines.embedded import EmbeddedEngine
+from hybrid_rl.engines.embedded import REPLACED, EmbeddedEngine
 from hybrid_rl.engines.guards import free_cache_bytes
 from hybrid_rl.engines.inplace.blocks import BlockPool
 from hybrid_rl.engines.inplace.expert_cache import ExpertCache
@@ -209,6 +209,8 @@ class RoundedEngine(InPlaceEngine):
         self.require_update(version)
         if not isinstance(source, TensorSource):
             raise HandoffError(f"the engine rounds the trainer's tensors; a {type(source).__name__} has none")
+        if source.tensors.keys() != self.rounded.names:
+            raise HandoffError(REPLACED)
         shared = self.rounded.shared
         check_shared(TensorSource({name: source.tensors[name] for name in shared}), shared)
         self._begin_rollout()

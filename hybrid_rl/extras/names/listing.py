@@ -95,19 +95,16 @@ def _sections() -> list[str]:
 def _of_choice(section: str, choice: Choice, foreign: dict[str, list[str]]) -> list[Key]:
     """Return the keys of a section under every member: common ones, then those that only some members have."""
     start = f"{section}."
-    leaves: dict[str, Leaf] = {}
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, dict[str, Leaf]] = {}
     for member in choice.members:
         for path, leaf in visible_leaves({section: member}).items():
             if path.startswith(start):
-                # A member may have a key only to refuse all values but one.
-                if path not in leaves or _is_fixed(leaves[path]):
-                    leaves[path] = leaf
-                owners.setdefault(path, []).append(member)
+                owners.setdefault(path, {})[member] = leaf
+    leaves = {path: _joined(section, choice, of_members) for path, of_members in owners.items()}
     keys = []
     for path, leaf in leaves.items():
         is_common = len(owners[path]) == len(choice.members)
-        when = "" if is_common else _condition(section, choice, owners[path])
+        when = "" if is_common else _condition(section, choice, [*owners[path]])
         if choice.tag is not None and path == f"{start}{choice.tag}":
             keys.append(_key(leaf, section, "", foreign, "one of " + ", ".join(choice.members)))
         else:
@@ -115,6 +112,25 @@ def _of_choice(section: str, choice: Choice, foreign: dict[str, list[str]]) -> l
     gathered = _gathered(list(zip(leaves.values(), keys, strict=True)))
     order = {when: place for place, when in enumerate(dict.fromkeys(["", *(key.when for key in gathered)]))}
     return sorted(gathered, key=lambda key: order[key.when])
+
+
+def _joined(section: str, choice: Choice, of_members: dict[str, Leaf]) -> Leaf:
+    """Return one leaf for those of several members: the first, with all words if they take different ones."""
+    # A member may have a key only to refuse all values but one.
+    leaves = {member: leaf for member, leaf in of_members.items() if not _is_fixed(leaf)} or of_members
+    first = next(iter(leaves.values()))
+    by_kind: dict[Any, list[str]] = {}
+    for member, leaf in leaves.items():
+        by_kind.setdefault(leaf.type, []).append(member)
+    is_tag = first.path == f"{section}.{choice.tag}"
+    if is_tag or len(by_kind) == 1 or any(typing.get_origin(kind) is not Literal for kind in by_kind):
+        return first
+    words = tuple(dict.fromkeys(word for kind in by_kind for word in typing.get_args(kind)))
+    docs = [
+        f"{_condition(section, choice, members)} ({', '.join(typing.get_args(kind))}): {leaves[members[0]].doc}"
+        for kind, members in by_kind.items()
+    ]
+    return replace(first, type=Literal[words], doc="; ".join(docs))
 
 
 def _gathered(keys: list[tuple[Leaf, Key]]) -> list[Key]:

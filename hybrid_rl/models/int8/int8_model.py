@@ -89,6 +89,11 @@ class Int8CausalLM(CausalLM):
         self.shared = {name: t for name, t in named_weights(copied).items() if name not in {*self._own, *names}}
 
     @property
+    def names(self) -> frozenset[str]:
+        """The names of all weights of the trainer that this model was made for."""
+        return frozenset({*self.shared, *self._own, *self._rounded})
+
+    @property
     def rounded_names(self) -> Iterable[str]:
         """The names of the weights that are rounded."""
         return self._rounded

@@ -70,7 +70,8 @@ def round_torch(weight: Tensor, values: Tensor, scales: Tensor) -> None:
     """Round rows, float32 [N, K], by PyTorch into what is given: the oracle of the compiled operator, to the bit."""
     scale = weight.abs().amax(1) / LARGEST
     scales.copy_(scale.masked_fill(~scale.isfinite(), torch.nan))
-    values.copy_((weight / scales[:, None]).round().nan_to_num(0.0).clamp(-LARGEST, LARGEST))
+    divisors = scales.masked_fill(scales == 0, 1.0)  # a row so small that its scale is 0 becomes zeros
+    values.copy_((weight / divisors[:, None]).round().nan_to_num(0.0).clamp(-LARGEST, LARGEST))
 
 
 def linear_torch(rows: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -175,14 +175,24 @@ class Quantisation:
         numbers = {each.spec.name: n for n, each in enumerate(shards.layout.tensors) if each.spec.name in self.names}
 
         def own() -> dict[int, tuple[int, Tensor]]:
-            found: dict[int, tuple[int, Tensor]] = {}
-            for name, number in numbers.items():
-                rows, first_row = shards.rows(number), shards.first_row(number)
-                if not bool(rows.isfinite().all()):
-                    raise HandoffError(f"{name} has values that are not finite, so it cannot be quantised")
-                height = self.grid.block[0] if self.grid.block else 0
-                found[number] = first_row // height if height else 0, self.grid.maxima(rows, first_row).cpu()
-            return found
+            device = next((part.device for part in shards.held if part is not None), torch.device("cpu"))
+            height = self.grid.block[0] if self.grid.block else 0
+            is_finite: list[Tensor] = []
+            largest: dict[int, Tensor] = {}
+            for number in numbers.values():
+                rows = shards.rows(number)
+                is_finite.append(rows.isfinite().all().to(device))
+                largest[number] = self.grid.maxima(rows, shards.first_row(number)).to(device)
+            # The host waits for the device here, and not for every weight.
+            odd = [name for name, is_so in zip(numbers, torch.stack(is_finite).tolist(), strict=True) if not is_so]
+            if odd:
+                raise HandoffError(f"{odd[0]} has values that are not finite, so it cannot be quantised")
+            flat = torch.cat([each.flatten() for each in largest.values()]).cpu()
+            parts = flat.split([each.numel() for each in largest.values()])
+            return {
+                number: (shards.first_row(number) // height if height else 0, part.view_as(largest[number]))
+                for number, part in zip(largest, parts, strict=True)
+            }
 
         maxima: dict[int, Tensor] = {}
         for answer in agree(gather, "the largest values of the trainer's weights", own):

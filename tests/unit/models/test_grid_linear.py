@@ -60,6 +60,20 @@ def test_layers_that_an_engine_joins_share_the_scale_of_the_whole():
     assert torch.equal(o.quantised(), on_grid("nvfp4", o.weight.detach()))
 
 
+def test_the_groups_of_an_engine_replace_the_usual_ones():
+    model = build_model(**SHAPE)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.v_proj.weight.mul_(3)
+    q, k, v = (layer.weight.detach() for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
+    prefix = "model.layers.0.self_attn."
+    with on_grid_of(model, "fp8", [frozenset({f"{prefix}q_proj.weight", f"{prefix}k_proj.weight"})]):
+        assert torch.equal(attention.q_proj.quantised(), on_grid("fp8", q, k))
+        assert torch.equal(attention.v_proj.quantised(), on_grid("fp8", v))
+    with on_grid_of(model, "fp8"):
+        assert torch.equal(attention.q_proj.quantised(), on_grid("fp8", q, k, v))
+
+
 def test_a_model_on_a_grid_is_the_model_with_dequantised_weights_and_leaves_it_as_it_was():
     model, tokens = build_model(**SHAPE, tie_word_embeddings=False), torch.arange(3, 20)[None]
     before, plain = model(tokens).logits, copy.deepcopy(model)

@@ -11,10 +11,11 @@ import torch
 from hybrid_rl.compat import native
 from hybrid_rl.config.load import load_config
 from hybrid_rl.config.validate import notices, resolve
-from hybrid_rl.errors import ConfigError, HandoffError
+from hybrid_rl.errors import HandoffError
 from hybrid_rl.models.int8.int8_model import Int8CausalLM
 from hybrid_rl.models.int8.rounding import Int8Weight
 from hybrid_rl.planning.engines import rounded_share
+from hybrid_rl.resharding.handoff.tensor import TensorSource
 from hybrid_rl.weights.sources import named_weights
 from tests.support.inside.models import rounded_weights
 from tests.support.inside.workers import actor_of, engine_of
@@ -23,6 +24,7 @@ from tests.support.tiny import build_model
 pytestmark = pytest.mark.skipif(native.operator("int8_linear") is None, reason="the compiled extension is not built")
 
 INT8: dict[str, Any] = {"rollout.quantization": "int8", "learning_rate": 3e-2}
+CACHE = {"engine": "vllm", "quantization": "none"}
 NAME = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -52,6 +54,24 @@ def test_masters_are_rounded_not_their_bfloat16_copies(make_trainer) -> None:
     held = rounded_weights(engine_of(trainer).rounded)[NAME]
     assert torch.equal(held.scales, Int8Weight.of(masters[NAME]).scales)
     assert not torch.equal(held.scales, Int8Weight.of(named_weights(model)[NAME]).scales)
+
+
+def bias_of_its_own(module: Any) -> None:
+    module.model.layers[0].mlp.down_proj.bias = torch.nn.Parameter(torch.ones(module.config.hidden_size))
+
+
+def layer_fewer(module: Any) -> None:
+    del module.model.layers[-1]
+
+
+@pytest.mark.parametrize("change", [bias_of_its_own, layer_fewer])
+def test_a_model_that_was_changed_since_is_refused(change: Any, make_trainer) -> None:
+    model = build_model()
+    engine = engine_of(make_trainer(model, **INT8))
+    engine.update_weights(TensorSource.of(model), 1)
+    change(model)
+    with pytest.raises(HandoffError, match="modules or parameters of the model were replaced"):
+        engine.update_weights(TensorSource.of(model), 2)
 
 
 def stale(kind: str) -> Any:
@@ -104,20 +124,6 @@ def test_the_probe_trips_on_stale_weights_without_the_proof(kind: str, dtype: st
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"lora.r": 2}, "lora.r=2 trains adapters"),
-        ({"torch_compile": True}, "torch_compile=true"),
-        ({"dtype": "bfloat16", "memory.offload": ["optimizer"]}, "memory.offload names optimizer"),
-        ({"engine": "hf"}, "quantization"),
-    ],
-)
-def test_what_is_wrong_together_is_refused(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        resolve(*load_config({**INT8, "num_generations": 2, **keys}))
-
-
-@pytest.mark.parametrize(
     ("keys", "mode"),
     [
         ({}, "tis"),
@@ -125,10 +131,22 @@ def test_what_is_wrong_together_is_refused(keys: dict[str, Any], words: str) -> 
         ({"correction": "none"}, "none"),
         ({"old_logprobs": "rollout"}, "none"),
         ({"quantization": "none"}, "none"),
+        ({"quantization": "none", "dtype": "bfloat16"}, "none"),
+        ({"engine": "vllm", "quantization": "fp8"}, "tis"),
+        ({"engine": "vllm", "quantization": "fp8", "quantization_aware": True}, "none"),
+        ({**CACHE, "engine_args.kv_cache_dtype": "fp8"}, "tis"),
+        ({**CACHE, "engine_args": {"kv_cache_dtype": "bfloat16"}}, "tis"),
+        ({**CACHE, "rollout.engine_args.kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}, "none"),
+        ({**CACHE, "engine_args.kv_cache_dtype": "auto"}, "none"),
+        ({**CACHE, "quantization": "int4", "quantization_aware": True, "engine_args.kv_cache_dtype": "fp8"}, "tis"),
     ],
 )
 def test_a_correction_is_chosen_if_none_is_named(keys: dict[str, Any], mode: str) -> None:
     config = resolve(*load_config({"quantization": "int8", "num_generations": 2, **keys}))
     assert config.correction.correction_mode == mode
     given = frozenset({"correction.correction_mode"} if "correction" in keys else ())
-    assert any(f"correction={mode} is chosen" in notice for notice in notices(config, given)) == (keys == {})
+    chosen = [notice for notice in notices(config, given) if f"correction={mode} is chosen" in notice]
+    assert len(chosen) == (mode == "tis")
+    if CACHE.items() <= keys.items():
+        cache = keys.get("engine_args.kv_cache_dtype", "bfloat16")
+        assert all(notice.startswith(f"rollout.engine_args.kv_cache_dtype={cache}: ") for notice in chosen)

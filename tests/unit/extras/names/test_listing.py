@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
+import typing
+from typing import Any, Literal
 
 from hybrid_rl.config.choices import CHOICES
 from hybrid_rl.config.load import visible_leaves
@@ -38,6 +41,25 @@ def test_values_defaults_and_conditions_are_in_words() -> None:
     assert KEYS["kl.kl_horizon"].when == "unless kl=none"
     assert KEYS["policy_loss.epsilon"].when.startswith("with policy_loss=clip or ")
     assert KEYS["optimizer.learning_rate"].when == ""
+
+
+def words_of(kind: Any) -> set[str]:
+    """What stands in a type as a Literal."""
+    if typing.get_origin(kind) is Literal:
+        return set(map(str, typing.get_args(kind)))
+    return set().union(*map(words_of, typing.get_args(kind)))
+
+
+def test_every_word_that_a_key_takes_under_any_choice_is_listed() -> None:
+    listed = {line.path: set(re.split(r"[ ,]+", line.values)) for line in LINES}
+    for section, choice in CHOICES.items():
+        for member in choice.members:
+            for path, leaf in visible_leaves({section: member}).items():
+                assert words_of(leaf.type) <= listed[path], (path, member)
+    quantization = KEYS["rollout.quantization"]
+    assert quantization.values == "one of none, int8, fp8, fp8_block, int4, nvfp4"
+    assert "; with rollout=vllm (none, fp8, fp8_block, int4, nvfp4): hold the" in quantization.doc
+    assert "with kl=reward (k1, k2, k3, abs): KL estimate in the reward" in KEYS["kl.kl_estimator"].doc
 
 
 def test_keys_have_their_names_in_other_libraries() -> None:
