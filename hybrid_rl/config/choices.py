@@ -97,9 +97,11 @@ def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | No
     oversample = given.get("oversample")
     is_old = _is_ahead(given) or oversample is None or number(oversample) > 0
     is_old = is_old and _holds(given) and given.get("unfinished") != "drop"
-    is_on_grid = str(given.get("quantization_aware")).lower() == "true"  # as the engine is: its weights are the trainer's
+    # On the engine's grid the trainer's weights are the engine's.
+    is_on_grid = str(given.get("quantization_aware")).lower() == "true"
     is_rounded = not is_on_grid and given.get("quantization") not in (None, "none")
-    is_rounded |= given.get("kv_cache_dtype") not in (None, "auto", given.get("dtype", "float32"))
+    dtype = str(given.get("dtype", "float32")).removeprefix("torch.")
+    is_rounded |= given.get("kv_cache_dtype") not in (None, "auto", dtype)
     if not (is_old or is_rounded) or given.get("old_logprobs") == "rollout":
         return None
     loss, advantage = POLICY_LOSSES[chosen["policy_loss"]](), ADVANTAGES[chosen["advantage"]]()

@@ -56,7 +56,8 @@ def train_on_grid(module: PreTrainedModel, name: str, joined: Sequence[frozenset
     """
     names = grid_weights(module, name)
     layers = {weight_name: module.get_submodule(weight_name.removesuffix(".weight")) for weight_name in names}
-    groups = {weight_name: group for group in (joined_names(names) if joined is None else joined) for weight_name in group}
+    joined = joined_names(names) if joined is None else joined
+    groups = {weight_name: group for group in joined for weight_name in group}
     for weight_name, layer in layers.items():
         if type(layer) is not nn.Linear:
             raise ConfigError(

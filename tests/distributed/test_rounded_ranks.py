@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hybrid_rl import Trainer
 from hybrid_rl.compat import native
 from hybrid_rl.errors import HandoffError
+from hybrid_rl.logging.run_folder import read_jsonl
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.int8.int8_model import Int8CausalLM
 from hybrid_rl.models.row import Layout
@@ -17,12 +20,23 @@ from hybrid_rl.weights.sources import named_weights
 from tests.distributed.ranks import run_ranks
 from tests.distributed.shards import sharded
 from tests.support.inside.models import rounded_weights
+from tests.support.tiny import VOCABULARY, build_tokenizer, spread, sums
 from tests.unit.models.families import build
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(native.operator("int8_linear") is None, reason="the compiled extension is not built"),
 ]
+
+KEYS: dict[str, Any] = {
+    "rollout.quantization": "int8",
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "learning_rate": 1e-3,
+    "max_steps": 3,
+    "handoff.probe_steps": 1,
+}
 
 
 def row_of() -> PackedRow:
@@ -69,3 +83,28 @@ def test_shards_are_rounded_as_the_whole_weights_are(dtype: torch.dtype) -> None
         rest = sum(p.numel() for name, p in module.named_parameters() if name not in whole.rounded_names)
         assert report["bytes"] == whole.num_rounded_bytes + rest * dtype.itemsize
         assert report["bytes"] == rounded_share(module, dtype.itemsize, is_whole=True).num_bytes
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen2", {"num_ranks": 2, "dtype": "bfloat16"}),
+        ("qwen3-moe", {"num_ranks": 2, "routing_replay": "rollout", "old_logprobs": "recompute"}),
+        ("qwen2", {"num_ranks": 1, "rollout_ranks": 1}),
+    ],
+    ids=["bfloat16", "experts repeated", "ranks apart"],
+)
+def test_whole_runs(family: str, keys: dict[str, Any], tmp_path: Path, forked_ranks: Any) -> None:
+    """Every handoff is probed and proved; engine and trainer differ by the rounding, and by little more."""
+    keys = {**KEYS, "output_dir": str(tmp_path), "tokenizer": build_tokenizer(), **keys}
+    model = build(family, vocab_size=len(VOCABULARY)).to(getattr(torch, keys.get("dtype", "float32")))
+    with Trainer(model, spread, sums(12), **keys) as trainer:
+        trainer.fit()
+        lines = [line for line in read_jsonl(trainer.run_folder / "metrics.jsonl") if line["step"]]
+    assert trainer.config.correction.correction_mode == "tis" and len(lines) == KEYS["max_steps"]
+    for line in lines:
+        assert 0 < line["mismatch/kl_k3"] < 1e-2 and line["skipped_updates"] == 0
+        assert line["handoff/unproven_bytes"] == 0 and line["handoff/bytes"] > 0
+        # Routers that read what rounded layers wrote choose other experts now and then.
+        assert line.get("routing/changed_share", 0) < 0.05 and line.get("routing/unrecorded_share", 0) == 0

@@ -52,7 +52,8 @@ Fault = Callable[[SleepingEngine, History, int], None]  # after the handoff has 
 class Exhibit:
     """A bug. told: where it was told in public, as repository#number, or UNKNOWN; what: happens; fault: does it to an
     engine that has just been given a version; stopped_by: a mechanism of the library; message: what its error says.
-    keys: of the run; patches: methods of the engine that are replaced from the handoff `begins` on; engine: its class."""
+    keys: of the run; patches: methods of the engine that are replaced from the handoff `begins` on; engine: its
+    class."""
 
     name: str
     told: str
