@@ -300,7 +300,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "scales left behind",
-        "verl-project/verl#7224, verl-project/verl#7519",
+        UNKNOWN,
         "integers of quantised weights are made anew, and the scales of one weight are those of the handoff before",
         VERIFIED,
         "policy version 4: 1 tensors of the engine's int8 weights are not what the trainer's weights are when they are "
