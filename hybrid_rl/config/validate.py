@@ -361,11 +361,14 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
         )
-    rounding = getattr(config.rollout, "quantization", "none")
-    if rounding != "none" and config.correction.is_active and "correction.correction_mode" not in given:
+    choices = {"quantization": config.rollout.quantization, "kv_cache_dtype": config.rollout.kv_cache_dtype}
+    rounding = ", ".join(
+        f"rollout.{name}={choice}" for name, choice in choices.items() if choice not in ("none", "auto")
+    )
+    if rounding and config.correction.is_active and "correction.correction_mode" not in given:
         yield (
-            f"rollout.quantization={rounding}: correction={config.correction.correction_mode} is chosen, which weighs "
-            "tokens by how likely the trainer's own weights make them; correction=none leaves it out"
+            f"{rounding}: correction={config.correction.correction_mode} is chosen, which weighs "
+            "tokens by how likely the trainer itself makes them; correction=none leaves it out"
         )
     if config.optimizer.learning_rate > LARGE_RATE:
         yield (

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm import is_rounded
+from hybrid_rl.config.algorithm import is_rounded, samples_rounded
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.models.int8.int8_model import rounded_layers
+from hybrid_rl.models.int8.rounded_keys import rounded_keys
 from hybrid_rl.models.row import Layout
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 
@@ -33,7 +34,9 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 NOISE_FACTOR, TOKEN_FACTOR = 4.0, 2.0
 # An engine that rounds its weights is compared with the trainer's layers over weights that are rounded as well. It also
 # rounds what its layers read, much less (`models/int8/rounding.py`): the rounding of weights moves SmolLM2's logprobs
-# by 0.165 (the root mean square over the vocabulary), that of what its layers read by 0.008.
+# by 0.165 (the root mean square over the vocabulary), that of what its layers read by 0.008. Keys and values that the
+# cache rounds are treated alike: the trainer attends over rounded ones, and the engine, which computes keys with other
+# sums, rounds few of them to other integers.
 ROUNDED_FACTOR = 0.25
 # What a router reads has been rounded many times, so it is moved by more of its last places than embeddings are.
 ROUTER_UNITS = 8.0
@@ -49,7 +52,9 @@ class HandoffProbe:
         self._tolerance, self._dtype = config.rollout.handoff.probe_tolerance, dtype
         if config.model.exact and self._tolerance is None:
             self._tolerance = 0.0
-        self._is_rounded = is_rounded(config.rollout)
+        self._rounds_weights = is_rounded(config.rollout)
+        self._rounds_keys = config.rollout.kv_cache_dtype == "int8"
+        self._is_rounded = samples_rounded(config.rollout)
 
     @property
     def request(self) -> RolloutRequest:
@@ -63,9 +68,11 @@ class HandoffProbe:
         """Continue the prompt with the likeliest tokens. Returns ln p of the whole vocabulary at each of them, float32
         [1, k, V] on the host; in 16 bits [2, k, V], the second time with embeddings that are moved by half a unit in
         their last place: what one rounding does to this model on these tokens. What routers read is moved as well, and
-        both ways: the one counts that moves a token more. If the engine rounds its weights, the layers' are rounded for
-        all that, and there is one more at the end, of the weights as they are. Collective if the model is sharded."""
-        with rounded_layers(model.module) if self._is_rounded else nullcontext():
+        both ways: the one counts that moves a token more. If the engine rounds its weights, or keys and values, the
+        trainer's are rounded for all that, and there is one more at the end, of the trainer as it is. Collective if the
+        model is sharded."""
+        layers = rounded_layers(model.module) if self._rounds_weights else nullcontext()
+        with layers, rounded_keys(model) if self._rounds_keys else nullcontext():
             expected, token_ids = self._continued(model)
         if self._is_rounded:
             row = self._row_of(token_ids)
@@ -79,7 +86,7 @@ class HandoffProbe:
         return PackedRow(token_ids[:-1], places, token_ids[last + 1], last, Layout((len(places),)))
 
     def _continued(self, model: CausalLM) -> tuple[Tensor, Tensor]:
-        """Return what `expected` does, but for the weights as they are, and the tokens of prompt and continuation."""
+        """Return what `expected` does, but for the trainer as it is, and the tokens of prompt and continuation."""
         token_ids = torch.tensor(self._prompt_ids, device=model.device)
         num_passes = num_probe_passes(model.dtype, is_rounded=self._is_rounded)
         # Filled row by row: a vocabulary is wide, and this is what the probe keeps in memory.
