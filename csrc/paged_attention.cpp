@@ -244,8 +244,13 @@ HYBRID_RL_INLINE void attend_rows(const Problem<T, K>& p, int64_t sequence, int6
     }
     inverse[r] = 1.0f / softmax_row<W>(row, num_runs * W, visible - origin, position + 1 - origin);
     if constexpr (p.kIsRounded) {
-      for (int64_t token = origin; token < last_token; ++token) {
-        row[token - origin] *= p.value_scales[p.scale_place(table[token / p.block_size], kv_head) + token % p.block_size];
+      for (int64_t block = first_block; block * p.block_size < last_token; ++block) {
+        const float* value_scales = p.value_scales + p.scale_place(table[block], kv_head);
+        const int64_t num_tokens = std::min(p.block_size, last_token - block * p.block_size);
+        float* weights = row + block * p.block_size - origin;
+        for (int64_t token = 0; token < num_tokens; ++token) {
+          weights[token] *= value_scales[token];
+        }
       }
     }
   }

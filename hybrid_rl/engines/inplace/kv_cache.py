@@ -176,12 +176,12 @@ class PagedCache:
         """Return shapes and dtypes of all that a layer has in memory."""
         blocks, tokens, heads = self.num_blocks, self.block_size, layer.num_heads
         if self.device.type == "cpu":
-            shapes = [(blocks, heads, layer.key_dim, tokens), (blocks, heads, tokens, layer.padded_value_dim)]
+            shapes = (blocks, heads, layer.key_dim, tokens), (blocks, heads, tokens, layer.padded_value_dim)
         else:
-            shapes = [(blocks, tokens, heads, layer.key_dim), (blocks, tokens, heads, layer.padded_value_dim)]
-        if not layer.is_rounded:
-            return [(shape, layer.dtype) for shape in shapes]
-        return [(shape, torch.int8) for shape in shapes] + 2 * [((blocks, heads, tokens), torch.float32)]
+            shapes = (blocks, tokens, heads, layer.key_dim), (blocks, tokens, heads, layer.padded_value_dim)
+        dtype = torch.int8 if layer.is_rounded else layer.dtype
+        parts: list[tuple[tuple[int, ...], torch.dtype]] = [(shape, dtype) for shape in shapes]
+        return parts + 2 * [((blocks, heads, tokens), torch.float32)] if layer.is_rounded else parts
 
     def _bytes(self, num_bytes: int) -> Tensor:
         """Return zeros, uint8 [num_bytes]."""
