@@ -191,7 +191,6 @@ def test_logprobs_are_near_those_of_a_cache_in_full_precision(family: str, block
             if tokens[0] != tokens[1]:
                 break
             gaps.append(abs(logprobs[0] - logprobs[1]))
-    print(family, block_size, len(gaps), max(gaps))
     assert len(gaps) > 60 and 0 < max(gaps) < 0.02
 
 
