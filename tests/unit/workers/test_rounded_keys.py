@@ -18,6 +18,7 @@ from hybrid_rl.workers.handoff_probe import HandoffProbe
 from tests.support.inside.workers import engine_of
 from tests.support.tiny import build_model
 from tests.unit.models.families import build
+from tests.unit.workers.test_handoff_probe import answer
 
 INT8: dict[str, Any] = {"kv_cache_dtype": "int8", "handoff.probe_steps": 1}
 
@@ -62,6 +63,16 @@ def test_the_probe_trips_on_other_weights(dtype: str, make_trainer, monkeypatch)
     is_stale = True
     with pytest.raises(HandoffError, match="engine and trainer differ by"):
         trainer.step()
+
+
+def test_the_tolerance_is_what_the_rounding_of_keys_does_to_the_probe() -> None:
+    """Two tokens whose logprobs it moves by 0.02 and not at all: 0.02 / sqrt(2) on the average of squares, four times."""
+    probe = HandoffProbe((3, 4), resolve(*load_config({"kv_cache_dtype": "int8", "num_generations": 2})), torch.float32)
+    rows = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    expected, limit = torch.stack([rows, rows + torch.tensor([[0.02], [0.0]])]), 4 * 0.02 / math.sqrt(2)
+    assert probe.compare(expected, answer([0, 0], [-1.0, -1.0 - limit + 1e-3]), 1, None) > 0.05
+    with pytest.raises(HandoffError, match=r"tolerance 0\.0566"):
+        probe.compare(expected, answer([0, 0], [-1.0, -1.0 - limit - 1e-3]), 1, None)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
