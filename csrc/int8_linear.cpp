@@ -14,6 +14,7 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#include "int8_rows.h"
 #include "lanes.h"
 
 #include <torch/csrc/stable/library.h>
@@ -33,13 +34,15 @@
 
 namespace {
 
+using hybrid_rl::kLargestWeight;
+using hybrid_rl::kRound;
+using hybrid_rl::largest_magnitude;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kColumns = 4; // rows of weights in a tile
 constexpr int64_t kBlockBytes = 1 << 14; // of weights that a task multiplies with all inputs
 constexpr int64_t kProductsPerTask = 1 << 20; // about 30 microseconds
-constexpr int32_t kLargestWeight = 127;
 
 // inputs: int16 [num_rows, stride], of which `size` count; weights: int8 [N, size]; out: [num_rows, N].
 struct Product {
@@ -145,22 +148,6 @@ Multiply fastest() {
   return &plain::multiply;
 }
 
-constexpr float kRound = 12582912.0f; // 1.5 * 2^23: adding it rounds to a whole number, ties to the even one
-
-// The largest magnitude of a row; infinity or NaN if a number is not finite.
-HYBRID_RL_INLINE float largest_magnitude(const float* x, int64_t size) {
-  int32_t top = 0; // bits of magnitudes: they are ordered as the numbers are, and NaN is above infinity
-  for (int64_t i = 0; i < size; ++i) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, sizeof(bits));
-    bits &= 0x7FFFFFFF;
-    top = bits > top ? bits : top;
-  }
-  float magnitude;
-  std::memcpy(&magnitude, &top, sizeof(magnitude));
-  return magnitude;
-}
-
 // A row of activations as integers of at most `largest`: x = out * scale, which is returned; NaN for a row that has an
 // infinite number or none.
 HYBRID_RL_TARGETS float round_inputs(const float* x, int64_t size, int32_t largest, int16_t* out) {
@@ -177,18 +164,8 @@ HYBRID_RL_TARGETS float round_inputs(const float* x, int64_t size, int32_t large
   return magnitude / static_cast<float>(largest);
 }
 
-// A row of weights in the same way, by a division: the quotient that is rounded is the nearest.
 HYBRID_RL_TARGETS float round_weights(const float* w, int64_t size, int8_t* out) {
-  const float scale = largest_magnitude(w, size) / static_cast<float>(kLargestWeight);
-  if (!std::isfinite(scale) || scale == 0.0f) {
-    std::fill(out, out + size, int8_t{0});
-    return std::isfinite(scale) ? 0.0f : std::nanf("");
-  }
-  for (int64_t i = 0; i < size; ++i) {
-    const int32_t whole = static_cast<int32_t>((w[i] / scale + kRound) - kRound);
-    out[i] = static_cast<int8_t>(std::clamp(whole, -kLargestWeight, kLargestWeight));
-  }
-  return scale;
+  return hybrid_rl::round_row(w, size, out);
 }
 
 const float* floats(const Tensor& tensor, int64_t size, const char* name) {

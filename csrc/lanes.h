@@ -52,6 +52,8 @@ struct Lanes;
     using Ints = int32_t __attribute__((vector_size(4 * W))); \
     using Words = uint32_t __attribute__((vector_size(4 * W))); \
     using Halves = uint16_t __attribute__((vector_size(2 * W))); \
+    using Shorts = int16_t __attribute__((vector_size(2 * W))); \
+    using Integers = int8_t __attribute__((vector_size(W))); \
   };
 HYBRID_RL_LANES(4)
 HYBRID_RL_LANES(8)
@@ -81,6 +83,15 @@ HYBRID_RL_INLINE typename Lanes<W>::Floats load(const BFloat16* source) {
   typename Lanes<W>::Floats lanes;
   std::memcpy(&lanes, &words, sizeof(lanes));
   return lanes;
+}
+
+template <int W = kLanes>
+HYBRID_RL_INLINE typename Lanes<W>::Floats load(const int8_t* source) {
+  typename Lanes<W>::Integers integers;
+  std::memcpy(&integers, source, sizeof(integers));
+  // In two steps: of one from 8 to 32 bits GCC makes scalars.
+  const auto shorts = __builtin_convertvector(integers, typename Lanes<W>::Shorts);
+  return __builtin_convertvector(__builtin_convertvector(shorts, typename Lanes<W>::Ints), typename Lanes<W>::Floats);
 }
 
 template <typename V>

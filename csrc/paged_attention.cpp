@@ -1,10 +1,13 @@
 // Causal attention of ragged queries against keys and values that lie in blocks: a decode step, a chunk of a prompt, or
-// both in one call. CPU; float32 and bfloat16, computed in float32.
+// both in one call. CPU; float32 and bfloat16, computed in float32. The cache holds the same dtype, or integers of 8 bits
+// with a float32 scale per token and head, of keys and of values: x = integer * scale, which are multiplied with scores
+// and with weights.
 //
 // A block of keys is [head, dim, token], so that sixteen tokens are scored at once without horizontal sums; a block of
 // values is [head, token, dim]. The query heads that share a key head, and neighbouring tokens, form the rows of a tile:
 // a block is loaded once for all of them.
 
+#include "int8_rows.h"
 #include "lanes.h"
 
 #include <torch/csrc/stable/library.h>
@@ -15,6 +18,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -29,11 +33,16 @@ constexpr int64_t kTileRows = 8;
 // Multiplications below which threads cost more than they bring.
 constexpr double kSerialWork = 1 << 19;
 
-template <typename T>
+// C: what the cache holds.
+template <typename T, typename C = T>
 struct Problem {
+  static constexpr bool kIsRounded = std::is_same_v<C, int8_t>;
+
   const T* query; // [T, H, D]
-  T* keys; // [N, H_kv, D, block]
-  T* values; // [N, H_kv, block, D_v rounded up to lanes]
+  C* keys; // [N, H_kv, D, block]
+  C* values; // [N, H_kv, block, D_v rounded up to lanes]
+  float* key_scales; // [N, H_kv, block], if it is rounded
+  float* value_scales;
   T* out; // [T, H, D_v]
   const int32_t* block_table; // [B, M]
   const int64_t* query_start; // [B + 1]
@@ -42,11 +51,14 @@ struct Problem {
   float scale, softcap; // softcap 0: none
   int64_t window; // 0: none
 
-  const T* key_block(int64_t block, int64_t head) const {
+  C* key_block(int64_t block, int64_t head) const {
     return keys + (block * num_kv_heads + head) * key_dim * block_size;
   }
-  const T* value_block(int64_t block, int64_t head) const {
+  C* value_block(int64_t block, int64_t head) const {
     return values + (block * num_kv_heads + head) * block_size * padded_value_dim;
+  }
+  int64_t scale_place(int64_t block, int64_t head) const {
+    return (block * num_kv_heads + head) * block_size;
   }
 };
 
@@ -62,11 +74,12 @@ template <int W, int R>
 constexpr int kColumns = W == 16 ? 2 : 8 / R;
 
 // Scores of R rows against G runs of W tokens, each at its own address.
-template <typename T, int W, int R, int G>
+template <typename C, int W, int R, int G>
 HYBRID_RL_INLINE void score_lanes(
     const float* query, // [R, D], scaled
     int64_t dim,
-    const T* const* keys,
+    const C* const* keys,
+    const float* const* key_scales, // of each run, if keys are integers
     int64_t token_stride, // from one dim to the next
     float* scores, // [R, row_stride]
     int64_t row_stride) {
@@ -84,6 +97,9 @@ HYBRID_RL_INLINE void score_lanes(
   }
   for (int r = 0; r < R; ++r) {
     for (int g = 0; g < G; ++g) {
+      if constexpr (std::is_same_v<C, int8_t>) {
+        sums[r][g] *= hybrid_rl::load<W>(key_scales[g]);
+      }
       hybrid_rl::store(scores + r * row_stride + g * W, sums[r][g]);
     }
   }
@@ -106,9 +122,9 @@ HYBRID_RL_INLINE float softmax_row(float* scores, int64_t length, int64_t first,
 }
 
 // sums[r][c] = sum over tokens of weight * value, for C runs of W dims.
-template <typename T, int W, int R, int C>
+template <typename P, int W, int R, int C>
 HYBRID_RL_INLINE void weigh_values(
-    const Problem<T>& p,
+    const P& p,
     const int32_t* table,
     int64_t kv_head,
     int64_t first_block,
@@ -118,7 +134,7 @@ HYBRID_RL_INLINE void weigh_values(
     int64_t row_stride,
     typename Lanes<W>::Floats (&sums)[R][C]) {
   for (int64_t block = first_block; block * p.block_size < last_token; ++block) {
-    const T* values = p.value_block(table[block], kv_head) + first_dim;
+    const auto* values = p.value_block(table[block], kv_head) + first_dim;
     // Tokens behind the last one were never written and may hold anything, also NaN.
     const int64_t num_tokens = std::min(p.block_size, last_token - block * p.block_size);
     const float* weight = weights + (block - first_block) * p.block_size;
@@ -136,9 +152,9 @@ HYBRID_RL_INLINE void weigh_values(
   }
 }
 
-template <typename T, int W, int R, int C>
+template <typename P, typename T, int W, int R, int C>
 HYBRID_RL_INLINE void write_values(
-    const Problem<T>& p,
+    const P& p,
     const int32_t* table,
     int64_t kv_head,
     int64_t first_block,
@@ -149,7 +165,7 @@ HYBRID_RL_INLINE void write_values(
     const float* inverse,
     T* const* out) {
   typename Lanes<W>::Floats sums[R][C] = {};
-  weigh_values<T, W, R, C>(p, table, kv_head, first_block, last_token, first_dim, weights, row_stride, sums);
+  weigh_values<P, W, R, C>(p, table, kv_head, first_block, last_token, first_dim, weights, row_stride, sums);
   const int64_t num_dims = std::min<int64_t>(C * W, p.value_dim - first_dim);
   for (int r = 0; r < R; ++r) {
     float row[C * W];
@@ -163,8 +179,8 @@ HYBRID_RL_INLINE void write_values(
 }
 
 // R rows of one sequence and key head.
-template <typename T, int W, int R>
-HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t kv_head, int64_t first_row, std::vector<float>& scratch) {
+template <typename T, typename K, int W, int R>
+HYBRID_RL_INLINE void attend_rows(const Problem<T, K>& p, int64_t sequence, int64_t kv_head, int64_t first_row, std::vector<float>& scratch) {
   const int64_t group = p.num_heads / p.num_kv_heads;
   const int64_t num_queries = p.query_start[sequence + 1] - p.query_start[sequence];
   const int64_t before = p.context_length[sequence] - num_queries;
@@ -192,22 +208,28 @@ HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t
     out[r] = p.out + (token * p.num_heads + head) * p.value_dim;
   }
   const int64_t runs_per_block = p.block_size / W;
-  const T* keys[G];
+  const K* keys[G];
+  const float* key_scales[G];
   const auto locate = [&](int64_t run, int count) {
     for (int g = 0; g < count; ++g) {
       const int64_t own = std::min(run + g, num_runs - 1); // a surplus run scores the last one again, into the padding
-      keys[g] = p.key_block(table[first_block + own / runs_per_block], kv_head) + own % runs_per_block * W;
+      const int32_t block = table[first_block + own / runs_per_block];
+      const int64_t offset = own % runs_per_block * W;
+      keys[g] = p.key_block(block, kv_head) + offset;
+      if constexpr (p.kIsRounded) {
+        key_scales[g] = p.key_scales + p.scale_place(block, kv_head) + offset;
+      }
     }
   };
   int64_t run = 0;
   for (; num_runs - run > G / 2; run += G) {
     locate(run, G);
-    score_lanes<T, W, R, G>(query, p.key_dim, keys, p.block_size, scores + run * W, row_stride);
+    score_lanes<K, W, R, G>(query, p.key_dim, keys, key_scales, p.block_size, scores + run * W, row_stride);
   }
   if constexpr (G > 1) {
     if (run < num_runs) {
       locate(run, G / 2);
-      score_lanes<T, W, R, G / 2>(query, p.key_dim, keys, p.block_size, scores + run * W, row_stride);
+      score_lanes<K, W, R, G / 2>(query, p.key_dim, keys, key_scales, p.block_size, scores + run * W, row_stride);
     }
   }
   float inverse[R];
@@ -221,41 +243,51 @@ HYBRID_RL_INLINE void attend_rows(const Problem<T>& p, int64_t sequence, int64_t
       }
     }
     inverse[r] = 1.0f / softmax_row<W>(row, num_runs * W, visible - origin, position + 1 - origin);
+    if constexpr (p.kIsRounded) {
+      for (int64_t block = first_block; block * p.block_size < last_token; ++block) {
+        const float* value_scales = p.value_scales + p.scale_place(table[block], kv_head);
+        const int64_t num_tokens = std::min(p.block_size, last_token - block * p.block_size);
+        float* weights = row + block * p.block_size - origin;
+        for (int64_t token = 0; token < num_tokens; ++token) {
+          weights[token] *= value_scales[token];
+        }
+      }
+    }
   }
   constexpr int C = kColumns<W, R>;
   int64_t dim = 0;
   for (; dim + C * W <= p.padded_value_dim; dim += C * W) {
-    write_values<T, W, R, C>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
+    write_values<Problem<T, K>, T, W, R, C>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
   }
   for (; dim < p.padded_value_dim; dim += W) {
-    write_values<T, W, R, 1>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
+    write_values<Problem<T, K>, T, W, R, 1>(p, table, kv_head, first_block, last_token, dim, scores, row_stride, inverse, out);
   }
 }
 
-template <typename T, int W>
-HYBRID_RL_INLINE void attend_task(const Problem<T>& p, const Task& task, std::vector<float>& scratch) {
+template <typename T, typename K, int W>
+HYBRID_RL_INLINE void attend_task(const Problem<T, K>& p, const Task& task, std::vector<float>& scratch) {
   const int64_t num_queries = p.query_start[task.sequence + 1] - p.query_start[task.sequence];
   const int64_t num_rows = num_queries * (p.num_heads / p.num_kv_heads);
   const int64_t end = std::min(task.first_row + kTileRows, num_rows);
   int64_t row = task.first_row;
   for (; row + 8 <= end; row += 8) {
-    attend_rows<T, W, 8>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, K, W, 8>(p, task.sequence, task.kv_head, row, scratch);
   }
   for (; row + 4 <= end; row += 4) {
-    attend_rows<T, W, 4>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, K, W, 4>(p, task.sequence, task.kv_head, row, scratch);
   }
   for (; row + 2 <= end; row += 2) {
-    attend_rows<T, W, 2>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, K, W, 2>(p, task.sequence, task.kv_head, row, scratch);
   }
   for (; row < end; ++row) {
-    attend_rows<T, W, 1>(p, task.sequence, task.kv_head, row, scratch);
+    attend_rows<T, K, W, 1>(p, task.sequence, task.kv_head, row, scratch);
   }
 }
 
-template <typename T, int W>
-HYBRID_RL_INLINE void attend_all(const Problem<T>& p, const Task* begin, const Task* end, std::vector<float>& scratch) {
+template <typename T, typename K, int W>
+HYBRID_RL_INLINE void attend_all(const Problem<T, K>& p, const Task* begin, const Task* end, std::vector<float>& scratch) {
   for (const Task* task = begin; task != end; ++task) {
-    attend_task<T, W>(p, *task, scratch);
+    attend_task<T, K, W>(p, *task, scratch);
   }
 }
 
@@ -263,15 +295,41 @@ thread_local std::vector<float> scratch_of_thread;
 
 HYBRID_RL_PER_WIDTH(
     void attend_tasks(const Problem<float>& p, const Task* begin, const Task* end),
-    (attend_all<float, kWidth>(p, begin, end, scratch_of_thread));)
+    (attend_all<float, float, kWidth>(p, begin, end, scratch_of_thread));)
 
 HYBRID_RL_PER_WIDTH(
     void attend_tasks(const Problem<BFloat16>& p, const Task* begin, const Task* end),
-    (attend_all<BFloat16, kWidth>(p, begin, end, scratch_of_thread));)
+    (attend_all<BFloat16, BFloat16, kWidth>(p, begin, end, scratch_of_thread));)
+
+HYBRID_RL_PER_WIDTH(
+    void attend_tasks(const Problem<float, int8_t>& p, const Task* begin, const Task* end),
+    (attend_all<float, int8_t, kWidth>(p, begin, end, scratch_of_thread));)
+
+HYBRID_RL_PER_WIDTH(
+    void attend_tasks(const Problem<BFloat16, int8_t>& p, const Task* begin, const Task* end),
+    (attend_all<BFloat16, int8_t, kWidth>(p, begin, end, scratch_of_thread));)
+
+HYBRID_RL_TARGETS float round_numbers(const float* numbers, int64_t size, int8_t* out) {
+  return hybrid_rl::round_row(numbers, size, out);
+}
+
+// Returns a head's numbers as the cache holds them; their scale is written to its place.
+template <typename T, typename C>
+const C* prepare(const T* numbers, int64_t size, std::vector<float>& floats, std::vector<int8_t>& integers, float* scales, int64_t place) {
+  if constexpr (std::is_same_v<T, C>) {
+    return numbers;
+  } else {
+    std::transform(numbers, numbers + size, floats.begin(), [](T number) { return hybrid_rl::to_float(number); });
+    scales[place] = round_numbers(floats.data(), size, integers.data());
+    return integers.data();
+  }
+}
 
 // The new tokens' keys and values into their places, before anybody reads them: sequences may share blocks.
-template <typename T>
-void write_new_tokens(const Problem<T>& p, const T* key, const T* value, int64_t num_sequences) {
+template <typename T, typename C>
+void write_new_tokens(const Problem<T, C>& p, const T* key, const T* value, int64_t num_sequences) {
+  std::vector<float> floats(std::max(p.key_dim, p.value_dim));
+  std::vector<int8_t> integers(floats.size());
   for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
     const int64_t begin = p.query_start[sequence];
     const int64_t end = p.query_start[sequence + 1];
@@ -280,20 +338,23 @@ void write_new_tokens(const Problem<T>& p, const T* key, const T* value, int64_t
       const int64_t block = p.block_table[sequence * p.table_width + position / p.block_size];
       const int64_t offset = position % p.block_size;
       for (int64_t head = 0; head < p.num_kv_heads; ++head) {
-        const T* new_key = key + (token * p.num_kv_heads + head) * p.key_dim;
-        T* keys = const_cast<T*>(p.key_block(block, head)) + offset;
+        const int64_t row = token * p.num_kv_heads + head;
+        const int64_t place = p.scale_place(block, head) + offset;
+        const C* new_key = prepare<T, C>(key + row * p.key_dim, p.key_dim, floats, integers, p.key_scales, place);
+        C* keys = p.key_block(block, head) + offset;
         for (int64_t d = 0; d < p.key_dim; ++d) {
           keys[d * p.block_size] = new_key[d];
         }
-        const T* new_value = value + (token * p.num_kv_heads + head) * p.value_dim;
-        std::copy(new_value, new_value + p.value_dim, const_cast<T*>(p.value_block(block, head)) + offset * p.padded_value_dim);
+        const C* new_value =
+            prepare<T, C>(value + row * p.value_dim, p.value_dim, floats, integers, p.value_scales, place);
+        std::copy(new_value, new_value + p.value_dim, p.value_block(block, head) + offset * p.padded_value_dim);
       }
     }
   }
 }
 
-template <typename T>
-void run(const Problem<T>& p, const T* key, const T* value, int64_t num_sequences) {
+template <typename T, typename C>
+void run(const Problem<T, C>& p, const T* key, const T* value, int64_t num_sequences) {
   write_new_tokens(p, key, value, num_sequences);
   std::vector<Task> tasks;
   double work = 0.0;
@@ -314,8 +375,8 @@ void run(const Problem<T>& p, const T* key, const T* value, int64_t num_sequence
   });
 }
 
-template <typename T>
-Problem<T> describe(
+template <typename T, typename C>
+Problem<T, C> describe(
     const Tensor& query,
     const Tensor& keys,
     const Tensor& values,
@@ -323,10 +384,10 @@ Problem<T> describe(
     const Tensor& block_table,
     const Tensor& query_start,
     const Tensor& context_length) {
-  Problem<T> p{};
+  Problem<T, C> p{};
   p.query = static_cast<const T*>(query.const_data_ptr());
-  p.keys = static_cast<T*>(keys.mutable_data_ptr());
-  p.values = static_cast<T*>(values.mutable_data_ptr());
+  p.keys = static_cast<C*>(keys.mutable_data_ptr());
+  p.values = static_cast<C*>(values.mutable_data_ptr());
   p.out = static_cast<T*>(out.mutable_data_ptr());
   p.block_table = static_cast<const int32_t*>(block_table.const_data_ptr());
   p.query_start = static_cast<const int64_t*>(query_start.const_data_ptr());
@@ -384,12 +445,15 @@ void check_shapes(const Tensor& query, const Tensor& key, const Tensor& value, c
       "hybrid_rl::paged_attention: the block size and the padded value dim must be multiples of ", kLanes);
 }
 
-Tensor paged_attention(
+// key_scales, value_scales: null for a cache of the dtype of queries.
+Tensor attend(
     const Tensor& query,
     const Tensor& key,
     const Tensor& value,
     const Tensor& keys,
     const Tensor& values,
+    const Tensor* key_scales,
+    const Tensor* value_scales,
     const Tensor& block_table,
     const Tensor& query_start,
     const Tensor& context_length,
@@ -398,10 +462,20 @@ Tensor paged_attention(
     double softcap) {
   check_shapes(query, key, value, keys, values);
   const ScalarType type = query.scalar_type();
+  const ScalarType cached = key_scales == nullptr ? type : ScalarType::Char;
   STD_TORCH_CHECK(
       (type == ScalarType::Float || type == ScalarType::BFloat16) && key.scalar_type() == type && value.scalar_type() == type &&
-          keys.scalar_type() == type && values.scalar_type() == type,
-      "hybrid_rl::paged_attention: query, key, value and cache must all be float32 or all bfloat16");
+          keys.scalar_type() == cached && values.scalar_type() == cached,
+      "hybrid_rl::paged_attention: query, key, value and cache must all be float32 or all bfloat16; the cache may be int8 "
+      "with scales");
+  if (key_scales != nullptr) {
+    for (const Tensor* scales : {key_scales, value_scales}) {
+      STD_TORCH_CHECK(
+          scales->scalar_type() == ScalarType::Float && scales->is_contiguous() && scales->dim() == 3 &&
+              scales->size(0) == keys.size(0) && scales->size(1) == keys.size(1) && scales->size(2) == keys.size(3),
+          "hybrid_rl::paged_attention: scales must be contiguous float32 [N, key heads, block]");
+    }
+  }
   STD_TORCH_CHECK(
       block_table.dim() == 2 && query_start.dim() == 1 && context_length.dim() == 1 &&
           block_table.size(0) == context_length.size(0) && query_start.size(0) == context_length.size(0) + 1 &&
@@ -416,20 +490,67 @@ Tensor paged_attention(
   const int64_t sizes[3] = {query.size(0), query.size(1), value.size(2)};
   Tensor out = torch::stable::new_empty(query, {sizes, 3}, type);
   const int64_t num_sequences = context_length.size(0);
-  const auto start = [&](auto tag) {
-    using T = decltype(tag);
-    Problem<T> p = describe<T>(query, keys, values, out, block_table, query_start, context_length);
+  const auto start = [&](auto number, auto held) {
+    using T = decltype(number);
+    using C = decltype(held);
+    Problem<T, C> p = describe<T, C>(query, keys, values, out, block_table, query_start, context_length);
+    if (key_scales != nullptr) {
+      p.key_scales = static_cast<float*>(key_scales->mutable_data_ptr());
+      p.value_scales = static_cast<float*>(value_scales->mutable_data_ptr());
+    }
     p.scale = static_cast<float>(scale);
     p.window = window;
     p.softcap = static_cast<float>(softcap);
-    run<T>(p, static_cast<const T*>(key.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), num_sequences);
+    run<T, C>(p, static_cast<const T*>(key.const_data_ptr()), static_cast<const T*>(value.const_data_ptr()), num_sequences);
+  };
+  const auto start_with = [&](auto number) {
+    if (key_scales == nullptr) {
+      start(number, number);
+    } else {
+      start(number, int8_t{});
+    }
   };
   if (type == ScalarType::Float) {
-    start(float{});
+    start_with(float{});
   } else {
-    start(BFloat16{});
+    start_with(BFloat16{});
   }
   return out;
+}
+
+Tensor paged_attention(
+    const Tensor& query,
+    const Tensor& key,
+    const Tensor& value,
+    const Tensor& keys,
+    const Tensor& values,
+    const Tensor& block_table,
+    const Tensor& query_start,
+    const Tensor& context_length,
+    double scale,
+    int64_t window,
+    double softcap) {
+  return attend(
+      query, key, value, keys, values, nullptr, nullptr, block_table, query_start, context_length, scale, window, softcap);
+}
+
+Tensor paged_attention_int8(
+    const Tensor& query,
+    const Tensor& key,
+    const Tensor& value,
+    const Tensor& keys,
+    const Tensor& values,
+    const Tensor& key_scales,
+    const Tensor& value_scales,
+    const Tensor& block_table,
+    const Tensor& query_start,
+    const Tensor& context_length,
+    double scale,
+    int64_t window,
+    double softcap) {
+  return attend(
+      query, key, value, keys, values, &key_scales, &value_scales, block_table, query_start, context_length, scale, window,
+      softcap);
 }
 
 } // namespace
@@ -438,8 +559,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybrid_rl, library) {
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor block_table, "
       "Tensor query_start, Tensor context_length, float scale, int window, float softcap) -> Tensor");
+  library.def(
+      "paged_attention_int8(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+      "Tensor(c!) key_scales, Tensor(d!) value_scales, Tensor block_table, Tensor query_start, Tensor context_length, "
+      "float scale, int window, float softcap) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybrid_rl, CPU, library) {
   library.impl("paged_attention", TORCH_BOX(&paged_attention));
+  library.impl("paged_attention_int8", TORCH_BOX(&paged_attention_int8));
 }

@@ -316,6 +316,11 @@ def is_rounded(config: RolloutConfig) -> bool:
     return isinstance(config, InPlaceRolloutConfig) and config.quantization == "int8"
 
 
+def samples_rounded(config: RolloutConfig) -> bool:
+    """Return whether an embedded engine samples with rounded weights, or over rounded keys and values."""
+    return is_rounded(config) or config.kv_cache_dtype == "int8"
+
+
 def teacher_path(config: TrainerConfig) -> str | None:
     """Return the name or folder of the model to distil, if the algorithm has one. Raises ConfigError if it is needed
     but not named."""

@@ -93,7 +93,7 @@ def _is_ahead(given: Mapping[str, Any]) -> bool:
 
 
 def _correction(given: Mapping[str, Any], chosen: Mapping[str, str]) -> str | None:
-    # Tokens of older or of rounded weights need a weight, unless loss or advantages bring their own.
+    # Tokens of older weights, or of a rounded engine, need a weight, unless loss or advantages bring their own.
     oversample = given.get("oversample")
     is_old = _is_ahead(given) or oversample is None or number(oversample) > 0
     is_old = is_old and _holds(given) and given.get("unfinished") != "drop"

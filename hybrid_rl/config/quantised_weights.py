@@ -13,6 +13,7 @@ def rounded_keys(config: Any) -> list[str]:
     cache = getattr(rollout.engine_args, "others", {}).get("kv_cache_dtype", "auto")
     choices = {
         "quantization": "none" if rollout.quantization_aware else rollout.quantization,
+        "kv_cache_dtype": "none" if rollout.kv_cache_dtype == "auto" else rollout.kv_cache_dtype,
         "engine_args.kv_cache_dtype": "none" if cache in ("auto", config.model.dtype) else cache,
     }
     return [f"rollout.{name}={choice}" for name, choice in choices.items() if choice != "none"]

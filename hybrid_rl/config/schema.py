@@ -149,8 +149,8 @@ class RolloutConfig:
     is_packed: ClassVar[bool] = True
     library: ClassVar[tuple[str, str] | None] = None
 
-    # Exist only with engines that can hold weights on a grid.
-    quantization, quantization_aware = "none", False
+    # Exist only with engines that can hold weights on a grid, or keys and values.
+    quantization, quantization_aware, kv_cache_dtype = "none", False, "auto"
 
     engine: str = key("inplace", ENGINES)
     max_completion_length: int = key(512, "longest completion in tokens, including the final EOS", minimum=1)
@@ -206,12 +206,24 @@ class InPlaceRolloutConfig(RolloutConfig):
         "int8 = decode from weights of 8 bits, with a scale per output channel, rounded from the trainer's masters at "
         "every handoff; on CPUs, without adapters",
     )
+    kv_cache_dtype: Literal["auto", "int8"] = key(
+        "auto",
+        "how the KV cache holds keys and values: auto = in the model's dtype; int8 = in 8 bits, with a float32 scale "
+        "per token and head, for about a quarter of the memory of float32; on CPUs",
+    )
     engine_args: InPlaceArgs = entries(InPlaceArgs, ARGS_DOC)
 
     def check(self, config: TrainerConfig, num_ranks: int) -> None:
-        """Raise ConfigError if drafts would decide where completions are broken off, or weights cannot be rounded."""
+        """Raise ConfigError if drafts would decide where completions are broken off, or something cannot be rounded."""
         if self.quantization == "int8":
             self._check_int8(config)
+        if self.kv_cache_dtype == "int8" and config.model.device == "cuda":
+            raise ConfigError("rollout.kv_cache_dtype=int8 is for CPUs, but model.device=cuda; leave it out")
+        if self.kv_cache_dtype == "int8" and config.model.exact:
+            raise ConfigError(
+                "rollout.kv_cache_dtype=int8 rounds keys and values, which the trainer does not do, but "
+                "model.exact=true wants equal logprobs; leave one of them out"
+            )
         if self.speculation != "off" and self.partial:
             raise ConfigError(
                 f"speculation={self.speculation} with partial=true: how far completions are when a step breaks them "

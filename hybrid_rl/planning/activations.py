@@ -202,7 +202,7 @@ class Counted:
     @_by_layers
     def probe(self, num_tokens: int, *, is_rounded: bool = False) -> PassMemory:
         """Count the trainer's half of the probe of a handoff, on a prompt of so many tokens. is_rounded: of an engine
-        that rounds its weights."""
+        that rounds its weights, or keys and values."""
         model = self.model()
         prompt = Jagged.from_rows([[0] * num_tokens], torch.int64)
         num_passes = num_probe_passes(model.dtype, is_rounded=is_rounded)
@@ -219,9 +219,9 @@ class Counted:
 
         return self._count(model, run, is_first=True)
 
-    def layer_shapes(self) -> dict[int, LayerShape]:
-        """Return what each layer caches of a token."""
-        model, recorder = self.model(), ShapeRecorder()
+    def layer_shapes(self, kv_cache_dtype: str = "auto") -> dict[int, LayerShape]:
+        """Return what each layer caches of a token. kv_cache_dtype: as in the section `rollout`."""
+        model, recorder = self.model(), ShapeRecorder(kv_cache_dtype)
         zero = torch.zeros(1, dtype=torch.int64, device="meta")
         with torch.no_grad(), self._named(), Kernels(self.device_type):
             model.hidden_states(zero, zero, recorder)

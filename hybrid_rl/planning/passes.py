@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig, ValueHeadConfig
-from hybrid_rl.config.algorithm import is_rounded
+from hybrid_rl.config.algorithm import samples_rounded
 from hybrid_rl.config.lora_keys import LoraKeys
 from hybrid_rl.config.schema import ColocatedRolloutConfig
 from hybrid_rl.controller import RankMesh
@@ -79,7 +79,7 @@ class Passes:
     def probe(self, config: TrainerConfig) -> PassMemory:
         """Count the trainer's half of the probe of a handoff, on the longest prompt."""
         num_tokens = self.longest_prompt(config)
-        rounds = is_rounded(config.rollout)
+        rounds = samples_rounded(config.rollout)
         return self._once(
             "policy", config, num_tokens, ("probe", rounds), lambda it: it.probe(num_tokens, is_rounded=rounds)
         )
@@ -90,7 +90,8 @@ class Passes:
 
     def layer_shapes(self, config: TrainerConfig) -> dict[int, LayerShape]:
         """Return what each layer of the policy caches of a token."""
-        shapes: dict[int, LayerShape] = self._once("policy", config, "layers", None, lambda it: it.layer_shapes())
+        dtype = config.rollout.kv_cache_dtype
+        shapes: dict[int, LayerShape] = self._once("policy", config, "layers", dtype, lambda it: it.layer_shapes(dtype))
         return shapes
 
     def cache_size(self, config: TrainerConfig) -> CacheSize:

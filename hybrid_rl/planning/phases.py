@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm import has_reference_model, is_rounded, reference_is_policy
+from hybrid_rl.config.algorithm import has_reference_model, is_rounded, reference_is_policy, samples_rounded
 from hybrid_rl.config.schema import ColocatedRolloutConfig, InPlaceRolloutConfig, VLLMRolloutConfig
 from hybrid_rl.memory.cycle import (
     ACTOR,
@@ -366,7 +366,7 @@ class StepMemory:
         if config.model.device != "cpu" or not config.rollout.handoff.probe_steps:
             return []
         num_tokens = min(PROBE_TOKENS, config.rollout.max_completion_length)
-        num_rows = num_probe_passes(DTYPES[config.model.dtype], is_rounded=is_rounded(config.rollout)) * num_tokens
+        num_rows = num_probe_passes(DTYPES[config.model.dtype], is_rounded=samples_rounded(config.rollout)) * num_tokens
         vocabulary = self.passes.shape.models.policy.config.get_text_config().vocab_size
         return [Share(ACTIVATIONS, num_rows * vocabulary * 4, f"{num_rows} x {vocabulary:,} x 4 B of a probe")]
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rl.config import TrainerConfig
-from hybrid_rl.config.algorithm import is_rounded
+from hybrid_rl.config.algorithm import is_rounded, samples_rounded
 from hybrid_rl.engines.base import FinishedSample, RolloutRequest, SamplingParams
 from hybrid_rl.errors import HandoffError
 from hybrid_rl.models import CausalLM, PackedRow
 from hybrid_rl.models.experts.routing import find_routers
 from hybrid_rl.models.int8.int8_model import rounded_layers
+from hybrid_rl.models.int8.rounded_keys import rounded_keys
 from hybrid_rl.models.row import Layout
 from hybrid_rl.resharding.handoff.base import PROBE_TOKENS, num_probe_passes
 
@@ -35,6 +36,9 @@ NOISE_FACTOR, TOKEN_FACTOR = 4.0, 2.0
 # rounds what its layers read, much less (`models/int8/rounding.py`): the rounding of weights moves SmolLM2's logprobs
 # by 0.165 (the root mean square over the vocabulary), that of what its layers read by 0.008.
 ROUNDED_FACTOR = 0.25
+# The trainer attends over rounded keys and values too, if the engine does. But sums in another order round some to other
+# integers, and the next layers many: after SmolLM2's 30 layers engine and trainer differ by 0.6 times what the rounding
+# itself does (its root mean square is 0.05). So it is noise, as that of 16 bits is, with the same factors.
 # What a router reads has been rounded many times, so it is moved by more of its last places than embeddings are.
 ROUTER_UNITS = 8.0
 
@@ -49,7 +53,9 @@ class HandoffProbe:
         self._tolerance, self._dtype = config.rollout.handoff.probe_tolerance, dtype
         if config.model.exact and self._tolerance is None:
             self._tolerance = 0.0
-        self._is_rounded = is_rounded(config.rollout)
+        self._rounds_weights = is_rounded(config.rollout)
+        self._rounds_keys = config.rollout.kv_cache_dtype == "int8"
+        self._is_rounded = samples_rounded(config.rollout)
 
     @property
     def request(self) -> RolloutRequest:
@@ -63,13 +69,16 @@ class HandoffProbe:
         """Continue the prompt with the likeliest tokens. Returns ln p of the whole vocabulary at each of them, float32
         [1, k, V] on the host; in 16 bits [2, k, V], the second time with embeddings that are moved by half a unit in
         their last place: what one rounding does to this model on these tokens. What routers read is moved as well, and
-        both ways: the one counts that moves a token more. If the engine rounds its weights, the layers' are rounded for
-        all that, and there is one more at the end, of the weights as they are. Collective if the model is sharded."""
-        with rounded_layers(model.module) if self._is_rounded else nullcontext():
-            expected, token_ids = self._continued(model)
-        if self._is_rounded:
-            row = self._row_of(token_ids)
-            expected[-1] = model.row_distribution(row, 1.0)
+        both ways: the one counts that moves a token more. If the engine rounds its weights, or keys and values, the
+        trainer's are rounded for all that, and there is one more at the end, without the rounding of keys and values,
+        or without that of weights if it is the only one. Collective if the model is sharded."""
+        with rounded_layers(model.module) if self._rounds_weights else nullcontext():
+            with rounded_keys(model) if self._rounds_keys else nullcontext():
+                expected, token_ids = self._continued(model)
+            if self._rounds_keys:
+                expected[-1] = model.row_distribution(self._row_of(token_ids), 1.0)
+        if self._rounds_weights and not self._rounds_keys:
+            expected[-1] = model.row_distribution(self._row_of(token_ids), 1.0)
         return expected
 
     def _row_of(self, token_ids: Tensor) -> PackedRow:
@@ -79,7 +88,7 @@ class HandoffProbe:
         return PackedRow(token_ids[:-1], places, token_ids[last + 1], last, Layout((len(places),)))
 
     def _continued(self, model: CausalLM) -> tuple[Tensor, Tensor]:
-        """Return what `expected` does, but for the weights as they are, and the tokens of prompt and continuation."""
+        """Return what `expected` does, but for the trainer as it is, and the tokens of prompt and continuation."""
         token_ids = torch.tensor(self._prompt_ids, device=model.device)
         num_passes = num_probe_passes(model.dtype, is_rounded=self._is_rounded)
         # Filled row by row: a vocabulary is wide, and this is what the probe keeps in memory.
@@ -116,10 +125,10 @@ class HandoffProbe:
         rows, tolerance = expected[0], self._tolerance
         if tolerance is None:
             moved = expected[num_probe_passes(self._dtype) - 1]
-            squares = [_distance(row, its) for row, its in zip(rows, moved, strict=True)]
-            noise = NOISE_FACTOR * math.sqrt(statistics.fmean(squares)), TOKEN_FACTOR * math.sqrt(max(squares))
-            tolerance = max(PROBE_TOLERANCE[self._dtype], *noise)
-            if self._is_rounded:
+            tolerance = max(PROBE_TOLERANCE[self._dtype], _noise(rows, moved))
+            if self._rounds_keys:
+                tolerance = max(tolerance, _noise(rows, expected[-1]))
+            elif self._rounds_weights:
                 error = max(_distance(row, whole) for row, whole in zip(rows, expected[-1], strict=True))
                 tolerance = max(tolerance, ROUNDED_FACTOR * math.sqrt(error))
         gap = 0.0
@@ -134,6 +143,12 @@ class HandoffProbe:
                 f"(tolerance {tolerance:.3g}): {causes(gap, proof)}"
             )
         return gap
+
+
+def _noise(rows: Tensor, moved: Tensor) -> float:
+    """Return how far engine and trainer may differ if the model's own ln p [k, V] are moved so far by chance."""
+    squares = [_distance(row, its) for row, its in zip(rows, moved, strict=True)]
+    return max(NOISE_FACTOR * math.sqrt(statistics.fmean(squares)), TOKEN_FACTOR * math.sqrt(max(squares)))
 
 
 def _distance(row: Tensor, moved: Tensor) -> float:

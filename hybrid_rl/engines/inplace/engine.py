@@ -56,9 +56,10 @@ class InPlaceEngine(EmbeddedEngine):
         records_experts: bool = False,
     ) -> None:
         with torch.inference_mode():
-            recorder = ShapeRecorder()
+            recorder = ShapeRecorder(config.kv_cache_dtype)
             zero = torch.zeros(1, dtype=torch.int64, device=model.device)
             model.hidden_states(zero, zero, recorder)
+        _check_cache_dtype(config, model)
         args = config.engine_args
         # Not before a first pass, in which some rotary embeddings replace a buffer.
         super().__init__(model, max_num_waiting=args.max_num_waiting, decode=decode)
@@ -243,6 +244,17 @@ def _speculation(scheduler: Scheduler, config: InPlaceRolloutConfig, device: tor
             "rollout.speculation=off, or auto, which is off there"
         )
     return None if config.speculation == "off" or device.type != "cpu" else Speculation(scheduler, config.speculation)
+
+
+def _check_cache_dtype(config: InPlaceRolloutConfig, model: CausalLM) -> None:
+    """Raise ConfigError if no cache of this dtype is there for the model."""
+    if config.kv_cache_dtype == "auto":
+        return
+    words = f"rollout.kv_cache_dtype={config.kv_cache_dtype}"
+    if model.device.type != "cpu":
+        raise ConfigError(f"{words} is for CPUs, but the model is on {model.device}; leave it out")
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"{words} rounds keys and values in float32 and bfloat16, not in {model.dtype}; leave it out")
 
 
 def _num_blocks(

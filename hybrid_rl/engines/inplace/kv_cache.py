@@ -14,6 +14,7 @@ from hybrid_rl.errors import MemoryStateError
 from hybrid_rl.memory.cuda_region import CudaRegion
 from hybrid_rl.memory.region import TensorRegion
 from hybrid_rl.models import AttentionOptions
+from hybrid_rl.models.int8.rounding import Int8Weight
 
 ALIGNMENT_BYTES = 256  # of the keys and of the values of a layer, as of PyTorch's own memory on CUDA
 LANES = 16  # dims of a value are padded to a multiple of this on a CPU: see csrc/paged_attention.cpp
@@ -21,12 +22,14 @@ LANES = 16  # dims of a value are padded to a multiple of this on a CPU: see csr
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Keys and values of one layer: [tokens, num_key_value_heads, dim]."""
+    """Keys and values of one layer: [tokens, num_key_value_heads, dim]. dtype: of the model, and of the cache, unless
+    is_rounded: it then holds int8, with a float32 scale of the keys and one of the values per token and head."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    is_rounded: bool = False
 
     @property
     def padded_value_dim(self) -> int:
@@ -35,19 +38,24 @@ class LayerShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's key and value, padding included."""
-        return self.num_heads * (self.key_dim + self.padded_value_dim) * self.dtype.itemsize
+        """Bytes of one token's key and value, padding and scales included."""
+        width = self.key_dim + self.padded_value_dim
+        return self.num_heads * (width + 2 * 4 if self.is_rounded else width * self.dtype.itemsize)
 
 
 class ShapeRecorder:
-    """An attention context that records what each layer would cache, and answers with the values."""
+    """An attention context that records what each layer would cache, and answers with the values.
 
-    def __init__(self) -> None:
+    kv_cache_dtype: as in the section `rollout`.
+    """
+
+    def __init__(self, kv_cache_dtype: str = "auto") -> None:
+        self._is_rounded = kv_cache_dtype == "int8"
         self.layers: dict[int, LayerShape] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Record the shape; the values stand in for the output."""
-        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype, self._is_rounded)
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
 
@@ -55,7 +63,8 @@ class PagedCache:
     """Key and value memory of all layers.
 
     On a CPU a block of keys is [head, dim, token] and a block of values [head, token, dim], as the compiled kernel
-    reads them; elsewhere both are [token, head, dim]. `views` shows either as [block, token, head, dim].
+    reads them; elsewhere both are [token, head, dim]. `views` shows either as [block, token, head, dim]. A layer that
+    is rounded has scales too, of keys and of values, in blocks of [head, token].
 
     region: where the memory lies, with room for `capacity_bytes` of it; it then sleeps and wakes at the same addresses,
     so that CUDA graphs over it stay valid. None: in host memory, at new addresses after every `free`.
@@ -74,7 +83,7 @@ class PagedCache:
         self.block_size = block_size
         self.device = device
         self._region = region
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
+        self._memory: dict[int, tuple[Tensor, ...]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -92,14 +101,17 @@ class PagedCache:
         if self._memory and self._region is not None:
             self._region.restore()
             return
-        wanted = [(shape, layer.dtype) for layer in self.layers.values() for shape in self._shapes(layer)]
+        wanted = [part for layer in self.layers.values() for part in self._parts(layer)]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
         # One tensor for all: either there is memory for every layer, or none is taken.
         parts = self._bytes(sum(map(_aligned, sizes))).split([_aligned(size) for size in sizes])
-        tensors = [
-            part[:size].view(dtype).view(shape) for part, size, (shape, dtype) in zip(parts, sizes, wanted, strict=True)
-        ]
-        self._memory = dict(zip(self.layers, zip(tensors[::2], tensors[1::2], strict=True), strict=True))
+        tensors = iter(
+            [
+                part[:size].view(dtype).view(shape)
+                for part, size, (shape, dtype) in zip(parts, sizes, wanted, strict=True)
+            ]
+        )
+        self._memory = {index: tuple(next(tensors) for _ in self._parts(layer)) for index, layer in self.layers.items()}
 
     def free(self) -> None:
         """Give the memory back to the device; everything cached is lost."""
@@ -120,27 +132,56 @@ class PagedCache:
             self.free()
             self.allocate()
             return
-        for pair in self._memory.values():
-            for tensor in pair:
+        for tensors in self._memory.values():
+            for tensor in tensors:
                 tensor.zero_()
 
-    def memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as they are in memory."""
+    def memory(self, layer: int) -> tuple[Tensor, ...]:
+        """Keys and values of a layer as they are in memory, and their scales if they are rounded."""
         return self._memory[layer]
 
     def views(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as [block, token, head, dim], strided."""
-        keys, values = self._memory[layer]
+        """Keys and values of a layer as [block, token, head, dim], strided; integers if they are rounded."""
+        keys, values = self._memory[layer][:2]
         if self.device.type == "cpu":
             keys, values = keys.permute(0, 3, 1, 2), values.transpose(1, 2)
         return keys, values[..., : self.layers[layer].value_dim]
 
-    def _shapes(self, layer: LayerShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of keys and values as they are in memory."""
+    def write(self, layer: int, place: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+        """Write new tokens, [T, head, dim] each, rounding them if the layer is rounded. place: block and offset of
+        each, int64 [T]."""
+        views = self.views(layer)
+        if self.layers[layer].is_rounded:
+            rounded = [Int8Weight.of(new) for new in (key, value)]
+            for scales, new in zip(self._scales(layer), rounded, strict=True):
+                scales[place] = new.scales
+            key, value = (new.values for new in rounded)
+        for memory, new_tokens in zip(views, (key, value), strict=True):
+            memory[place] = new_tokens
+
+    def read(self, layer: int, place: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values [..., head, dim] at blocks, int64 [...] (then with the tokens of each), or at block
+        and offset. What is rounded comes as the float32 that it stands for, whatever the model's dtype."""
+        keys, values = (memory[place] for memory in self.views(layer))
+        if not self.layers[layer].is_rounded:
+            return keys, values
+        key_scales, value_scales = (scales[place] for scales in self._scales(layer))
+        return keys * key_scales[..., None], values * value_scales[..., None]
+
+    def _scales(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the scales of a layer as [block, token, head], strided."""
+        return tuple(scales.transpose(1, 2) for scales in self._memory[layer][2:])
+
+    def _parts(self, layer: LayerShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shapes and dtypes of all that a layer has in memory."""
         blocks, tokens, heads = self.num_blocks, self.block_size, layer.num_heads
         if self.device.type == "cpu":
-            return (blocks, heads, layer.key_dim, tokens), (blocks, heads, tokens, layer.padded_value_dim)
-        return (blocks, tokens, heads, layer.key_dim), (blocks, tokens, heads, layer.padded_value_dim)
+            shapes = (blocks, heads, layer.key_dim, tokens), (blocks, heads, tokens, layer.padded_value_dim)
+        else:
+            shapes = (blocks, tokens, heads, layer.key_dim), (blocks, tokens, heads, layer.padded_value_dim)
+        dtype = torch.int8 if layer.is_rounded else layer.dtype
+        parts: list[tuple[tuple[int, ...], torch.dtype]] = [(shape, dtype) for shape in shapes]
+        return parts + 2 * [((blocks, heads, tokens), torch.float32)] if layer.is_rounded else parts
 
     def _bytes(self, num_bytes: int) -> Tensor:
         """Return zeros, uint8 [num_bytes]."""
@@ -153,8 +194,8 @@ class PagedCache:
 
     def copy_blocks(self, source: Tensor, destination: Tensor) -> None:
         """Copy whole blocks, int64 indices [n] each, in every layer."""
-        for pair in self._memory.values():
-            for tensor in pair:
+        for tensors in self._memory.values():
+            for tensor in tensors:
                 tensor.index_copy_(0, destination, tensor.index_select(0, source))
 
 
@@ -174,7 +215,10 @@ def cache_region(layers: dict[int, LayerShape], num_tokens: int, device: torch.d
 
 def region_bytes(layers: dict[int, LayerShape], num_tokens: int) -> int:
     """Return the bytes that the cache of these layers takes at most, alignment included."""
-    return sum(num_tokens * layer.bytes_per_token + 2 * ALIGNMENT_BYTES for layer in layers.values())
+    return sum(
+        num_tokens * layer.bytes_per_token + (4 if layer.is_rounded else 2) * ALIGNMENT_BYTES
+        for layer in layers.values()
+    )
 
 
 def _aligned(num_bytes: int) -> int:

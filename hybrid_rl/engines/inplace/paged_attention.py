@@ -1,8 +1,9 @@
 """Attention of new tokens against a paged cache: a decode step, chunks of prompts, or both in one pass.
 
-On a CPU the compiled operator does it for float32 and bfloat16. On CUDA a Triton kernel decodes, and chunks go to a
-varlen kernel that reads pages (`paged_kernel.py`) if one is installed, else to the trainer's varlen kernel, over keys
-gathered from their blocks. The form in PyTorch is the oracle of all of them, and is used if none of them runs.
+On a CPU the compiled operators do it for float32 and bfloat16, over a cache of that dtype or a rounded one. On CUDA a
+Triton kernel decodes, and chunks go to a varlen kernel that reads pages (`paged_kernel.py`) if one is installed, else
+to the trainer's varlen kernel, over keys gathered from their blocks. The form in PyTorch is the
+oracle of all of them, and is used if none of them runs.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def _operator(cache: PagedCache) -> Callable[..., Tensor] | None:
     """Return the compiled operator, if it can run on this cache."""
     dtypes = {layer.dtype for layer in cache.layers.values()}
     fits = cache.block_size % LANES == 0 and dtypes <= {torch.float32, torch.bfloat16}
-    return native.operator("paged_attention") if fits and cache.device.type == "cpu" else None
+    is_rounded = any(layer.is_rounded for layer in cache.layers.values())
+    name = "paged_attention_int8" if is_rounded else "paged_attention"
+    return native.operator(name) if fits and cache.device.type == "cpu" else None
 
 
 class _CompiledForm:
@@ -150,25 +153,23 @@ def triton_kernels() -> Any:
 
 
 class _Writer:
-    """Stores the new tokens of a pass."""
+    """Stores the new tokens of a pass, and reads what is cached."""
 
     def __init__(self, cache: PagedCache, batch: PagedBatch, tables: Tables) -> None:
         self._cache = cache
         self._tables = tables
         self.position = _add_places(tables, "write", cache, batch, batch.num_queries)
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of a layer; the views of all that the layer has in the cache."""
-        views = self._cache.views(layer)
-        for memory, new in zip(views, (key, value), strict=True):
-            memory[self._tables["write_block"], self._tables["write_offset"]] = new
-        return views
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store keys and values of a layer."""
+        self._cache.write(layer, (self._tables["write_block"], self._tables["write_offset"]), key, value)
 
 
 class _PagedForm:
     """Sequences of any number of new tokens through a varlen kernel that reads the blocks of the cache."""
 
     def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: PagedKernel, tables: Tables) -> None:
+        self._cache = cache
         self._kernel = kernel
         self._tables = tables
         self._writer = _Writer(cache, batch, tables)
@@ -179,7 +180,8 @@ class _PagedForm:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values in the cache, and attend over it."""
-        keys, values = self._writer.write(layer, key, value)
+        self._writer.write(layer, key, value)
+        keys, values = self._cache.views(layer)
         table, queries, offsets, lengths = (
             self._tables[name] for name in ("block_table", "queries", "keys", "context_length")
         )
@@ -191,6 +193,7 @@ class _VarlenForm:
     """Chunks through the trainer's varlen kernel, over the keys of each sequence gathered into a row."""
 
     def __init__(self, cache: PagedCache, batch: PagedBatch, kernel: Kernel, tables: Tables) -> None:
+        self._cache = cache
         self._kernel = kernel
         self._tables = tables
         self._writer = _Writer(cache, batch, tables)
@@ -200,10 +203,10 @@ class _VarlenForm:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values in the cache, and attend over it."""
-        views = self._writer.write(layer, key, value)
-        context, weighed = (memory[self._tables["read_block"], self._tables["read_offset"]] for memory in views)
+        self._writer.write(layer, key, value)
+        context, weighed = self._cache.read(layer, (self._tables["read_block"], self._tables["read_offset"]))
         segments = Segments(self._tables["queries"], self._tables["keys"], *self._longest, causal=True)
-        return self._kernel.forward(query, context, weighed, segments, options)[0]
+        return self._kernel.forward(query.to(context.dtype), context, weighed, segments, options)[0].to(query.dtype)
 
 
 class _TorchForm:
@@ -220,9 +223,9 @@ class _TorchForm:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values in the cache, and attend over it."""
-        keys, values = self._writer.write(layer, key, value)
+        self._writer.write(layer, key, value)
         if self._batch.is_decode:
-            return self._decode(query, keys, values, options)
+            return self._decode(layer, query, options)
         parts = []
         starts = _offsets(self._batch.num_queries)
         for row, (count, length) in enumerate(zip(self._batch.num_queries, self._batch.context_lengths, strict=True)):
@@ -230,12 +233,12 @@ class _TorchForm:
             blocks = self._tables["block_table"][row : row + 1, :num_blocks].long()
             place = torch.arange(length, device=query.device)
             visible = _visible(place, place[length - count :], options.window)
-            own = query[starts[row] : starts[row + 1]].transpose(0, 1)[None]
-            context, weighed = (_gather(memory, blocks)[:, :, :length] for memory in (keys, values))
-            parts.append(masked_attention(own, context, weighed, visible, options)[0].transpose(0, 1))
+            context, weighed = (tensor[:, :, :length] for tensor in self._gather(layer, blocks))
+            own = query[starts[row] : starts[row + 1]].transpose(0, 1)[None].to(context.dtype)
+            parts.append(masked_attention(own, context, weighed, visible, options)[0].transpose(0, 1).to(query.dtype))
         return torch.cat(parts)
 
-    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+    def _decode(self, layer: int, query: Tensor, options: AttentionOptions) -> Tensor:
         num_blocks = -(-max(self._batch.context_lengths) // self._cache.block_size)
         blocks = self._tables["block_table"][:, :num_blocks].long()
         if options.window not in self._visible:
@@ -243,11 +246,15 @@ class _TorchForm:
             visible = _visible(place, self._tables["position"], options.window)
             self._visible[options.window] = visible[:, None, None, :]
         num_sequences, num_heads, dim = query.shape
+        context, weighed = self._gather(layer, blocks)
         # The query heads that share a key head become its rows: grouped attention without repeating keys.
-        grouped = query.reshape(num_sequences, keys.shape[2], num_heads // keys.shape[2], dim)
-        context, weighed = (_gather(memory, blocks) for memory in (keys, values))
+        grouped = query.reshape(num_sequences, context.shape[1], num_heads // context.shape[1], dim).to(context.dtype)
         out = masked_attention(grouped, context, weighed, self._visible[options.window], options)
-        return out.reshape(num_sequences, num_heads, -1)
+        return out.reshape(num_sequences, num_heads, -1).to(query.dtype)
+
+    def _gather(self, layer: int, blocks: Tensor) -> list[Tensor]:
+        """Keys and values at int64 blocks [B, n], [B, head, n * token, dim]."""
+        return [tensor.flatten(1, 2).transpose(1, 2) for tensor in self._cache.read(layer, blocks)]
 
 
 def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -270,11 +277,6 @@ def _add_places(
     tables.add(f"{name}_block", batch.block_table.numpy()[sequence, position // cache.block_size])
     tables.add(f"{name}_offset", position % cache.block_size)
     return position
-
-
-def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
-    """[block, token, head, dim] at int64 blocks [B, n]: [B, head, n * token, dim]."""
-    return memory[blocks].flatten(1, 2).transpose(1, 2)
 
 
 def _visible(place: Tensor, position: Tensor, window: int | None) -> Tensor:

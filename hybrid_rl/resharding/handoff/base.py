@@ -34,7 +34,7 @@ LOCAL, PEER, HOST, REMOTE, DISK = "local", "peer", "host", "remote", "disk"
 
 def num_probe_passes(dtype: torch.dtype, *, is_rounded: bool = False) -> int:
     """Return how often the trainer computes its half of a probe: once more in 16 bits, for its own noise, and once more
-    if the engine rounds its weights, for what that does."""
+    if the engine rounds its weights, or keys and values, for what that does."""
     return 1 + (dtype.itemsize < 4) + is_rounded
 
 

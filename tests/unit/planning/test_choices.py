@@ -70,6 +70,8 @@ def test_nothing_leaves_where_there_is_room():
     choices = plan(settings(**KL), 10**9).choices
     assert choices.offload == () and choices.reasons.keys() == {"kv_cache_memory_bytes"}
     assert choices.kv_cache_memory_bytes == 8 * 32 * 192
+    # Two layers of one key head, 8 dims and as many padded to 16, and two scales.
+    assert plan(settings(kv_cache_dtype="int8"), 10**9).choices.kv_cache_memory_bytes == 8 * 32 * 2 * (8 + 16 + 2 * 4)
 
 
 def test_ranks_that_train_and_ranks_that_only_generate_are_counted_apart():

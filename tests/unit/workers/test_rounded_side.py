@@ -28,7 +28,9 @@ CACHE = {"engine": "vllm", "quantization": "none"}
 NAME = "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("keys", [{}, {"speculation": "on"}, {"num_generations": 4, "beta": 0.1}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"speculation": "on", "kv_cache_dtype": "int8"}, {"num_generations": 4, "beta": 0.1}]
+)
 def test_a_run_learns_from_rounded_weights_and_corrects_for_them(keys: dict[str, Any], make_trainer) -> None:
     model = build_model()
     trainer = make_trainer(model, max_steps=3, **INT8, **keys)
@@ -96,9 +98,12 @@ def test_a_handoff_that_leaves_something_stale_is_stopped_by_the_proof(kind: str
         trainer.fit()
 
 
+@pytest.mark.parametrize("cache", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["integers", "scales"])
-def test_the_probe_trips_on_stale_weights_without_the_proof(kind: str, dtype: str, make_trainer, monkeypatch) -> None:
+def test_the_probe_trips_on_stale_weights_without_the_proof(
+    kind: str, dtype: str, cache: str, make_trainer, monkeypatch
+) -> None:
     """All of one kind, from before a large update. The same run with nothing stale passes."""
     own = Int8CausalLM.write
 
@@ -114,7 +119,7 @@ def test_the_probe_trips_on_stale_weights_without_the_proof(kind: str, dtype: st
     is_stale = False
     monkeypatch.setattr(Int8CausalLM, "write", write)
     monkeypatch.setattr(Int8CausalLM, "check", lambda *_: None)
-    keys = {**INT8, "learning_rate": 0.3, "handoff.probe_steps": 1, "dtype": dtype}
+    keys = {**INT8, "learning_rate": 0.3, "handoff.probe_steps": 1, "dtype": dtype, "kv_cache_dtype": cache}
     module = build_model(dtype=getattr(torch, dtype), hidden_size=32)
     trainer = make_trainer(module, **keys)
     trainer.step()

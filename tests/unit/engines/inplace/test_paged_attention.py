@@ -87,6 +87,7 @@ def case(
     key_heads: int = 2,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    is_rounded: bool = False,
     fill: float = torch.nan,
     shared: Sequence[tuple[int, int, int]] = (),
 ) -> Case:
@@ -99,10 +100,11 @@ def case(
     ]
     counts = [-(-length // block_size) for _, length in lengths]
     order = torch.randperm(sum(counts) + 3, dtype=torch.int32)
-    cache = PagedCache({0: LayerShape(key_heads, dim, value_dim, dtype)}, len(order), block_size, CPU)
+    shape = LayerShape(key_heads, dim, value_dim, dtype, is_rounded)
+    cache = PagedCache({0: shape}, len(order), block_size, CPU)
     cache.allocate()
     for memory in cache.memory(0):
-        memory.fill_(fill)
+        memory.fill_(fill if memory.is_floating_point() else 77)
     # Behind the end of a sequence the compiled form does not look; the other looks, and hides what it found.
     table = torch.full((len(lengths), max(counts)), 2**30 if isnan(fill) else 0, dtype=torch.int32)
     start = 0
@@ -120,8 +122,8 @@ def case(
             continue  # what it shares the other row writes, now or before; the rest is new
         place = torch.arange(length - new)
         blocks = table[row][place // block_size].long()
-        for memory, rows in zip(cache.views(0), (made.key, made.value), strict=True):
-            memory[blocks, place % block_size] = rows[row][: length - new]
+        old_key, old_value = (rows[row][: length - new] for rows in (made.key, made.value))
+        cache.write(0, (blocks, place % block_size), old_key, old_value)
     return made
 
 
