@@ -37,8 +37,8 @@ NOISE_FACTOR, TOKEN_FACTOR = 4.0, 2.0
 # by 0.165 (the root mean square over the vocabulary), that of what its layers read by 0.008.
 ROUNDED_FACTOR = 0.25
 # The trainer attends over rounded keys and values too, if the engine does. But sums in another order round some to
-# other integers, and the next layers many: after SmolLM2's 30 layers engine and trainer differ by 0.6 times what the rounding
-# itself does (its root mean square is 0.05). So it is noise, as that of 16 bits is, with the same factors.
+# other integers, and the next layers many: after SmolLM2's 30 layers engine and trainer differ by 0.6 times what the
+# rounding itself does (its root mean square is 0.05). So it is noise, as that of 16 bits is, with the same factors.
 # What a router reads has been rounded many times, so it is moved by more of its last places than embeddings are.
 ROUTER_UNITS = 8.0
 

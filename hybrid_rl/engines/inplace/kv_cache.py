@@ -181,7 +181,9 @@ class PagedCache:
             shapes = (blocks, tokens, heads, layer.key_dim), (blocks, tokens, heads, layer.padded_value_dim)
         dtype = torch.int8 if layer.is_rounded else layer.dtype
         parts: list[tuple[tuple[int, ...], torch.dtype]] = [(shape, dtype) for shape in shapes]
-        return parts + 2 * [((blocks, heads, tokens), torch.float32)] if layer.is_rounded else parts
+        if layer.is_rounded:
+            parts += 2 * [((blocks, heads, tokens), torch.float32)]
+        return parts
 
     def _bytes(self, num_bytes: int) -> Tensor:
         """Return zeros, uint8 [num_bytes]."""

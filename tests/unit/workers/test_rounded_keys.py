@@ -66,7 +66,7 @@ def test_the_probe_trips_on_other_weights(dtype: str, make_trainer, monkeypatch)
 
 
 def test_the_tolerance_is_what_the_rounding_of_keys_does_to_the_probe() -> None:
-    """Two tokens whose logprobs it moves by 0.02 and not at all: 0.02 / sqrt(2) as the root mean square, four times."""
+    """It moves one of two tokens by 0.02: four times 0.02 / sqrt(2), the root of the average of squares."""
     probe = HandoffProbe((3, 4), resolve(*load_config({"kv_cache_dtype": "int8", "num_generations": 2})), torch.float32)
     rows = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
     expected, limit = torch.stack([rows, rows + torch.tensor([[0.02], [0.0]])]), 4 * 0.02 / math.sqrt(2)
