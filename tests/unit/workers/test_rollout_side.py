@@ -16,7 +16,7 @@ def test_an_engine_in_a_process_of_its_own_is_refused():
 
     setup = SimpleNamespace(config=SimpleNamespace(rollout=Separate(engine="far")), generates=True)
     with pytest.raises(ConfigError, match=r"rollout.engine=far runs in a separate process .* embedded or colocated"):
-        rollout_side(setup, None, None)
+        rollout_side(setup, None, None, None)
 
 
 @pytest.mark.parametrize("exports_again", [True, False])
