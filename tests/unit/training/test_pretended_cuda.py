@@ -45,7 +45,7 @@ class Bigrams:
         self.weight = nn.Parameter(torch.zeros(vocab_size, vocab_size).to(CUDA))
         self.device = self.weight.device
 
-    def row_of(self, prompts: Jagged, completions: Jagged) -> PackedRow:
+    def row_of(self, prompts: Jagged, completions: Jagged, experts: Jagged | None = None) -> PackedRow:
         return PackedRow.of(prompts, completions, self.device)
 
     def row_logprobs(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
