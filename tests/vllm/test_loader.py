@@ -85,6 +85,6 @@ def test_without_views_the_loader_says_what_it_needs(live: Live) -> None:
     loading = Loading(live.views)
     TracingLoader(LoadConfig(load_format=LOAD_FORMAT, model_loader_extra_config={LOADING: loading}))
     assert loading.weights is None
-    writer = WeightWriter(live.views, rank=0, is_plain=True)
+    writer = WeightWriter(live.views, rank=0, quantization=None)
     with pytest.raises(HandoffError, match="has not built its model"):
         _ = writer.weights

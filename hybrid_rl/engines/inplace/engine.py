@@ -127,7 +127,8 @@ class InPlaceEngine(EmbeddedEngine):
                     self._speculation.add(chunks)
                 with self._runner.fewer_threads(chunks):
                     batch = self._runner.prepare(chunks)
-                    hidden = self._runner.layers(batch)
+                    with self._runner.recording(batch):
+                        hidden = None if batch.inputs is None else self._model.hidden_states(*batch.inputs)
                     sampled = self._runner.sample(batch, hidden)
             except BaseException as error:
                 self._undo_pass(leaving)

@@ -119,14 +119,15 @@ class Runner:
             step.inputs = tables["token_ids"], tables["positions"], attention
         return step
 
-    def layers(self, step: Pass) -> Tensor | None:
-        """Return what the layers make of `step.inputs`, [T, H]."""
+    @contextmanager
+    def recording(self, step: Pass) -> Iterator[None]:
+        """Keep the experts that the layers choose inside the block, if they are kept."""
         if step.inputs is None or self._experts is None:
-            return None if step.inputs is None else self._model.hidden_states(*step.inputs)
+            yield
+            return
         with self._model.choices.choosing(None) as noted:
-            hidden = self._model.hidden_states(*step.inputs)
+            yield
         self._experts.write(step.chunks, noted.experts)
-        return hidden
 
     def sample(self, step: Pass, hidden: Tensor | None) -> Sampled:
         """Sample for every sequence whose last chunk is in the pass, and for its followers. hidden: [T, H], what the
