@@ -80,7 +80,6 @@ DIFFERENCES: dict[str, Difference] = {
         "of the ranks of a replica only the first one returns experts (enable_return_routed_experts)",
         lambda _: importlib.util.find_spec("vllm.distributed.aux_output_connector") is not None,
         "all of them do",
-        frozenset({"vllm.distributed.aux_output_connector.worker.get_tp_group"}),
     ),
 }
 
