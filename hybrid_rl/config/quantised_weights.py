@@ -7,7 +7,7 @@ from typing import Any
 from hybrid_rl.errors import ConfigError
 
 
-def rounded_keys(config: Any) -> list[str]:
+def rounding_choices(config: Any) -> list[str]:
     """Return the keys by which the engine of a resolved TrainerConfig samples with rounded numbers, as NAME=VALUE."""
     rollout = config.rollout
     cache = getattr(rollout.engine_args, "others", {}).get("kv_cache_dtype", "auto")
@@ -35,7 +35,7 @@ def check_quantised(config: Any) -> None:
         return
     if handoff.transport in ("ipc", "disk"):
         raise ConfigError(
-            f"{words} makes the engine's weights anew at every handoff, and handoff.transport={handoff.transport} "
+            f"{words} makes the engine's weights at every handoff, and handoff.transport={handoff.transport} "
             "reads or writes the trainer's own; leave transport out"
         )
     if handoff.adopt_weights:

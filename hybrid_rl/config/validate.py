@@ -24,7 +24,7 @@ from hybrid_rl.config.eval_keys import EvalConfig
 from hybrid_rl.config.exact_logprobs import check_exact
 from hybrid_rl.config.hardware import NO_GPU, Device, Hardware, settled
 from hybrid_rl.config.lasting_keys import check_lasting
-from hybrid_rl.config.quantised_weights import rounded_keys
+from hybrid_rl.config.quantised_weights import rounding_choices
 from hybrid_rl.config.rank_keys import FSDPConfig, RayControllerConfig
 from hybrid_rl.config.rollout_ranks import with_rollout_ranks
 from hybrid_rl.config.schema import TrainerConfig, ValueHeadConfig
@@ -362,7 +362,7 @@ def notices(config: TrainerConfig, given: Collection[str]) -> Iterator[str]:
             "logits to bfloat16, so engine and trainer differ more than with an embedded engine (see mismatch/*); "
             "rollout.engine=inplace has the same head in both"
         )
-    rounding = ", ".join(rounded_keys(config))
+    rounding = ", ".join(rounding_choices(config))
     if rounding and config.correction.is_active and "correction.correction_mode" not in given:
         yield (
             f"{rounding}: correction={config.correction.correction_mode} is chosen, which weighs tokens by how likely "

@@ -115,7 +115,7 @@ def _grouped_product(left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
         apply: Any = _GroupedProduct.apply
         out: Tensor = apply(left, right, ends)
         return out
-    # Rows behind the last group belong to experts of other ranks: nobody reads them.
+    # Rows after the last group belong to experts of other ranks: nobody reads them.
     out = left.new_zeros(left.shape[0], right.shape[2])
     for expert, rows in _groups(ends):
         out[rows] = exact_product(left[rows], right[expert].t(), None)

@@ -251,7 +251,7 @@ def token_keys(prompts: Jagged, completions: Jagged, experts: Jagged) -> tuple[J
     if not torch.equal(experts.lengths, num_tokens):
         raise ModelError(
             f"experts are recorded for {experts.lengths.tolist()[:8]} tokens of the samples, which have "
-            f"{num_tokens.tolist()[:8]}"
+            f"{num_tokens.tolist()[:8]}; the columns are those of other samples: roll out again"
         )
     chosen = experts.values.flatten(1).to(torch.int64)
     odd = torch.randint(-(2**62), 2**62, (chosen.shape[1],), generator=torch.Generator().manual_seed(0)) * 2 + 1

@@ -88,8 +88,10 @@ def batch_logprobs(
     model can go by."""
 
     def compute(micro: Batch) -> Tensor:
-        free = model.row_of(micro["prompt_ids"], micro["completion_ids"])
-        row = followed(model, row_of(model, micro)) if follows_policy else free
+        if follows_policy:
+            row = followed(model, row_of(model, micro))
+        else:
+            row = model.row_of(micro["prompt_ids"], micro["completion_ids"])
         return model.row_logprobs(row, sampling_temperature(micro))[0]
 
     return token_column(batch, micro_batches, compute, halvings)

@@ -119,7 +119,8 @@ class ReadExperts(ExpertRecord):
         self._group, group = full[0], groups[full[0]]
         self._layer_name, self._block_size = group.layer_names[0], group.kv_cache_spec.block_size
         num_slots = self._runner.kv_cache_config.num_blocks * self._block_size
-        self._table = torch.full((num_slots, *self.shape), NO_EXPERT, dtype=torch.int16)
+        # Pages are touched when they are first written; nothing is read before.
+        self._table = torch.from_numpy(np.zeros((num_slots, *self.shape), dtype=np.int16))
         self._slots: Tensor | None = None  # [tokens of the pass]
         self._chosen: dict[int, Tensor] = {}  # by layer, [tokens of the pass, experts per token]
         for number, layer in enumerate(self._layers):
@@ -129,8 +130,8 @@ class ReadExperts(ExpertRecord):
                 method.is_monolithic and chooser is not method
             ):
                 raise ModelError(
-                    f"vLLM's experts of {layer.layer_name} ({type(method).__name__}) choose among themselves, where "
-                    f"their choice cannot be read; set routing_replay=scoring, {IN_PLACE}"
+                    f"vLLM's experts of {layer.layer_name} ({type(method).__name__}) choose inside of their kernel, "
+                    f"so that their choice cannot be read; set routing_replay=scoring, {IN_PLACE}"
                 )
             chooser.capture_fn = partial(self._keep, number)
 
@@ -139,7 +140,10 @@ class ReadExperts(ExpertRecord):
         if not slots:  # a pass without requests
             return
         if layer in self._chosen:
-            raise EngineStateError(f"layer {layer} of experts chose twice in a step, which can be recorded once only")
+            raise EngineStateError(
+                f"layer {layer} of experts chose twice in a step, which can be recorded once only; set "
+                f"routing_replay=scoring, {IN_PLACE}"
+            )
         self._slots, self._chosen[layer] = slots[self._layer_name], ids
 
     def end_step(self, outputs: Sequence[Any]) -> None:
@@ -149,11 +153,17 @@ class ReadExperts(ExpertRecord):
             return
         if len(chosen) != len(self._layers):
             missing = sorted({*range(len(self._layers))} - chosen.keys())
-            raise EngineStateError(f"vLLM made a step in which the layers of experts {missing} were not seen to choose")
+            raise EngineStateError(
+                f"vLLM made a step in which the layers of experts {missing} were not seen to choose; set "
+                f"routing_replay=scoring, {IN_PLACE}"
+            )
         ids = torch.stack([chosen[number] for number in range(len(chosen))], 1)
         assert self._slots is not None
         if len(self._slots) != len(ids):
-            raise EngineStateError(f"vLLM chose experts for {len(ids)} tokens of a pass of {len(self._slots)}")
+            raise EngineStateError(
+                f"vLLM chose experts for {len(ids)} tokens of a pass of {len(self._slots)}; set "
+                f"routing_replay=scoring, {IN_PLACE}"
+            )
         is_real = self._slots >= 0  # not padding
         self._table[self._slots[is_real]] = ids[is_real].short()
 

@@ -301,7 +301,7 @@ EXHIBITS = [
     Exhibit(
         "scales left behind",
         UNKNOWN,
-        "integers of quantised weights are made anew, and the scales of one weight are those of the handoff before",
+        "integers of quantised weights are new, and the scales of one weight are those of the handoff before",
         VERIFIED,
         "policy version 4: 1 tensors of the engine's int8 weights are not what the trainer's weights are when they are "
         "rounded, e.g. scales of model.layers.1.mlp.down_proj.weight",

@@ -158,7 +158,7 @@ def _rounded(skeleton: PreTrainedModel, hosts: Sequence[str], replicas: int) -> 
     names = {place.name for place in rounded_places(skeleton)}
     kinds = {True: torch.int8, False: torch.float32}
     specs = [TensorSpec(name, tuple(t.shape), kinds[name in names]) for name, t in skeleton.named_parameters()]
-    words = "the engine decodes from the trainer's weights rounded to 8 bits, which are written anew"
+    words = "the engine decodes from the trainer's weights rounded to 8 bits, which are written at every handoff"
     if len(hosts) == 1:
         return HandoffPlan(words, {})
     links = gathered(fsdp_layout(specs, len(hosts), replicas=replicas, hosts=hosts), 0)

@@ -41,7 +41,7 @@ class _RoundedBackend(Backend):
 
 
 class _RoundedContext:
-    """An attention context behind the rounding."""
+    """An attention context that gets rounded keys and values."""
 
     def __init__(self, context: AttentionContext) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""The trainer's linear weights on the grid of an engine, made anew at every handoff from what each rank holds.
+"""The trainer's linear weights on the grid of an engine, made at every handoff from what each rank holds.
 
 To plans, transports and proofs these are weights like others: a layout has the parts of a grid in place of a weight, so
 codes and scales are copied, sent and hashed by the same code, and an engine that still has old scales is found as one

@@ -111,8 +111,8 @@ def test_as_how_many_tokens_each_place_counts():
     prompts = jagged([[1, 2], [3], [1, 2], [4, 5], [1, 2]])
     completions = jagged([[10, 11], [12], [13], [14, 15], []])
     weights = [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.0, 2.0), (9.0, 9.0)]
-    found = place_weights(PackedRow.of(prompts, completions, CPU), prompts, weights)
-    assert found.tolist() == [2, 2, 1, 0.5, 0, 0, 2, 2, 1, 1, 0]
+    counted = place_weights(PackedRow.of(prompts, completions, CPU), prompts, weights)
+    assert counted.tolist() == [2, 2, 1, 0.5, 0, 0, 2, 2, 1, 1, 0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hybrid_rl.models.row.SMALLEST_FILLED_ROW", 4)
         patch.setattr("hybrid_rl.models.row.ROW_STEP", 13)

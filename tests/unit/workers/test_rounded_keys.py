@@ -114,6 +114,6 @@ def test_what_is_wrong_together_is_refused(keys: dict[str, Any], words: str) -> 
 def test_a_correction_is_chosen_if_none_is_named(keys: dict[str, Any], mode: str) -> None:
     config = resolve(*load_config({"kv_cache_dtype": "int8", "num_generations": 2, **keys}))
     assert config.correction.correction_mode == mode
-    given = frozenset({"correction.correction_mode"} if "correction" in keys else ())
+    named = frozenset({"correction.correction_mode"} if "correction" in keys else ())
     words = f"rollout.kv_cache_dtype=int8: correction={mode} is chosen"
-    assert any(words in notice for notice in notices(config, given)) == (keys == {})
+    assert any(words in notice for notice in notices(config, named)) == (keys == {})

@@ -149,8 +149,8 @@ def test_the_probe_trips_on_stale_weights_without_the_proof(
 def test_a_correction_is_chosen_if_none_is_named(keys: dict[str, Any], mode: str) -> None:
     config = resolve(*load_config({"quantization": "int8", "num_generations": 2, **keys}))
     assert config.correction.correction_mode == mode
-    given = frozenset({"correction.correction_mode"} if "correction" in keys else ())
-    chosen = [notice for notice in notices(config, given) if f"correction={mode} is chosen" in notice]
+    named = frozenset({"correction.correction_mode"} if "correction" in keys else ())
+    chosen = [notice for notice in notices(config, named) if f"correction={mode} is chosen" in notice]
     assert len(chosen) == (mode == "tis")
     if CACHE.items() <= keys.items():
         cache = keys.get("engine_args.kv_cache_dtype", "bfloat16")

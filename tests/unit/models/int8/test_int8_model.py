@@ -55,11 +55,11 @@ def test_it_computes_what_the_module_does_with_rounded_weights(family: str) -> N
     with torch.no_grad():
         expected = CausalLM(with_rounded_weights(module)).row_distribution(row_of(), 1.0)
         whole = CausalLM(module).row_distribution(row_of(), 1.0)
-        found = int8_of(module).row_distribution(row_of(), 1.0)
+        logprobs = int8_of(module).row_distribution(row_of(), 1.0)
         with rounded_layers(module):
             hooked = CausalLM(module).row_distribution(row_of(), 1.0)
     error = (whole - expected).abs().max()
-    assert (found - expected).abs().max() < 0.05 * error
+    assert (logprobs - expected).abs().max() < 0.05 * error
     assert (hooked - expected).abs().max() < 1e-5
     after = named_weights(module)
     assert all(after[name] is not None and torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -65,13 +65,13 @@ def test_many_blocks_and_threads_give_the_bits_of_pytorch(m: int, k: int, n: int
     torch.set_num_threads(threads)
     try:
         rounded = Int8Weight.of(weight)
-        found = rounded.linear(rows)
+        products = rounded.linear(rows)
     finally:
         torch.set_num_threads(before)
     values, scales = torch.empty(n, k, dtype=torch.int8), torch.empty(n)
     round_torch(weight, values, scales)
     assert torch.equal(rounded.values, values) and torch.equal(rounded.scales, scales)
-    assert torch.equal(found, linear_torch(rows, values, scales, None))
+    assert torch.equal(products, linear_torch(rows, values, scales, None))
 
 
 @compiled

@@ -77,8 +77,8 @@ def test_the_parts_of_ranks_are_those_of_the_whole(name: str, is_adapted: bool) 
         generator = torch.Generator().manual_seed(1)
         a, b = (torch.randn(shape, generator=generator) * 0.1 for shape in ((2, 160), (130, 2)))
         changes = {"b.weight": LowRank(a, b, scale=0.5)}
-    one = quantisation(name).source(layout_of(1, Shard(0)), weights, changes, rank=0, gather=alone)
-    layout, parts = one.layout(), one.held()[0]
+    of_one_rank = quantisation(name).source(layout_of(1, Shard(0)), weights, changes, rank=0, gather=alone)
+    layout, parts = of_one_rank.layout(), of_one_rank.held()[0]
     expected = {each.spec.name: part for each, part in zip(layout.tensors, parts, strict=True)}
 
     # The whole weights as the grid itself takes them, those that are joined with the largest value of both.
